@@ -33,8 +33,12 @@ reads the files as the user it runs as, and nobody else does: a notebook or a ke
 change what is here.
 
 - `jupyter gpupool generate-config` prints a file with every option, commented out.
-- `jupyter gpupool doctor` checks the files. An unknown name or a bad value is refused, with the
-  nearest valid name and an example; the broker then does not start, or keeps what it had on SIGHUP.
+- `jupyter gpupool check-config` prints what the files mean: the groups with their bytes, the
+  schedules with the next change, and what is different in the running broker.
+- An unknown name, a bad value, or values that do not go together are refused, all at once, each
+  with its file and line, the nearest valid name and an example; the broker then does not start, or
+  keeps what it had on SIGHUP.
+- [Groups, budgets and schedules](groups.md) have a page of their own.
 - Sizes take bytes or text: `4294967296`, `"4GiB"`, `"512MiB"`, `"1.5 GB"`. KiB, MiB, GiB are
   powers of 1024 and so are K, M, G; kB, MB, GB are powers of 1000.
 - Durations take seconds or text: `90`, `"90s"`, `"10m"`, `"2h"`.
@@ -105,7 +109,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
         if action.nargs == argparse.REMAINDER:
             rest = ["--", f"{action.metavar} ..."]
         elif not names:
-            usage.append(str(action.metavar))
+            usage.append(f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar))
         rows.append(f"| {names or f'`{action.metavar}`'} | {action.help} |")
     usage.extend(["[options]"] if "--" in "".join(rows) else [])
     usage.extend(rest)

@@ -4,8 +4,8 @@
 # A working admin configuration of the GPU pool, for a machine with two GPUs that a group shares.
 # Copy what you need to /etc/jupyter/jupyter_server_config.py (the whole machine) or to
 # ~/.jupyter/jupyter_server_config.py (only you). `jupyter gpupool generate-config` prints every
-# option; `jupyter gpupool doctor` says whether the result is good. A running broker reads it again
-# on SIGHUP (`systemctl reload gpupool`).
+# option; `jupyter gpupool check-config` says whether the result is good. A running broker reads it
+# again on SIGHUP (`systemctl reload gpupool`).
 
 c = get_config()
 

@@ -46,6 +46,7 @@ class Code(str, Enum):
     UNKNOWN_DEVICE = "unknown-device", 409, "The pool has no such GPU."
     NOT_ALLOWED = "not-allowed", 403, "Only an administrator may do this."
     NOT_YOURS = "not-yours", 403, "The session or process belongs to another user or session."
+    NOT_IN_GROUP = "not-in-group", 403, "The user is not in the group that the request names."
     BAD_TOKEN = "bad-token", 403, "The token is not the session's."
     OVER_KERNEL_LIMIT = "over-kernel-limit", 409, "More than c.GPUPool.max_memory_per_kernel."
     OVER_DEVICE = "over-device", 409, "More memory than a GPU of the pool can give."

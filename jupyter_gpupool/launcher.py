@@ -48,7 +48,10 @@ IPYKERNEL_LAUNCHER = "jupyter_gpupool.ipykernel_launcher"
 OPENED_VARIABLE = "GPUPOOL_OPENED"
 
 #: Options of a kernelspec's ``config``.
-OPTIONS = ("memory", "limit", "devices", "compute", "priority", "attach", "broker_socket")
+OPTIONS = ("memory", "limit", "devices", "compute", "priority", "group", "attach", "broker_socket")
+
+#: Those of them that are no part of a request.
+_BESIDE = ("group", "attach", "broker_socket")
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 
@@ -289,6 +292,7 @@ def _open(command: list[str], kernel: str, env: dict[str, str]) -> tuple[list[st
             label=_label(env, shown),
             request=request,
             attach=attach,
+            group=str(stanza.get("group") or "") or None,
         )
         final, why_not = enter_session(command, env, answer, client.path)
         text = notice(None, answer, who="This kernel's client")
@@ -301,7 +305,7 @@ def _open(command: list[str], kernel: str, env: dict[str, str]) -> tuple[list[st
 def _wanted(stanza: Mapping[str, Any], kernel: str) -> tuple[dict[str, Any], str | None]:
     """Return what a kernelspec's ``config`` asks for: the request, and the attach policy."""
     check_options(stanza, kernel)
-    request = {k: v for k, v in stanza.items() if k not in ("attach", "broker_socket") and v}
+    request = {k: v for k, v in stanza.items() if k not in _BESIDE and v}
     for name in ("memory", "limit"):
         if name in request:
             try:

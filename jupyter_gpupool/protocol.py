@@ -253,14 +253,21 @@ MAX_HOLDS = 1000
 #: type -> (required fields, optional fields); a field's value is what it accepts.
 REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ---- a provisioner, about a kernel
-    # request: {memory?, limit?, devices?, compute?, priority?}, sizes in bytes.
-    # ok: session, token, attach, request, env (variables for the kernel's process), config (the
-    # options in force that do not have their default, and their origins), pid, broker, retire
+    # request: {memory?, limit?, devices?, compute?, priority?}, sizes in bytes; group: one of the
+    # user's groups, instead of the first.
+    # ok: session, token, attach, request, group, env (variables for the kernel's process), config
+    # (the options in force that do not have their default, and their origins), pid, broker, retire
     # (true where a kernel must be retired before it is killed). guarded: false for a process that
     # has loaded the driver already, so that the guard comes too late
     "open": (
         {"kernel_id": _WORDS},
-        {"label": _WORDS, "request": _REQUEST, "attach": Text(null=True), "guarded": Flag()},
+        {
+            "label": _WORDS,
+            "request": _REQUEST,
+            "attach": Text(null=True),
+            "group": Text(null=True),
+            "guarded": Flag(),
+        },
     ),
     # pid of the process just started for the session. ok: -
     "launched": ({"session": Text(), "pid": _PROCESS}, {}),

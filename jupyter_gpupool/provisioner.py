@@ -125,6 +125,11 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         help="""Priority class, one of c.GPUPool.priority_classes. Default:
         c.GPUPool.default_priority. Example: c.GPUPoolProvisioner.priority = "batch" """,
     ).tag(config=True)
+    group = Unicode(
+        "",
+        help="""Group whose share of the pool the kernel uses: one of c.GPUPool.groups that its
+        user is in. Default: the first of these. Example: c.GPUPoolProvisioner.group = "vision" """,
+    ).tag(config=True)
     attach = Unicode(
         "",
         help="""When the kernel gets its slice: "lazy" (at its first CUDA call; as "cell" where the
@@ -301,6 +306,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
                 label=label,
                 request=self._wanted(),
                 attach=self._policy(),
+                group=self.group or None,
             )
         except BaseException:
             self._disconnect()

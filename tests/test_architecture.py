@@ -27,7 +27,7 @@ ALLOWED: dict[str, str] = {
     "client": "endpoint protocol",
     "pool": "",
     "guard": "",
-    "config": "emulation endpoint guard local_machine pool.model",
+    "config": "emulation endpoint guard local_machine pool.groups pool.model",
     "devices": "guard local_machine pool.model pool.attribution",
     "startrecord": "endpoint local_machine",
     "starting": "__init__ client endpoint guard startrecord",
@@ -46,7 +46,8 @@ ALLOWED: dict[str, str] = {
     "demo": "__init__ client emulation endpoint starting timeline",
     "timeline": "",
     "cli": "__init__ broker client config demo devices emulation endpoint guard "
-    "kernelspecs launcher programs protocol provisioner starting startrecord timeline",
+    "kernelspecs launcher pool.groups programs protocol provisioner starting startrecord "
+    "timeline",
 }
 
 #: The only third-party packages a part may name; a part that is not here may name none.

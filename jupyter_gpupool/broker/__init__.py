@@ -6,6 +6,10 @@
 ``app``                 the process: options, start in the right order, reload, end
 ``build``               every part, constructed in order of dependence
 ``configuration``       the configuration in force
+``reload``              what changes it: SIGHUP, the calendar; whether the machine can keep it
+``timekeeper``          the calendar: each change once, at its instant
+``membership``          which group a user is in
+``nss``                 the machine's users and Unix groups, asked in threads
 ``core``                what all parts share: pool, sessions, journal, clock
 ``runner``              an event to the pool, the journal written, the actions performed
 ``sessions``            what is known of each kernel besides the pool's record

@@ -28,7 +28,6 @@ from .. import __version__
 from ..devices import Devices, OpenDevices, vendor
 from ..errors import GPUPoolError
 from ..local_machine import boot_id, machine_id
-from ..pool import events as e
 from ..pool.model import Device
 from ..units import format_bytes
 from .build import Broker, build
@@ -37,6 +36,7 @@ from .core import Core
 from .environment import raise_descriptor_limit, remove_emulated, report
 from .gpu.maintenance import untouchable
 from .ratelimit import LogLimit
+from .reload import Reload
 from .shutdown import Ending, Stopped
 from .store.files import Keeper, StartRecordFile, sweep
 from .store.journal import Journal
@@ -67,7 +67,7 @@ class BrokerApp:
     Parameters
     ----------
     config_files, overrides:
-        See :func:`jupyter_gpupool.config.load_settings`; read again on SIGHUP.
+        See :func:`jupyter_gpupool.config.load_timetable`; read again on SIGHUP.
     socket:
         Overrules the configuration; "" leaves it to :func:`jupyter_gpupool.endpoint.find_socket`.
     ending:
@@ -126,6 +126,12 @@ class BrokerApp:
             stack.callback(self._close, broker)
             stack.push_async_callback(broker.monitor.close)
             self._begin(broker)
+            reload = Reload(
+                broker.core, self.configuration, metrics=broker.metrics,
+                memberships=broker.memberships, log=_LOG,
+            )  # fmt: skip
+            reload.check()
+            stack.callback(reload.close)
             await self._ending.unless_asked(broker.recovery.run(str(self.path)))
             # Modules live as long as the broker; without them a full collection takes a millisecond
             # of the event loop instead of twenty.
@@ -139,8 +145,8 @@ class BrokerApp:
             server.serve(claim.bind())
             stack.callback(broker.metrics.close)
             broker.metrics.configure()
-            reload = partial(self._reload, broker)
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+            reload.start()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload.ask)
             self.start_record.mention_predecessor()
             self._announce(broker)
             self.start_record.write(journal.path)
@@ -262,26 +268,6 @@ class BrokerApp:
             )  # fmt: skip
 
     # ------------------------------------------------------------------ while it runs
-
-    def _reload(self, broker: Broker) -> None:
-        """Read the configuration again; a bad one changes nothing."""
-        core = broker.core
-        try:
-            late = self.configuration.reload()
-        except GPUPoolError as error:
-            _LOG.error("The configuration was not read again: %s", error)
-            core.note("config", reason=f"refused: {error}")
-            return
-        if late:
-            names = ", ".join(f"c.GPUPool.{name}" for name in late)
-            _LOG.warning("%s changed and will count from the next start of the broker", names)
-        settings = self.configuration.settings
-        broker.metrics.configure()
-        core.note("config", reason="read again")
-        core.handle(e.SettingsChanged(now=core.now(), settings=settings.pool))
-        _LOG.info("The configuration was read again")
-        for note in settings.notes:
-            _LOG.warning("%s", note)
 
     async def _tidy(self, core: Core, due: asyncio.Event) -> None:
         loop, written = asyncio.get_running_loop(), -1

@@ -32,6 +32,7 @@ from .gpu.samples import Samples
 from .gpu.setaside import UnleasedSuspends
 from .hostmemory import HostRoom
 from .lifecycle import Lifecycle
+from .membership import Memberships
 from .messages.agent import AgentMessages
 from .messages.guard import GuardMessages
 from .messages.people import PeopleMessages
@@ -72,6 +73,7 @@ class Broker:
     maintenance: Maintenance
     monitor: Monitor
     metrics: Metrics
+    memberships: Memberships
     recovery: Recovery
     router: Router
 
@@ -162,17 +164,19 @@ async def build(
     )  # fmt: skip
 
     lifecycle = Lifecycle(core, log)
+    memberships = Memberships(configuration, log)
     snapshots = Snapshots(
         core, service, configuration, samples=samples, activity=activity, setup=setup,
-        maintenance=maintenance, no_device=no_device, journal_note=journal_note,
+        maintenance=maintenance, memberships=memberships, no_device=no_device,
+        journal_note=journal_note,
     )  # fmt: skip
     guard = GuardMessages(
         core, pages, activity, time_share, rooms=rooms, homes=homes, landings=landings
     )
     agent = AgentMessages(core, lifecycle, activity, snapshots, log)
     provisioner = ProvisionerMessages(
-        core, configuration, lifecycle=lifecycle, actions=actions, service=service, pages=pages,
-        setup=setup, homes=homes, agent=agent, guard=guard,
+        core, configuration, lifecycle=lifecycle, memberships=memberships, actions=actions,
+        service=service, pages=pages, setup=setup, homes=homes, agent=agent, guard=guard,
         environment=machine_environment(settings, socket, journal.path, {}),
         no_device=no_device,
     )  # fmt: skip
@@ -197,7 +201,7 @@ async def build(
         rooms=rooms, landings=landings, time_share=time_share, setup=setup, actions=actions,
         maintenance=maintenance, monitor=monitor,
         metrics=Metrics(core, samples, monitor, configuration, log),
-        recovery=recovery, router=router,
+        memberships=memberships, recovery=recovery, router=router,
     )  # fmt: skip
 
 

@@ -1,20 +1,27 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The configuration in force. Every part reads it here, so that a reload reaches all at once."""
+"""The configuration in force. Every part reads it here, so that a change reaches all at once.
+
+A change is a reload of the files, or a schedule that begins or ends.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any, Sequence
 
 from traitlets.config import Config
 
-from ..config import BrokerSettings, load_settings, needs_restart
+from ..config import BrokerSettings, Timetable, load_timetable, needs_restart
 from ..config.differences import shown
 from ..endpoint import find_socket
 from .transport.auth import Access, Peer
 from .transport.listener import is_machine_wide
+
+#: Seconds for which an answer about schedules may be given again.
+SCHEDULE_LASTS = 5.0
 
 
 class Configuration:
@@ -23,7 +30,7 @@ class Configuration:
     Parameters
     ----------
     files, overrides:
-        See :func:`jupyter_gpupool.config.load_settings`.
+        See :func:`jupyter_gpupool.config.load_timetable`.
     socket:
         Overrules the configuration; "" leaves it to :func:`jupyter_gpupool.endpoint.find_socket`.
 
@@ -38,25 +45,69 @@ class Configuration:
     ) -> None:
         self._files = [*files]
         self._overrides = overrides
-        self.settings: BrokerSettings = load_settings(self._files, overrides)
+        #: What the files say, at all times.
+        self.timetable = self.read()
+        self._schedule: tuple[float, dict[str, Any] | None] = (0.0, None)
+        #: The schedules in force.
+        self.rules = self.timetable.rules(time.time())
+        #: The settings in force.
+        self.settings: BrokerSettings = self.timetable.under(self.rules)
         self.socket = Path(socket) if socket else find_socket(self.settings.socket)
         #: Whether this broker serves every user of the machine.
         self.machine_wide = is_machine_wide(self.socket)
         self.access = self._access()
 
-    def reload(self) -> tuple[str, ...]:
-        """Read the files again; return the options that count from the next start on.
+    def read(self) -> Timetable:
+        """Read the files again, and return what they say now; nothing is changed by that.
+
+        It takes a while, and another thread may call it.
 
         Raises
         ------
         GPUPoolError
-            If the configuration is wrong; then nothing has changed.
+            If the configuration is wrong.
         """
-        new = load_settings(self._files, self._overrides)
-        late = needs_restart(self.settings, new)
-        self.settings = new
-        self.access = self._access()
+        return load_timetable(self._files, self._overrides)
+
+    def take(self, timetable: Timetable) -> tuple[str, ...]:
+        """Work with what the files say now; return the options that count from the next start."""
+        late = needs_restart(self.timetable.base, timetable.base)
+        self.timetable = timetable
+        self._enter(timetable.rules(time.time()))
         return late
+
+    def follow_calendar(self, now: float) -> bool:
+        """Work with the schedules of ``now``; return whether these are others than before."""
+        rules = self.timetable.rules(now)
+        if rules == self.rules:
+            return False
+        self._enter(rules)
+        return True
+
+    def schedule(self, now: float) -> dict[str, Any] | None:
+        """Return the schedules in force, and when others are, for status; None if there are none.
+
+        It may be a few seconds old: it is in every answer to ``status``.
+        """
+        timetable = self.timetable
+        if not timetable.base.schedules:
+            return None
+        made, shown = self._schedule
+        if shown is None or not 0 <= now - made < SCHEDULE_LASTS:
+            change = timetable.next_change(now)
+            shown = {
+                "in_force": [*timetable.names(self.rules)],
+                "next_change": change[0] if change else None,
+                "next": [*timetable.names(change[1])] if change else None,
+            }
+            self._schedule = now, shown
+        return shown
+
+    def _enter(self, rules: tuple[int, ...]) -> None:
+        self._schedule = 0.0, None
+        self.rules = rules
+        self.settings = self.timetable.under(rules)
+        self.access = self._access()
 
     def shown(self, peer: Peer) -> dict[str, Any]:
         """Return the configuration in force as ``peer`` may see it, for servers with another."""

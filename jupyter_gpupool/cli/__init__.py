@@ -7,6 +7,7 @@
 - ``status``, ``picture``: the snapshot as a picture; ``picture`` is pure text in, text out.
 - ``install_devices``: NVIDIA's packages in an environment of their own.
 - ``doctor``, ``checks``: what works here and what does not. ``maintenance``: pause, drain, resume.
+- ``check_config``, ``config_report``: what a configuration means, and all its mistakes.
 - ``configtext``: a commented configuration file from the options.
 
 Exit codes: 0 done, 1 a problem or a refusal, 2 wrong usage.

@@ -188,6 +188,32 @@ def _doctor(options: Options) -> int:
 
 
 @command(
+    "Set it up and check it", "print what the configuration means, or all its mistakes",
+    SOCKET, JSON,
+    argument(
+        "file", metavar="FILE", nargs="?", type=Path,
+        help="also read this file, after those that Jupyter reads",
+    ),
+    argument("--alone", action="store_true", help="read FILE and none of Jupyter's"),
+    argument(
+        "--devices", default="", metavar="GPUS",
+        help="count sizes on these GPUs, such as 16x80GiB (default: those of this machine)",
+    ),
+    argument(
+        "--at", default="", metavar="TIME",
+        help="show the groups as they are then, such as '2026-11-23 22:00' (default: now)",
+    ),
+)  # fmt: skip
+def _check_config(options: Options) -> int:
+    from .check_config import check
+
+    return check(
+        options.file, alone=options.alone, devices=options.devices, at=options.at,
+        socket=options.socket, as_json=options.json,
+    )  # fmt: skip
+
+
+@command(
     "Set it up and check it", "make the environment of the broker's device processes",
     either(
         argument(

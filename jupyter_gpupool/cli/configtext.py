@@ -13,7 +13,7 @@ _HEAD = """\
 # Configuration of the GPU pool, for jupyter_server_config.py in one of the folders that
 # `jupyter --paths` lists under "config", or in /etc/jupyter for the whole machine.
 # Every line shows an example; take away the '# ' before c.GPUPool to use it.
-# `jupyter gpupool doctor` checks the result. A running broker reads it again on SIGHUP.
+# `jupyter gpupool check-config` checks the result. A running broker reads it again on SIGHUP.
 
 c = get_config()  # noqa: F821
 """

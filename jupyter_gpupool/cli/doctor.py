@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 from ..client import Client
-from ..config import BrokerSettings, load_settings, usable_attach
+from ..config import BrokerSettings, WrongConfiguration, load_settings, usable_attach
 from ..devices import Finding, Options, vendor
-from ..errors import ConfigError, GPUPoolError
+from ..errors import GPUPoolError
 from ..guard.install import without_guard
 from . import checks, maintenance
 from .picture import Style
@@ -66,9 +66,9 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     found = [checks.python(), *checks.packages(), checks.compiler(), checks.emulator()]
     try:
         settings = load_settings(config_files)
-    except ConfigError as error:
+    except WrongConfiguration as error:
         # The other checks would judge a configuration that the admin did not write.
-        found.append(Finding("fail", "config", error.message, error.next_step))
+        found += [Finding("fail", "config", f.text, f.next_step) for f in error.faults]
         return found
     found += checks.configuration(settings)
     found += vendor.inspect(settings.device_python, driver=not settings.emulate)
@@ -86,7 +86,7 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
         attach, reason = policies.get("attach", ""), policies.get("attach_reason", "")
     else:
         orders = []
-        devices, problem, unguarded, limit = _probe(settings)
+        devices, problem, unguarded, limit = probe(settings)
         found += checks.journal_place(settings, path)
         guarded = any(device["tier"] == "guarded" for device in devices)
         attach, reason = usable_attach(settings.attach, guarded, unguarded)
@@ -108,13 +108,13 @@ def _ask_broker(path: Path) -> Mapping[str, Any] | None:
         return None  # the check of the socket says why
 
 
-def _probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str, str]:
+def probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str, str]:
     """Find and test the devices as a starting broker would, and release them.
 
     Return them, why there are none, why none is guarded, and which setting leaves out others.
     """
 
-    async def probe(
+    async def look(
         env: Mapping[str, str] | None,
     ) -> tuple[list[Mapping[str, Any]], str, str, str]:
         service = vendor.open_devices(
@@ -141,7 +141,7 @@ def _probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str,
 
     with tempfile.TemporaryDirectory(prefix="gpupool-doctor-") as folder:
         try:
-            return asyncio.run(probe(_environment(settings.emulate, Path(folder))))
+            return asyncio.run(look(_environment(settings.emulate, Path(folder))))
         except GPUPoolError as error:
             return [], str(error), "", ""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import string
 import textwrap
+import time
 import unicodedata
 from dataclasses import dataclass
 from typing import Any, Iterable, Mapping, Sequence
@@ -126,9 +127,21 @@ def _head(snapshot: Snapshot, style: Style) -> list[str]:
         lines += style_warning(str(snapshot["driver_warning"]), style)
     for order in snapshot.get("maintenance") or ():
         lines.append(style.paint(style.cut(str(order["text"]), style.width), "alarm"))
+    if snapshot.get("schedule"):
+        lines += textwrap.wrap(_schedule(snapshot["schedule"]), style.width)
     if not snapshot["devices"]:
         lines += ["", style.paint("No GPU.", "alarm") + " `jupyter gpupool doctor` says why."]
     return lines
+
+
+def _schedule(schedule: Snapshot) -> str:
+    names = " and ".join(schedule["in_force"]) or "none"
+    text = printable(f"Schedule in force: {names}")
+    if schedule["next_change"] is None:
+        return f"{text}."
+    at = time.strftime("%a %d %b %H:%M", time.localtime(schedule["next_change"]))
+    then = " and ".join(schedule["next"] or ()) or "none"
+    return printable(f"{text}, until {at}; then {then}.")
 
 
 def style_warning(text: str, style: Style) -> list[str]:

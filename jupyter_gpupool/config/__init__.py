@@ -4,22 +4,36 @@
 
 - ``options``: the traits, the only place for names, units, defaults and examples.
 - ``reading``: how their values are read: sizes, durations, quotas, devices, paths.
+- ``grouping``: reading groups: what each gets, and who is in it.
+- ``tree``: whether groups go together: parents, sizes, and who is in several.
+- ``calendar``: when a rule of a calendar is in force; time zones and summer time.
+- ``schedules``: reading schedules: their rules, and what they set.
 - ``settings``: the frozen :class:`BrokerSettings` that they become.
+- ``timetable``: the settings at every time, by the schedules.
+- ``accounts``: whether the users and Unix groups that it names exist.
+- ``faults``: mistakes, all at once, each with its place.
+- ``places``: the line of a file on which a value is written.
 - ``loading``: finding, reading and checking Jupyter's configuration files.
 - ``differences``: what to tell a server whose configuration is not the broker's.
 """
 
-from .loading import check_config, load_settings
+from .faults import Fault, WrongConfiguration
+from .loading import check_config, load_settings, load_timetable
 from .options import GPUPool, fixed_options, needs_restart
 from .settings import EMULATE_VARIABLE, BrokerSettings, usable_attach
+from .timetable import Timetable
 
 __all__ = [
     "EMULATE_VARIABLE",
     "BrokerSettings",
+    "Fault",
     "GPUPool",
+    "Timetable",
+    "WrongConfiguration",
     "check_config",
     "fixed_options",
     "load_settings",
+    "load_timetable",
     "needs_restart",
     "usable_attach",
 ]

@@ -23,7 +23,7 @@ from .reading import Seconds, Size
 from .settings import BrokerSettings
 
 #: Options with names of users, which a broker shows only to its admins.
-PRIVATE = ("quotas", "admins")
+PRIVATE = ("quotas", "admins", "groups", "schedules")
 
 #: Options about how to find the broker; they do not change how it works.
 _ASIDE = ("socket",)

@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
+import time
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 from jupyter_core.paths import jupyter_config_path
 from traitlets import TraitError
@@ -20,10 +21,13 @@ from traitlets.config.loader import (
     PyFileConfigLoader,
 )
 
-from ..errors import ConfigError
 from ..text import did_you_mean, nearest
-from .options import GPUPool
-from .settings import EMULATE_VARIABLE, BrokerSettings, refuse
+from .faults import Fault, WrongConfiguration, WrongValue
+from .options import GPUPool, fixed_options
+from .places import line_of
+from .schedules import with_value, wrong_settings
+from .settings import EMULATE_VARIABLE, BrokerSettings
+from .timetable import Timetable
 
 #: Jupyter Server's own files: later ones win over earlier ones in the same folder.
 _NAMES = (
@@ -39,11 +43,28 @@ _OURS = {"GPUPool": "the pool", "GPUPoolProvisioner": "the pool's provisioner"}
 #: Likeness from which the name of a section counts as a misspelt one of ours.
 _LIKENESS = 0.8
 
+#: The origin of what overrules every file.
+_COMMAND_LINE = "the command line"
+
 
 def load_settings(
     config_files: Sequence[Path] | None = None, overrides: Config | None = None
 ) -> BrokerSettings:
-    """Return the settings of this machine's (or user's) pool.
+    """Return the settings of this machine's (or user's) pool, without what schedules change.
+
+    See :func:`load_timetable`, of which this is the base.
+    """
+    return load_timetable(config_files, overrides).base
+
+
+def load_timetable(
+    config_files: Sequence[Path] | None = None,
+    overrides: Config | None = None,
+    *,
+    only_given: bool = False,
+    now: float | None = None,
+) -> Timetable:
+    """Return the settings of this machine's (or user's) pool at all times.
 
     Read in this order, later values win: ``jupyter_config`` and ``jupyter_server_config``
     (``.py``, then ``.json``) in each folder of ``jupyter --paths``, the one listed last first;
@@ -51,37 +72,89 @@ def load_settings(
     section ``GPUPool`` is looked at. Unlike Jupyter Server, the working directory is not searched:
     a broker may be started from a folder of notebooks.
 
+    With ``only_given``, ``config_files`` and ``overrides`` alone are read. ``now`` (seconds since
+    the epoch) is the time from which on schedules are checked together.
+
     Raises
     ------
-    ConfigError
+    WrongConfiguration
         For a file that cannot be read, an unknown name, a bad value, or values that do not go
-        together; names the file, what is allowed, and the nearest valid name.
+        together, also by a schedule; names each place, what is allowed, and the nearest valid name.
     """
     merged = Config()
     read: list[Path] = []
+    faults: list[Fault] = []
     origins: dict[str, str] = {}
     for path, required in [
-        *((found, False) for found in _candidates()),
+        *((found, False) for found in (() if only_given else _candidates())),
         *((Path(given), True) for given in config_files or ()),
     ]:
-        config = _read(path, required=required)
+        try:
+            config = _read(path, required=required)
+        except WrongConfiguration as error:
+            faults += error.faults
+            continue
         if config is not None:
-            check_config(config, origin=str(path))
+            faults += wrong_values(config, origin=str(path))
             _note_origins(origins, merged, config, str(path))
             merged.merge(config)
             read.append(path)
     if overrides is not None:
         section = Config({"GPUPool": overrides["GPUPool"]} if "GPUPool" in overrides else {})
-        check_config(section, origin="the command line")
-        _note_origins(origins, merged, section, "the command line")
+        faults += wrong_values(section, origin=_COMMAND_LINE)
+        _note_origins(origins, merged, section, _COMMAND_LINE)
         merged.merge(section)
+    if faults:
+        raise WrongConfiguration(faults)
+    places = _Places([str(path) for path in read], origins)
     chosen = GPUPool(config=merged)
-    settings = chosen.settings()
+    try:
+        base = chosen.settings()
+    except WrongConfiguration as error:
+        raise WrongConfiguration([places.of(fault) for fault in error.faults]) from None
     options = chosen.chosen()
-    if settings.emulate and "emulate" not in options:
-        options["emulate"] = settings.emulate
+    if base.emulate and "emulate" not in options:
+        options["emulate"] = base.emulate
         origins["emulate"] = f"${EMULATE_VARIABLE}"
-    return replace(settings, files=tuple(read), options=options, origins=origins)
+    about: dict[str, Any] = {"files": tuple(read), "options": options, "origins": origins}
+
+    def make(rules: tuple[int, ...]) -> BrokerSettings:
+        """Return the settings while these schedules are in force."""
+        new: dict[str, Any] = {}
+        for index in rules:
+            for name, value in base.schedules[index].values.items():
+                # As read: the section may have a value that adds to that of another file.
+                new[name] = with_value(new.get(name, getattr(chosen, name)), value)
+        config = Config({"GPUPool": {**merged.get("GPUPool", {}), **new}})
+        found = wrong_values(config)
+        if found:
+            raise WrongConfiguration(found)
+        return replace(GPUPool(config=config).settings(), **about)
+
+    known = GPUPool.class_traits(config=True)
+    faults += wrong_settings(base.schedules, known, fixed_options(), base.pool.groups)
+    timetable = Timetable(replace(base, **about), make, places.of)
+    found = [places.of(fault) for fault in faults] or timetable.faults(
+        time.time() if now is None else now
+    )
+    if found:
+        raise WrongConfiguration(found)
+    return timetable
+
+
+class _Places:
+    """Where the values of options are written."""
+
+    def __init__(self, files: Sequence[str], origins: Mapping[str, str]) -> None:
+        self._files = files
+        self._origins = origins
+
+    def of(self, fault: Fault) -> Fault:
+        """Return ``fault`` with its file and line."""
+        origin = self._origins.get(fault.option, "")
+        if origin == _COMMAND_LINE or not origin:
+            return replace(fault, origin=fault.origin or origin)
+        return fault.at([*self._files, origin])
 
 
 def _note_origins(origins: dict[str, str], merged: Config, more: Config, origin: str) -> None:
@@ -100,41 +173,45 @@ def check_config(config: Config, *, origin: str = "") -> None:
 
     Raises
     ------
-    ConfigError
+    WrongConfiguration
         Naming ``origin``, the option, and what is allowed.
     """
+    faults = wrong_values(config, origin=origin)
+    if faults:
+        raise WrongConfiguration(faults)
+
+
+def wrong_values(config: Config, *, origin: str = "") -> list[Fault]:
+    """Return the unknown names and bad values of ``c.GPUPool`` in ``config``."""
+    faults = []
     for section in config:
         meant = _meant(section)
         if meant not in ("", section):
-            place = f" in {origin}" if origin else ""
-            raise ConfigError(
-                f"c.{section}{place} is not the name of {_OURS[meant]}.",
-                next_step=f"Write c.{meant}.",
-            )
-    if "GPUPool" not in config:
-        return
+            line = line_of(Path(origin), (section,))[1] if origin else None
+            place = (f" in {origin}" if origin else "") + (f", line {line}" if line else "")
+            text = f"c.{section}{place} is not the name of {_OURS[meant]}."
+            faults.append(Fault(text, f"Write c.{meant}.", origin=origin, line=line))
     options = GPUPool.class_traits(config=True)
-    for name, value in config["GPUPool"].items():
+    found: list[Fault] = []
+    for name, value in config.get("GPUPool", {}).items():
         if name not in options:
-            refuse(
-                name,
-                "there is no such option.",
-                origin=origin,
-                next_step=did_you_mean(
-                    name, options, then="`jupyter gpupool generate-config` lists all."
-                ),
-            )
+            hint = did_you_mean(name, options, then="`jupyter gpupool generate-config` lists all.")
+            found.append(Fault("there is no such option.", hint, name))
+            continue
         try:
             # A copy: reading the value of ``c.GPUPool.admins.append(...)`` would end its merging.
             GPUPool(config=Config({"GPUPool": {name: deepcopy(value)}}))
         except (TraitError, ValueError, TypeError) as error:
-            reason = _reason(name, value, error)
-            refuse(
-                name,
-                reason,
-                origin=origin,
-                next_step=f"Example: {options[name].metadata['example']}",
-            )
+            example = f"Example: {options[name].metadata['example']}"
+            if isinstance(error.__cause__, WrongValue):
+                found += [
+                    replace(fault, option=name, next_step=fault.next_step or
+                            ("" if fault.keys else example))
+                    for fault in error.__cause__.faults
+                ]  # fmt: skip
+            else:
+                found.append(Fault(_reason(name, value, error), example, name))
+    return faults + [fault.at([origin] if origin else []) for fault in found]
 
 
 def _reason(name: str, value: Any, error: Exception) -> str:
@@ -164,17 +241,16 @@ def _read(path: Path, *, required: bool) -> Config | None:
         config = loader.load_config()
     except ConfigFileNotFound:
         if required:
-            raise ConfigError(
-                f"There is no configuration file {path}.", next_step="Check the path."
+            raise WrongConfiguration(
+                [Fault(f"There is no configuration file {path}.", "Check the path.")]
             ) from None
         return None
     except SystemExit as error:
-        raise ConfigError(f"The configuration file {path} ended the program ({error}).") from None
+        text = f"The configuration file {path} ended the program ({error})."
+        raise WrongConfiguration([Fault(text)]) from None
     except Exception as error:
-        raise ConfigError(
-            f"The configuration file {path} cannot be read: {_one_line(error)}.",
-            next_step="Correct it; nothing was changed.",
-        ) from error
+        text = f"The configuration file {path} cannot be read: {_one_line(error)}."
+        raise WrongConfiguration([Fault(text, "Correct it; nothing was changed.")]) from error
     # A file of another application may hold anything; only our sections are checked.
     return Config({name: value for name, value in config.items() if _meant(name)})
 

@@ -14,10 +14,12 @@ from traitlets import Bool, Dict, Enum, Int, List, TraitError, TraitType, Unicod
 from traitlets.config import Configurable
 
 from ..cgroups import Host
-from ..pool.model import PoolSettings
+from ..pool.model import PoolSettings, Unsuspendable
 from ..states import AttachPolicy
 from ..text import did_you_mean, one_of
 from ..units import format_bytes
+from .faults import Fault, WrongConfiguration
+from .grouping import read_groups
 from .reading import (
     Seconds,
     Share,
@@ -28,20 +30,23 @@ from .reading import (
     read_host_memory,
     read_host_reserve,
     read_port,
+    read_preempt,
     read_priority_classes,
     read_program,
     read_quotas,
     read_socket,
+    read_unsuspendable_after,
 )
+from .schedules import read_schedules
 from .settings import (
     EMULATE_VARIABLE,
     BrokerSettings,
     ForeignPolicy,
     ManagedPolicy,
     OverusePolicy,
-    check_machine,
-    refuse,
+    wrong_machine,
 )
+from .tree import check_groups
 
 #: Seconds of one turn at least: the broker's timers and a kernel's polling take milliseconds.
 MIN_TURN = 0.01
@@ -176,11 +181,82 @@ class GPUPool(Configurable):
         Dict(),
         "Limits per user; '*' is every user who is not named. Of each user's kernels together: "
         "memory (granted device bytes), devices (GPUs), leases (kernels attached at once), "
-        "suspended (host bytes of suspended state). What is left out has no limit.",
+        "suspended (host bytes of suspended state), gpu_seconds_per_day (as in groups). What is "
+        "left out has no limit.",
         unit="dict of user name to dict",
         default="{} (no limits)",
         example='quotas = {"*": {"memory": "16GiB", "leases": 2}, "ada": {"memory": "48GiB"}}',
         read=read_quotas,
+    )
+    groups = _option(
+        Dict(),
+        "Groups of users, by name, and what each gets of the pool. Who is in it: users (a list of "
+        "names, or '*' for everybody else) and unix_groups (a list). guarantee is what its members "
+        "get back at once from those who borrow it, cap the most that they have together: per cent "
+        "of the pool's memory, devices, or a size. weight divides what is left over: with 2 a "
+        "group gets twice as much of it as with 1, the default. parent is the group that it is a "
+        "part of. gpu_seconds_per_day is a budget: GPU-seconds or text such as '8h'; or a dict "
+        "with seconds, rule ('window': all of it again at midnight UTC, the default; 'refill': a "
+        "little of it all the time) and then, what happens at its end ('borrow': only what no "
+        "other session wants, the default; 'refuse': no new slice either; 'stop': running kernels "
+        "are suspended as well). A user is in the group that names the user, else in one with a "
+        "Unix group of the user's, else in that for everybody; where several have the same claim, "
+        "a lower order wins. A kernel may choose another group of its user's.",
+        unit="dict of group name to dict",
+        default="{} (no groups)",
+        example='groups = {"lab": {"guarantee": "60%", "users": ["ada"]}, "rest": {"users": "*"}}',
+        read=read_groups,
+    )
+    fair_share_half_life = _option(
+        Seconds(_POOL.half_life, zero=True),
+        "What a user or a group has used counts half in the order of the queue after this long, a "
+        "quarter after twice as long, and so on. 0: what was used does not count.",
+        unit="seconds, or text such as '8h'",
+        default="28800 (8 hours)",
+        example='fair_share_half_life = "2d"',
+    )
+    preempt = _option(
+        List(Unicode(), default_value=sorted(_POOL.preempt)),
+        "The rules by which a kernel that computes may be suspended in the middle of a cell; it "
+        "loses nothing, waits as one of the queue, and goes on by itself. 'guarantee': it has more "
+        "than its group is guaranteed, for a group that has less; 'class': for a higher priority "
+        "class; 'turns': for an equal, when its time slice is over; 'burst': it has grown beyond "
+        "what it was guaranteed, for what another kernel is guaranteed. []: only idle kernels give "
+        "their slice up.",
+        unit="list of 'burst', 'class', 'guarantee', 'turns'",
+        default=repr(sorted(_POOL.preempt)),
+        example='preempt = ["guarantee", "class"]',
+        read=read_preempt,
+    )
+    unsuspendable = _choice(
+        Unsuspendable,
+        "What happens to a kernel that the driver cannot suspend while others wait for its slice: "
+        "'warn' tells its user, 'ask' tells and later asks the user to end it, 'end' also ends it "
+        "at last. See unsuspendable_after.",
+        example='unsuspendable = "end"',
+    )
+    unsuspendable_after = _option(
+        List(AnyTrait(), default_value=["1m", "10m", "1h"]),
+        "How long others wait for a kernel that cannot be suspended until its user is warned, "
+        "then asked to end it, and until the kernel is ended; see unsuspendable.",
+        unit="list of three durations, each longer than the one before",
+        default="['1m', '10m', '1h']",
+        example='unsuspendable_after = ["5m", "30m", "8h"]',
+        read=read_unsuspendable_after,
+    )
+    schedules = _option(
+        List(AnyTrait()),
+        "What is different at some hours of some days. Each rule has a name, the options that it "
+        "sets (set), the days on which it begins (days, 'mon-fri' or 'sat, sun'; default: every "
+        "day), its hours ('20:00-08:00' ends the next morning; default: the whole day) and a "
+        "time_zone (default: the machine's). Of rules in force at the same time a later one wins. "
+        "A dict such as quotas or groups is merged key by key into what is there; everything else "
+        "is replaced. Not the options that count from the start of the broker on, and not who is "
+        "in which group.",
+        unit="list of dicts",
+        default="[] (the same at all times)",
+        example='schedules = [{"name": "night", "hours": "20:00-08:00", "set": {"linger": "1h"}}]',
+        read=read_schedules,
     )
     max_sessions_per_user = _option(
         Int(256),
@@ -410,7 +486,7 @@ class GPUPool(Configurable):
         try:
             proposal["trait"].metadata["read"](proposal["value"])
         except ValueError as error:
-            raise TraitError(str(error)) from None
+            raise TraitError(str(error)) from error
         return proposal["value"]
 
     def settings(
@@ -431,11 +507,18 @@ class GPUPool(Configurable):
             If values that are good on their own do not go together.
         """
         total = Host().total() if host_total is None else host_total
+        faults: list[Fault] = []
         values = {name: self._read(name) for name in self.class_traits(config=True)}
-        values["default_limit"] = self._check_sizes()
+        values["default_limit"] = self._check_sizes(faults)
         values["host_memory"] = read_host_memory(self.host_memory, total)
-        values["emulate"] = self._machine(os.environ if environ is None else environ)
-        self._check_priority(values["priority_classes"])
+        values["emulate"] = self._machine(os.environ if environ is None else environ, faults)
+        self._check_priority(values["priority_classes"], faults)
+        faults += check_groups(values["groups"])
+        if faults:
+            raise WrongConfiguration(faults)
+        values["half_life"] = values.pop("fair_share_half_life")
+        groups = values.pop("groups")
+        values["groups"], values["members"] = groups.tree, groups.members
         pool = {f.name: values.pop(f.name) for f in fields(PoolSettings) if f.name in values}
         notes = []
         if pool["host_memory"] > total:
@@ -459,40 +542,47 @@ class GPUPool(Configurable):
         value, reader = getattr(self, name), _reader(self.class_traits()[name])
         return reader(value) if reader else value
 
-    def _check_priority(self, classes: Mapping[str, int]) -> None:
-        """Raise ConfigError if the default class is not one of ``classes``."""
+    def _check_priority(self, classes: Mapping[str, int], faults: list[Fault]) -> None:
         if self.default_priority not in classes:
             hint = did_you_mean(
                 self.default_priority, classes, then=f"Allowed are {one_of(classes)}."
             )
-            refuse("default_priority", f"{self.default_priority!r} is no priority class. {hint}")
+            text = f"{self.default_priority!r} is no priority class."
+            faults.append(Fault(text, hint, "default_priority"))
 
-    def _check_sizes(self) -> int:
-        """Return the default limit in bytes, once the three sizes fit together."""
+    def _check_sizes(self, faults: list[Fault]) -> int:
+        """Return the default limit in bytes; note whether the three sizes fit together."""
         memory, most = self.default_memory, self.max_memory_per_kernel
         limit: int = memory if self.default_limit is None else self.default_limit
         if limit < memory:
-            refuse(
-                "default_limit",
-                f"{format_bytes(limit)} is below default_memory ({format_bytes(memory)}).",
-                next_step="Raise default_limit or lower default_memory.",
+            faults.append(
+                Fault(
+                    f"{format_bytes(limit)} is below default_memory ({format_bytes(memory)}).",
+                    "Raise default_limit or lower default_memory.",
+                    "default_limit",
+                )
             )
         if most is not None and limit > most:
             name, value = ("default_memory", memory) if memory > most else ("default_limit", limit)
-            refuse(
-                name,
-                f"{format_bytes(value)} is above max_memory_per_kernel ({format_bytes(most)}).",
-                next_step=f"Lower {name} or raise max_memory_per_kernel.",
+            faults.append(
+                Fault(
+                    f"{format_bytes(value)} is above max_memory_per_kernel ({format_bytes(most)}).",
+                    f"Lower {name} or raise max_memory_per_kernel.",
+                    name,
+                )
             )
         return limit
 
-    def _machine(self, environ: Mapping[str, str]) -> str:
+    def _machine(self, environ: Mapping[str, str], faults: list[Fault]) -> str:
         if self.emulate or "emulate" in self.config.get("GPUPool", {}):
-            text, origin = self.emulate, "c.GPUPool.emulate"
+            text, option = self.emulate, "emulate"
         else:
-            text, origin = environ.get(EMULATE_VARIABLE, ""), EMULATE_VARIABLE
+            text, option = environ.get(EMULATE_VARIABLE, ""), ""
         if text:
-            check_machine(text, origin)
+            wrong = wrong_machine(text)
+            if wrong:
+                where = "" if option else f"{EMULATE_VARIABLE}: "
+                faults.append(Fault(f"{where}{wrong}", option=option))
         return text
 
 

@@ -17,11 +17,17 @@ from traitlets import TraitError, TraitType
 from .. import local_machine
 from ..endpoint import check_path
 from ..errors import BrokerUnavailable
-from ..pool.model import Quota
+from ..pool.model import PREEMPT_ALL, PreemptRule, Quota
 from ..text import did_you_mean, one_of
 from ..units import parse_bytes, parse_seconds
+from .faults import Fault, WrongValue
+from .grouping import read_daily
 
-QUOTA_KEYS = tuple(f.name for f in fields(Quota))
+#: What an option calls a field of a quota, where it has another name.
+_QUOTA_FIELDS = {"gpu_seconds_per_day": "daily"}
+QUOTA_KEYS = tuple(
+    {field: key for key, field in _QUOTA_FIELDS.items()}.get(f.name, f.name) for f in fields(Quota)
+)
 
 #: Least bytes that stay free where the reserve is a share; of a small limit, at most this part.
 LEAST_RESERVE, MOST_RESERVE_PART = 1 << 30, 4
@@ -128,42 +134,51 @@ class Share(_Quantity):
 
 
 def read_quotas(value: Mapping[Any, Any]) -> dict[str, Quota]:
-    """Return ``c.GPUPool.quotas`` as values."""
-    quotas = {}
+    """Return ``c.GPUPool.quotas`` as values; raise :class:`WrongValue` with every mistake."""
+    quotas, faults = {}, []
     for owner, entry in value.items():
         if not isinstance(owner, str) or not owner.strip():
-            raise ValueError(f"{owner!r} is not a user name. Write a name, or '*' for all others.")
-        if owner.startswith("@"):
-            raise ValueError(
-                f"{owner!r} looks like a group, and quotas are per user. "
-                "Name the users, or use '*' for all others."
+            text = f"{owner!r} is not a user name. Write a name, or '*' for all others."
+            faults.append(Fault(text))
+        elif owner.startswith("@"):
+            text = (
+                f"{owner!r} looks like a group, and quotas are per user. Name the users, or use "
+                "'*' for all others; c.GPUPool.groups is for groups."
             )
-        if not isinstance(entry, Mapping):
-            raise ValueError(
-                f"The quota of {owner!r} is {entry!r}. Write a dict such as {{'memory': '16GiB'}}."
-            )
-        found: dict[str, Any] = {}
-        for key, limit in entry.items():
-            if key not in QUOTA_KEYS:
-                hint = did_you_mean(str(key), QUOTA_KEYS, then=f"Allowed are {one_of(QUOTA_KEYS)}.")
-                raise ValueError(f"The quota of {owner!r} has an unknown limit {key!r}. {hint}")
-            found[key] = None if limit is None else _limit(owner, key, limit)
-        quotas[owner] = Quota(**found)
+            faults.append(Fault(text))
+        elif not isinstance(entry, Mapping):
+            text = f"{entry!r} is no quota. Write a dict such as {{'memory': '16GiB'}}."
+            faults.append(Fault(text, keys=(owner,)))
+        else:
+            quotas[owner] = _read_quota(owner, entry, faults)
+    if faults:
+        raise WrongValue(faults)
     return quotas
 
 
-def _limit(owner: str, key: str, limit: Any) -> int:
-    if key in ("memory", "suspended"):
-        if type(limit) is int and limit == 0:
-            return 0
+def _read_quota(owner: str, entry: Mapping[Any, Any], faults: list[Fault]) -> Quota:
+    found: dict[str, Any] = {}
+    for key, limit in entry.items():
+        if key not in QUOTA_KEYS:
+            hint = did_you_mean(str(key), QUOTA_KEYS, then=f"Allowed are {one_of(QUOTA_KEYS)}.")
+            faults.append(Fault(f"A quota has no {key!r}.", hint, keys=(owner, key)))
+            continue
         try:
-            return parse_bytes(limit)
+            found[_QUOTA_FIELDS.get(key, key)] = None if limit is None else _limit(key, limit)
+        except WrongValue as error:
+            faults += [fault.inside(owner, key) for fault in error.faults]
         except ValueError as error:
-            raise ValueError(f"The {key} quota of {owner!r}: {error}") from None
+            faults.append(Fault(str(error), keys=(owner, key)))
+    return Quota(**found)
+
+
+def _limit(key: str, limit: Any) -> Any:
+    if key == "gpu_seconds_per_day":
+        return read_daily(limit)
+    if key in ("memory", "suspended"):
+        return 0 if type(limit) is int and limit == 0 else parse_bytes(limit)
     if type(limit) is not int or limit < 0:
-        raise ValueError(
-            f"The {key} quota of {owner!r} is {limit!r}. Write a whole number, 0 or more."
-        )
+        raise ValueError(f"{limit!r} is no limit. Write a whole number, 0 or more.")
     return limit
 
 
@@ -177,6 +192,32 @@ def read_priority_classes(value: Mapping[Any, Any]) -> dict[str, int]:
         if type(number) is not int:
             raise ValueError(f"Priority class {name!r} is {number!r}. Write a whole number.")
     return dict(value)
+
+
+def read_preempt(value: Sequence[str]) -> frozenset[PreemptRule]:
+    """Return ``c.GPUPool.preempt``."""
+    for name in value:
+        if name not in PREEMPT_ALL:
+            rules = sorted(PREEMPT_ALL)
+            hint = did_you_mean(name, rules, then=f"Allowed are {one_of(rules)}.")
+            raise ValueError(f"There is no rule {name!r}. {hint}")
+    return frozenset(rule for rule in PREEMPT_ALL if rule in value)
+
+
+def read_unsuspendable_after(value: Sequence[Any]) -> tuple[float, float, float]:
+    """Return ``c.GPUPool.unsuspendable_after`` in seconds."""
+    if len(value) != 3:
+        raise ValueError(
+            "Write three durations: until the warning, the request and the end, such as "
+            "['1m', '10m', '1h']."
+        )
+    first, second, third = (parse_seconds(one) for one in value)
+    if not first <= second <= third:
+        raise ValueError(
+            "The warning comes first, then the request, then the end. Write three durations, each "
+            "at least as long as the one before."
+        )
+    return first, second, third
 
 
 def read_devices(value: Sequence[Any] | None) -> tuple[str, ...] | None:

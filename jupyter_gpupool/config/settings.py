@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Mapping, NoReturn
+from typing import Any, Literal, Mapping
 
-from ..errors import ConfigError
 from ..pool.model import PoolSettings
 from ..states import AttachPolicy
+from .grouping import Members
 from .reading import HostReserve
+from .schedules import Schedule
 
 #: Fills ``c.GPUPool.emulate`` where no configuration sets it.
 EMULATE_VARIABLE = "GPUPOOL_EMULATE"
@@ -55,6 +56,9 @@ class BrokerSettings:
     metrics_port: int
     admins: tuple[str, ...]
     host_reserve: HostReserve
+    schedules: tuple[Schedule, ...] = ()
+    #: Who is in each group of ``pool.groups``.
+    members: Mapping[str, Members] = field(default_factory=dict)
     #: What the admin should read in the log: settings that act differently from what they say.
     notes: tuple[str, ...] = ()
     #: The configuration files that were read, lowest precedence first.
@@ -87,18 +91,13 @@ def usable_attach(
     )
 
 
-def refuse(name: str, message: str, *, origin: str = "", next_step: str = "") -> NoReturn:
-    """Raise the :class:`ConfigError` for option ``name``, naming the file if it is known."""
-    place = f" in {origin}" if origin else ""
-    raise ConfigError(f"c.GPUPool.{name}{place}: {message}", next_step=next_step)
-
-
-def check_machine(text: str, origin: str) -> None:
-    """Raise :class:`ConfigError` if the machine ``text``, from ``origin``, cannot be emulated."""
+def wrong_machine(text: str) -> str:
+    """Return why the machine ``text`` cannot be emulated, or ""."""
     # Inside: the emulator is no part of the normal path.
     from .. import emulation
 
     try:
         emulation.check(text)
     except ValueError as error:
-        raise ConfigError(f"{origin}: {error}") from None
+        return str(error)
+    return ""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,7 @@ from jupyter_gpupool import __version__
 from jupyter_gpupool.cli import main
 from jupyter_gpupool.cli.commands import COMMANDS, subcommands
 from jupyter_gpupool.cli.configtext import commented_config, options
-from jupyter_gpupool.config import GPUPool, check_config, load_settings
+from jupyter_gpupool.config import GPUPool, check_config, load_settings, load_timetable
 from jupyter_gpupool.errors import DriverError
 
 
@@ -139,6 +140,28 @@ def test_every_example_in_it_is_valid(tmp_path):
     check_config(config)
     assert set(config["GPUPool"]) == set(GPUPool.class_traits(config=True))
     assert {name for name, _ in options()} == set(GPUPool.class_traits(config=True))
+
+
+def test_the_example_of_day_and_night_is_loaded():
+    path = Path(__file__).parents[2] / "examples/day_and_night.py"
+    times = load_timetable([path])
+    at = [datetime(2026, 11, day, 22, tzinfo=timezone.utc).timestamp() for day in (23, 27, 28)]
+    caps = [times.under(times.rules(now)).pool.groups["students"].cap.percent for now in at]
+    assert caps == [90, 100, 100]
+    assert times.base.pool.groups["students"].cap.percent == 50
+    noon = datetime(2026, 11, 27, 11, tzinfo=timezone.utc).timestamp()
+    assert times.rules(noon) == ()
+    # Without a gap from Friday evening to Monday morning.
+    assert [names for at, names in walk(times, noon, 3)] == [
+        ("weekend",), ("weekend, the whole day",), (),
+    ]  # fmt: skip
+
+
+def walk(times, now, steps):
+    """Yield the next changes: when, and what is in force then."""
+    for _ in range(steps):
+        now, rules = times.next_change(now)
+        yield now, times.names(rules)
 
 
 def test_the_example_configuration_is_loaded(monkeypatch):

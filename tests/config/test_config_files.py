@@ -97,15 +97,15 @@ def test_sections_of_other_applications_are_not_ours_to_judge(folders):
 def test_an_unknown_option_is_refused_with_the_nearest_one(folders):
     path = write(folders[0], "c.GPUPool.idle_timout = 60")
     assert str(refusal()) == (
-        f"c.GPUPool.idle_timout in {path}: there is no such option. Did you mean 'idle_timeout'? "
-        "`jupyter gpupool generate-config` lists all."
+        f"c.GPUPool.idle_timout in {path}, line 1: there is no such option. Did you mean "
+        "'idle_timeout'? `jupyter gpupool generate-config` lists all."
     )
 
 
 def test_an_unknown_name_that_resembles_nothing(folders):
     path = write(folders[0], "c.GPUPool.zzz = 60")
     assert str(refusal()) == (
-        f"c.GPUPool.zzz in {path}: there is no such option. "
+        f"c.GPUPool.zzz in {path}, line 1: there is no such option. "
         "`jupyter gpupool generate-config` lists all."
     )
 
@@ -116,7 +116,7 @@ def test_a_misspelt_section_is_refused_other_sections_are_not(folders):
     load_settings()
     path.write_text(fine + "c.GPUPoolProvisoner.memory = '1GiB'")
     assert str(refusal()) == (
-        f"c.GPUPoolProvisoner in {path} is not the name of the pool's provisioner. "
+        f"c.GPUPoolProvisoner in {path}, line 2 is not the name of the pool's provisioner. "
         "Write c.GPUPoolProvisioner."
     )
 
@@ -126,7 +126,9 @@ def test_a_misspelt_section_is_refused_other_sections_are_not(folders):
 )
 def test_a_misspelt_section_is_refused(folders, section):
     path = write(folders[0], f"c.{section}.idle_timeout = 60")
-    assert str(refusal()) == f"c.{section} in {path} is not the name of the pool. Write c.GPUPool."
+    assert str(refusal()) == (
+        f"c.{section} in {path}, line 1 is not the name of the pool. Write c.GPUPool."
+    )
 
 
 def test_the_command_line_is_named_as_the_origin(folders):

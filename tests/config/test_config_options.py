@@ -58,7 +58,9 @@ def test_every_setting_has_an_option_and_every_option_a_setting():
     constants = {"ageing", "pinned_retry", "growth_step", "residence"}
     #: What the configuration says about itself.
     about = {"pool", "notes", "files", "options", "origins"}
-    assert pool - constants | broker - about == options
+    #: Two names of one thing, and what comes from ``groups`` as well.
+    pool = pool - {"half_life"} | {"fair_share_half_life"}
+    assert pool - constants | broker - about - {"members"} == options
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,10 @@ def test_every_setting_has_an_option_and_every_option_a_setting():
         ("host_memory", 7, 7),
         ("priority_classes", {"notebook": 1, "urgent": 2}, {"notebook": 1, "urgent": 2}),
         ("default_priority", "batch", "batch"),
+        ("preempt", [], frozenset()),
+        ("preempt", ["class", "turns"], frozenset({"class", "turns"})),
+        ("unsuspendable", "end", "end"),
+        ("unsuspendable_after", ["5m", 600, "1h"], (300.0, 600.0, 3600.0)),
         ("max_swap_overhead", 0.05, 0.05),
         ("max_swap_overhead", "5%", 0.05),
         ("max_swap_overhead", 0, 0.0),
@@ -118,6 +124,11 @@ def test_pool_options(name, value, found):
 )
 def test_broker_options(name, value, found):
     assert getattr(settings(**{name: value}), name) == found
+
+
+def test_half_life():
+    assert settings(fair_share_half_life="2d").pool.half_life == 2 * 86400
+    assert settings(fair_share_half_life=0).pool.half_life == 0
 
 
 def test_default_limit_follows_default_memory():
@@ -228,18 +239,8 @@ def test_state_dir_of_a_user_and_of_root(monkeypatch, tmp_path):
          "UUID such as 'GPU-5d1c'; `nvidia-smi -L` shows both.")),
         ("devices", [0, "0"], "'0' is listed twice."),
         ("devices", 0, "0 is not allowed. It takes: list of indices or UUIDs."),
-        ("quotas", {"ada": {"memry": 1}}, ("The quota of 'ada' has an unknown limit 'memry'. Did "
-         "you mean 'memory'? Allowed are 'memory', 'devices', 'leases' or 'suspended'.")),
-        ("quotas", {"ada": {"memory": "lots"}}, ("The memory quota of 'ada': 'lots' is not a size. "
-         "Write a number and a unit, like 12GiB or 512MiB.")),
-        ("quotas", {"ada": {"leases": -1}}, ("The leases quota of 'ada' is -1. Write a whole "
-         "number, 0 or more.")),
-        ("quotas", {"ada": {"leases": True}}, ("The leases quota of 'ada' is True. Write a whole "
-         "number, 0 or more.")),
-        ("quotas", {"ada": "16GiB"}, ("The quota of 'ada' is '16GiB'. Write a dict such as "
-         "{'memory': '16GiB'}.")),
         ("quotas", {"@staff": {}}, ("'@staff' looks like a group, and quotas are per user. Name "
-         "the users, or use '*' for all others.")),
+         "the users, or use '*' for all others; c.GPUPool.groups is for groups.")),
         ("quotas", {7: {}}, "7 is not a user name. Write a name, or '*' for all others."),
         ("quotas", "x", "'x' is not allowed. It takes: dict of user name to dict."),
         ("priority_classes", {}, ("There must be at least one priority class, such as "
@@ -260,12 +261,44 @@ def test_state_dir_of_a_user_and_of_root(monkeypatch, tmp_path):
         ("metrics_port", True, ("True is not a port. Write a whole number up to 65535, or 0 for "
          "none.")),
         ("metrics_port", "9845", "'9845' is not allowed. It takes: TCP port, 1 to 65535."),
+        ("preempt", ["clas"], ("There is no rule 'clas'. Did you mean 'class'? Allowed are "
+         "'burst', 'class', 'guarantee' or 'turns'.")),
+        ("unsuspendable", "kill", "'kill' is not allowed. It takes: 'warn', 'ask' or 'end'."),
+        ("unsuspendable_after", ["1m"], ("Write three durations: until the warning, the request "
+         "and the end, such as ['1m', '10m', '1h'].")),
+        ("unsuspendable_after", ["1h", "1m", "1d"], ("The warning comes first, then the request, "
+         "then the end. Write three durations, each at least as long as the one before.")),
+        ("fair_share_half_life", -1, ("'-1' is not a duration. Write one like 90s, 10m or 2h.")),
+        ("groups", [], "[] is not allowed. It takes: dict of group name to dict."),
+        ("schedules", {}, "{} is not allowed. It takes: list of dicts."),
         ("state_dir", "here", "'here' is not an absolute path. Begin it with '/' or '~'."),
     ],
 )  # fmt: skip
 def test_bad_values(name, value, message):
     example = GPUPool.class_traits()[name].metadata["example"]
     assert refused(**{name: value}) == f"c.GPUPool.{name}: {message} Example: {example}"
+
+
+@pytest.mark.parametrize(
+    ("quota", "message"),
+    [
+        ({"ada": {"memry": 1}}, ("['ada']['memry']: A quota has no 'memry'. Did you mean 'memory'? "
+         "Allowed are 'memory', 'devices', 'leases', 'suspended' or 'gpu_seconds_per_day'.")),
+        ({"ada": {"memory": "lots"}}, ("['ada']['memory']: 'lots' is not a size. Write a number "
+         "and a unit, like 12GiB or 512MiB.")),
+        ({"ada": {"leases": -1}}, ("['ada']['leases']: -1 is no limit. Write a whole number, 0 or "
+         "more.")),
+        ({"ada": {"leases": True}}, ("['ada']['leases']: True is no limit. Write a whole number, 0 "
+         "or more.")),
+        ({"ada": "16GiB"}, ("['ada']: '16GiB' is no quota. Write a dict such as {'memory': "
+         "'16GiB'}.")),
+        ({"ada": {"gpu_seconds_per_day": []}}, ("['ada']['gpu_seconds_per_day']: [] is no daily "
+         "budget. Write GPU-seconds, text like '8h', or a dict such as {'seconds': '8h', 'rule': "
+         "'refill', 'then': 'refuse'}.")),
+    ],
+)  # fmt: skip
+def test_bad_quotas(quota, message):
+    assert refused(quotas=quota) == f"c.GPUPool.quotas{message}"
 
 
 def test_a_socket_path_that_linux_does_not_allow():

@@ -119,6 +119,10 @@ def status(sheet: Sheet) -> None:
     sheet.put("jupyter gpupool status", "\n".join(draw(STATUS, Style(width=90))))
     empty = {**STATUS, "devices": [], "sessions": [], "queue_length": 0}
     sheet.put("jupyter gpupool status, without a GPU", "\n".join(draw(empty, Style(width=90))))
+    schedule = {"in_force": ["night"], "next_change": 1_795_590_000.0, "next": []}
+    with mock.patch("time.localtime", time.gmtime):
+        lines = draw({**empty, "schedule": schedule}, Style(width=90))
+    sheet.put("jupyter gpupool status, with a schedule in force", lines[1])
     row = {"label": "viz.ipynb", "session": "9c0d22", "owner": "ada", "devices": ["0"],
            "why": "a cell runs"}  # fmt: skip
     order: dict[str, Any] = {"waits": [row], "others": 1, "device": "", "files": [], "step": ""}
@@ -254,6 +258,58 @@ WRONG = (
     "max_memory_per_kernel = '2GiB'",
     "emulate = '2x'",
     "linger = None",
+    "preempt = ['clas']",
+    "unsuspendable_after = ['1m']",
+    "unsuspendable_after = ['1h', '1m', '1d']",
+    "quotas = {'ada': {'gpu_seconds_per_day': {'seconds': '8h', 'then': 'kill'}}}",
+    "groups = {'a b': {}}",
+    "groups = {'lab': 5}",
+    "groups = {'lab': {'guarentee': '40%'}}",
+    "groups = {'lab': {'guarantee': 'much'}}",
+    "groups = {'lab': {'guarantee': '140%'}}",
+    "groups = {'lab': {'cap': '0 devices'}}",
+    "groups = {'lab': {'guarantee': '50%', 'cap': '40%'}}",
+    "groups = {'lab': {'weight': 0}}",
+    "groups = {'lab': {'weight': 'two'}}",
+    "groups = {'lab': {'users': 'ada'}}",
+    "groups = {'lab': {'users': ['ada', '*']}}",
+    "groups = {'lab': {'users': ['ada', 'ada']}}",
+    "groups = {'lab': {'users': ['@staff']}}",
+    "groups = {'lab': {'users': [5]}}",
+    "groups = {'lab': {'unix_groups': [5]}}",
+    "groups = {'lab': {'parent': 5}}",
+    "groups = {'lab': {}, 'vision': {'parent': 'lap'}}",
+    "groups = {'lab': {'parent': 'lab'}}",
+    "groups = {'a': {'parent': 'b'}, 'b': {'parent': 'a'}}",
+    "groups = {'lab': {'users': ['ada']}, 'vision': {'users': ['ada']}}",
+    "groups = {'lab': {'users': '*'}, 'vision': {'users': '*'}}",
+    "groups = {'lab': {'unix_groups': ['x']}, 'vision': {'unix_groups': ['x']}}",
+    "groups = {'lab': {'gpu_seconds_per_day': []}}",
+    "groups = {'lab': {'gpu_seconds_per_day': {'second': 5}}}",
+    "groups = {'lab': {'guarantee': '60%'}, 'vision': {'guarantee': '50%'}}",
+    "groups = {'a': {'guarantee': '2 devices'}, 'b': {'parent': 'a', 'guarantee': '3 devices'}}",
+    "groups = {'a': {'cap': '9%'}, 'b': {'parent': 'a', 'guarantee': '10%'}}",
+    "groups = {'lab': {'cap': '20%'}, 'vision': {'parent': 'lab', 'cap': '30%'}}",
+)
+
+#: What a schedule is given besides a name and a time zone, and is refused.
+WRONG_SCHEDULES = (
+    "'days': 'mon-fry', 'set': {'linger': 1}",
+    "'days': [], 'set': {'linger': 1}",
+    "'hours': '8pm', 'set': {'linger': 1}",
+    "'hours': '25:00-26:00', 'set': {'linger': 1}",
+    "'hours': '08:00-08:00', 'set': {'linger': 1}",
+    "'time_zone': 'Europe/Berln', 'set': {'linger': 1}",
+    "'hour': '08:00-20:00', 'set': {'linger': 1}",
+    "'set': {}",
+    "'set': {'lingr': 1}",
+    "'set': {'devices': [0]}",
+    "'set': {'schedules': []}",
+    "'set': {'groups': {'labs': {'cap': '90%'}}}",
+    "'set': {'groups': {'lab': {'users': ['ada']}}}",
+    "'set': {'groups': {'lab': {'guarantee': '90%'}}}",
+    "'set': {'idle_timeout': 'soon'}",
+    "'set': {'default_priority': 'urgent'}",
 )
 
 
@@ -273,7 +329,15 @@ def configuration(sheet: Sheet) -> None:
                 raise AssertionError(f"accepted: {text}")
 
         for line in WRONG:
-            put(f"c.GPUPool.{line[:60]}", f"c.GPUPool.{line}")
+            put(f"c.GPUPool.{line[:90]}", f"c.GPUPool.{line}")
+        groups = "c.GPUPool.groups = {'lab': {'guarantee': '40%', 'cap': '60%'}}\n"
+        for line in WRONG_SCHEDULES:
+            entry = "{'name': 'night', 'time_zone': 'UTC', " + line + "}"
+            put(f"A schedule {{{line}}}", f"{groups}c.GPUPool.schedules = [{entry}]")
+        put("A schedule without 'name' and 'set'", "c.GPUPool.schedules = [{}, 5]")
+        twice = "{'name': 'night', 'set': {'linger': 1}}"
+        put("Two schedules of one name", f"c.GPUPool.schedules = [{twice}, {twice}]")
+        put("Three mistakes", "c.GPUPool.lingr = 1\nc.GPUPool.turn = 0\nc.GPUPool.guard = 5")
         put("c.GpuPool.idle_timeout = 60", "c.GpuPool.idle_timeout = 60")
         put("A file that is no Python", "c.GPUPool.idle_timeout =")
         put("A file that ends the program", "import sys; sys.exit(3)")

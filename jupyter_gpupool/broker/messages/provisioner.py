@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Callable, Mapping
 
@@ -20,11 +21,11 @@ from ..configuration import Configuration
 from ..core import Core, refused
 from ..gpu.actions import DeviceActions
 from ..lifecycle import Lifecycle
+from ..membership import Memberships
 from ..pages.control import ControlPages
 from ..pages.hints import Homes
 from ..pages.setup import GuardSetup
 from ..store.records import request_to_json
-from ..transport.auth import owner_of
 from ..transport.connection import Connection
 from .agent import AgentMessages
 from .guard import GuardMessages
@@ -48,6 +49,7 @@ class ProvisionerMessages:
         configuration: Configuration,
         *,
         lifecycle: Lifecycle,
+        memberships: Memberships,
         actions: DeviceActions,
         service: Devices,
         pages: ControlPages,
@@ -61,6 +63,8 @@ class ProvisionerMessages:
         self._core = core
         self._configuration = configuration
         self._lifecycle = lifecycle
+        self._memberships = memberships
+        self._learning: set[asyncio.Task[None]] = set()
         self._actions = actions
         self._service = service
         self._pages = pages
@@ -74,8 +78,21 @@ class ProvisionerMessages:
         }  # fmt: skip
 
     def open(self, connection: Connection, message: Message) -> None:
+        if self._memberships.is_known(connection.peer.uid):
+            self._open_now(connection, message)
+            return
+        task = asyncio.get_running_loop().create_task(self._learn_first(connection, message))
+        self._learning.add(task)
+        task.add_done_callback(self._learning.discard)
+
+    async def _learn_first(self, connection: Connection, message: Message) -> None:
+        await self._memberships.learn(connection.peer.uid)
+        if connection.open:
+            connection.attempt(message, self._open_now)
+
+    def _open_now(self, connection: Connection, message: Message) -> None:
         core, peer = self._core, connection.peer
-        owner = owner_of(peer.uid)
+        owner = self._memberships.owner(peer.uid, message.get("group") or "")
         if self._no_device:
             raise RefusedError(
                 f"This pool has no GPU: {self._no_device}",
@@ -145,6 +162,7 @@ class ProvisionerMessages:
                 "kernel_id": session.kernel_id,
                 "request": request_to_json(request),
                 "attach": attach,
+                "group": owner.group,
             },
         )
         core.commit()
@@ -162,6 +180,7 @@ class ProvisionerMessages:
                 "token": token,
                 "attach": attach,
                 "request": request_to_json(request),
+                "group": owner.group,
                 "env": env,
                 "config": self._configuration.shown(peer),
                 "pid": os.getpid(),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from dataclasses import dataclass
 from typing import Any, Mapping
 
@@ -24,11 +25,12 @@ from ..configuration import Configuration
 from ..core import Core
 from ..gpu.maintenance import Maintenance
 from ..gpu.samples import Samples
+from ..membership import Memberships
 from ..pages.activity import Activity
 from ..pages.setup import GuardSetup
 from ..sessions import LiveSession
 from ..store.records import request_to_json
-from ..transport.auth import Peer, owner_of
+from ..transport.auth import Peer
 
 
 class Snapshots:
@@ -44,6 +46,7 @@ class Snapshots:
         activity: Activity,
         setup: GuardSetup,
         maintenance: Maintenance,
+        memberships: Memberships,
         no_device: str,
         journal_note: str,
     ) -> None:
@@ -54,6 +57,7 @@ class Snapshots:
         self._activity = activity
         self._setup = setup
         self._maintenance = maintenance
+        self._memberships = memberships
         self._no_device = no_device
         self._journal_note = journal_note
 
@@ -98,7 +102,8 @@ class Snapshots:
             "problem": self._no_device,
             "driver_warning": self._service.hazard,
             "limited": self._service.limit,
-            "limits": self._limits(owner_of(peer.uid), view),
+            "limits": self._limits(self._memberships.owner(peer.uid), view),
+            "groups": [*self._memberships.groups(peer.uid)],
             "devices": [self._device(v) for v in view.devices],
             "sessions": [
                 self._session(v, view.now, peer, most)
@@ -119,6 +124,7 @@ class Snapshots:
                 "attach": attach,
                 "attach_reason": attach_reason,
             },
+            "schedule": self._configuration.schedule(time.time()),
             "config": self._configuration.shown(peer),
         }
 
@@ -183,6 +189,7 @@ class Snapshots:
             "id": record.id,
             "pid": session.process.pid if session.process else None,
             "owner": record.owner.name,
+            "group": record.owner.group,
             "label": record.label,
             "kernel_id": session.kernel_id,
             "state": record.state,

@@ -1,0 +1,158 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What changes the settings while the broker runs: SIGHUP, and the calendar.
+
+Groups are checked here against the GPUs of the machine. A configuration that the machine cannot
+keep is refused: at a start the broker ends, at SIGHUP it keeps what it had. But a start with
+guarantees that the machine could give before goes on with a warning: a GPU that is missing today
+must not take the pool away from everybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+
+from ..config import Fault, Timetable, WrongConfiguration
+from ..config.accounts import unknown_names
+from ..config.tree import check_sizes
+from ..errors import GPUPoolError
+from ..pool import events as e
+from . import nss
+from .configuration import Configuration
+from .core import Core
+from .membership import Memberships
+from .metrics import Metrics
+from .timekeeper import Timekeeper
+
+#: In the journal's metadata: the guarantees that this machine could give at an earlier start.
+KEPT = "guarantees"
+
+
+class Reload:
+    """Applies settings that are others than before."""
+
+    def __init__(
+        self,
+        core: Core,
+        configuration: Configuration,
+        *,
+        metrics: Metrics,
+        memberships: Memberships,
+        log: logging.Logger,
+    ) -> None:
+        self._core = core
+        self._configuration = configuration
+        self._metrics = metrics
+        self._memberships = memberships
+        self._log = log
+        self._timekeeper = Timekeeper(core, configuration, self._apply, log)
+        self._reading: asyncio.Task[None] | None = None
+        self._naming: asyncio.Task[None] | None = None
+        self._asked = False
+
+    def check(self) -> None:
+        """Refuse groups that the machine cannot have, at a start.
+
+        Raises
+        ------
+        WrongConfiguration
+            With every mistake.
+        """
+        timetable, journal = self._configuration.timetable, self._core.journal
+        faults, kept = self._wrong_here(timetable), _guarantees(timetable)
+        if not faults:
+            journal.remember(KEPT, kept)
+        elif journal.meta(KEPT) != kept:
+            raise WrongConfiguration(faults)
+        for fault in faults:
+            self._log.warning("With the GPUs that are here now, not all can be kept: %s", fault)
+
+    def start(self) -> None:
+        """Follow the calendar from now on."""
+        self._timekeeper.start()
+        self._look_for_names()
+
+    def close(self) -> None:
+        """Change nothing more."""
+        self._timekeeper.close()
+        for task in (self._reading, self._naming):
+            if task is not None:
+                task.cancel()
+
+    def ask(self) -> None:
+        """Read the configuration again; a bad one changes nothing."""
+        self._asked = True
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    async def _read(self) -> None:
+        while self._asked:
+            self._asked = False
+            try:
+                # A thread: it reads files, and checks every combination of schedules.
+                timetable = await asyncio.to_thread(self._configuration.read)
+                faults = self._wrong_here(timetable)
+                if faults:
+                    raise WrongConfiguration(faults)
+            except GPUPoolError as error:
+                self._log.error("The configuration was not read again: %s", error)
+                self._core.note("config", reason=f"refused: {error}")
+                continue
+            self._take(timetable)
+
+    def _take(self, timetable: Timetable) -> None:
+        late = self._configuration.take(timetable)
+        if late:
+            names = ", ".join(f"c.GPUPool.{name}" for name in late)
+            self._log.warning("%s changed and will count from the next start of the broker", names)
+        self._core.journal.remember(KEPT, _guarantees(timetable))
+        self._core.note("config", reason="read again")
+        self._memberships.forget()
+        self._apply()
+        self._timekeeper.start()
+        self._log.info("The configuration was read again")
+        for note in self._configuration.settings.notes:
+            self._log.warning("%s", note)
+        self._look_for_names()
+
+    def _apply(self) -> None:
+        """Have the settings in force count everywhere."""
+        core, settings = self._core, self._configuration.settings
+        core.touched()
+        self._metrics.configure()
+        core.handle(e.SettingsChanged(now=core.now(), settings=settings.pool))
+
+    def _wrong_here(self, timetable: Timetable) -> list[Fault]:
+        capacities = [view.capacity for view in self._core.view().devices]
+        if not any(capacities):
+            return []
+        return timetable.faults(
+            time.time(), lambda settings: check_sizes(settings.pool.groups, capacities)
+        )
+
+    def _look_for_names(self) -> None:
+        if self._naming is not None:
+            self._naming.cancel()
+        self._naming = asyncio.get_running_loop().create_task(self._warn_of_names())
+
+    async def _warn_of_names(self) -> None:
+        """Log which users and Unix groups of the configuration do not exist.
+
+        Only that: an account that was removed must not take the pool away from everybody.
+        """
+        timetable = self._configuration.timetable
+        for fault in await nss.ask(lambda: unknown_names(timetable.base)):
+            self._log.warning("%s", timetable.place(fault))
+
+
+def _guarantees(timetable: Timetable) -> str:
+    """Return the sizes of all groups, at all times, as text."""
+    found = [
+        [name, group.parent, str(group.guarantee), str(group.cap)]
+        for rules in ((), *timetable.combinations(time.time()))
+        for name, group in timetable.under(rules).pool.groups.items()
+    ]
+    return json.dumps(sorted(map(list, {tuple(one) for one in found}))) if found else ""

@@ -1,0 +1,88 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Applies the schedules of the configuration: each change once, at its instant."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Callable
+
+from .configuration import Configuration
+from .core import Core
+
+#: Seconds after which it looks at the time again at the latest. Timers count the time that the
+#: machine is awake: a sleep, or a clock that is set, shows only in the time of day.
+LOOK = 15.0
+
+#: A timer may ring a little early; then it is set again, for this long at least.
+LEAST = 0.01
+
+#: In the journal's metadata: the schedules that were last in force.
+IN_FORCE = "schedules"
+
+
+class Timekeeper:
+    """Follows the calendar.
+
+    Parameters
+    ----------
+    apply:
+        Tells the rest of the broker that ``configuration.settings`` are others now.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        configuration: Configuration,
+        apply: Callable[[], None],
+        log: logging.Logger,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._core = core
+        self._configuration = configuration
+        self._apply = apply
+        self._log = log
+        self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._noted = core.journal.meta(IN_FORCE)
+
+    def start(self) -> None:
+        """Follow the calendar from now on; also after the configuration was read again."""
+        self.close()
+        self._note()
+        self._look()
+
+    def close(self) -> None:
+        """Change nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        """Apply what has come into force, and look again when the next change is due."""
+        self._timer = None
+        now = self._clock()
+        if self._configuration.follow_calendar(now):
+            self._note()
+            self._apply()
+        if self._configuration.timetable.base.schedules:
+            change = self._configuration.timetable.next_change(now)
+            wait = LOOK if change is None else min(LOOK, max(LEAST, change[0] - self._clock()))
+            self._timer = asyncio.get_running_loop().call_later(wait, self._look)
+
+    def _names(self) -> str:
+        return ", ".join(self._configuration.timetable.names(self._configuration.rules))
+
+    def _note(self) -> None:
+        """Write into log and journal which schedules are in force, if others were."""
+        names = self._names()
+        if names == self._noted:
+            return
+        self._noted = names
+        self._core.journal.remember(IN_FORCE, names)
+        text = f"In force: {names}" if names else "No schedule is in force"
+        self._core.note("schedule", reason=text)
+        self._log.info("%s", text)

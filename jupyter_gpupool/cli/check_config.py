@@ -1,0 +1,318 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``jupyter gpupool check-config``: what the configuration means, all its mistakes, what is new.
+
+:func:`examine` collects a report of JSON values; :mod:`.config_report` writes it for people.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Iterator, Mapping, Sequence
+
+from ..client import Client
+from ..config import (
+    BrokerSettings,
+    Fault,
+    GPUPool,
+    Timetable,
+    WrongConfiguration,
+    fixed_options,
+    load_timetable,
+)
+from ..config.accounts import doubly_in, knows_everybody, unknown_names
+from ..config.calendar import next_change
+from ..config.schedules import Schedule, machine_zone
+from ..config.tree import check_sizes, children, written
+from ..errors import Code, GPUPoolError, RefusedError
+from ..pool.groups import Daily, Portion
+from ..units import parse_bytes
+from . import config_report
+from .status import style_for
+
+_DEVICES = re.compile(r"([0-9]{1,4})x(.+)")
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs that sizes are counted on; none: nobody knows them."""
+
+    capacities: Sequence[int]
+    #: Where they are: completes "16 GPUs with 1.3 TiB ...".
+    source: str
+
+
+def check(
+    file: Path | None, *, alone: bool, devices: str, at: str, socket: str, as_json: bool
+) -> int:
+    """Read the configuration, print what it means, and return 0, or 1 if it has mistakes."""
+    given = parse_devices(devices) if devices else None
+    now = parse_time(at) if at else time.time()
+    report = examine(file, given, alone=alone, now=now, socket=socket)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        print("\n".join(config_report.lines(report, style_for(sys.stdout).width)))
+    return int(not report["ok"])
+
+
+def parse_devices(text: str) -> Gpus:
+    """Return the machine that ``--devices`` describes: ``16x80GiB``, or several with commas."""
+    sizes: list[int] = []
+    for part in text.split(","):
+        match = _DEVICES.fullmatch(part.strip())
+        try:
+            sizes += [parse_bytes(match[2])] * int(match[1]) if match else []
+        except ValueError:
+            match = None
+        if not match or int(match[1]) == 0:
+            raise RefusedError(
+                f"{part.strip()!r} in --devices names no GPUs.",
+                code=Code.USAGE,
+                next_step="Write a count and a size, such as 16x80GiB, or 8x80GiB,8x40GiB.",
+            )
+    return Gpus(sizes, "as given by --devices")
+
+
+def parse_time(text: str) -> float:
+    """Return the time that ``--at`` names, in this machine's time zone unless it has one."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise RefusedError(
+            f"{text!r} in --at is not a time.",
+            code=Code.USAGE,
+            next_step="Write a date and a time, such as '2026-11-23 22:00'.",
+        ) from None
+    return (found if found.tzinfo else found.replace(tzinfo=machine_zone()[0])).timestamp()
+
+
+def examine(
+    file: Path | None, given: Gpus | None, *, alone: bool, now: float, socket: str
+) -> dict[str, Any]:
+    """Return all that is to be said of the configuration, as JSON values."""
+    report: dict[str, Any] = {
+        "ok": False, "at": now, "files": [], "faults": [], "warnings": [], "devices": None,
+        "groups": [], "schedules": [], "in_force": [], "next_change": None, "broker": None,
+        "differences": [],
+    }  # fmt: skip
+    try:
+        timetable = load_timetable([file] if file else [], only_given=alone, now=now)
+    except WrongConfiguration as error:
+        report["faults"] = [_fault(fault) for fault in error.faults]
+        return report
+    base = timetable.base
+    status = _status(socket, base)
+    machine = given or _machine(base, status)
+    settings = timetable.under(timetable.rules(now))
+    faults = timetable.faults(now, lambda one: check_sizes(one.pool.groups, machine.capacities))
+    if not machine.capacities:
+        faults = []
+    names = [timetable.place(fault) for fault in unknown_names(base)]
+    # Other GPUs are in another machine, which has its own users.
+    certain = given is None and knows_everybody()
+    faults += names if certain else []
+    report["ok"] = not faults
+    report["faults"] = [_fault(fault) for fault in faults]
+    report["warnings"] = [*_warnings(base, [] if certain else names, machine)]
+    report["files"] = [str(path) for path in base.files]
+    if machine.capacities:
+        report["devices"] = {
+            "count": len(machine.capacities),
+            "total_bytes": sum(machine.capacities),
+            "source": machine.source,
+        }
+    report["groups"] = [*_groups(settings, machine.capacities)]
+    report["quotas"] = [
+        {"user": user, "gpu_seconds_per_day": _daily(quota.daily)}
+        for user, quota in settings.pool.quotas.items()
+        if quota.daily
+    ]
+    report["schedules"] = [_schedule(schedule, now) for schedule in base.schedules]
+    report["in_force"] = [*timetable.names(timetable.rules(now))]
+    report["next_change"] = _next_change(timetable, now)
+    if status is not None:
+        report["broker"] = {"pid": status.get("pid"), "socket": status.get("socket")}
+        report["differences"] = [*_differences(base, status.get("config") or {})]
+        report["hidden"] = (status.get("config") or {}).get("hidden") or []
+    return report
+
+
+# ---------------------------------------------------------------------- the machine
+
+
+def _status(socket: str, base: BrokerSettings) -> Mapping[str, Any] | None:
+    """Return what the running broker says; None if there is none."""
+    from .checks import find
+
+    try:
+        with Client(find(socket, base.socket)) as client:
+            return client.call("status")
+    except GPUPoolError:
+        return None
+
+
+def _machine(base: BrokerSettings, status: Mapping[str, Any] | None) -> Gpus:
+    """Return the GPUs of this machine, of the running broker if there is one."""
+    from .doctor import probe
+
+    if status is not None:
+        found, source = list(status["devices"]), "in the running broker"
+    else:
+        found = probe(base)[0]
+        source = "emulated" if base.emulate else "in this machine"
+    taken = 0 if status is not None else base.pool.reserve
+    return Gpus([max(0, int(d["memory_capacity"]) - taken) for d in found], source)
+
+
+# ---------------------------------------------------------------------- the report
+
+
+def _fault(fault: Fault) -> dict[str, Any]:
+    return {
+        "place": fault.place,
+        "option": fault.option,
+        "keys": [*fault.keys],
+        "origin": fault.origin,
+        "line": fault.line,
+        "message": fault.message,
+        "next_step": fault.next_step,
+    }
+
+
+def _warnings(base: BrokerSettings, unknown: Sequence[Fault], machine: Gpus) -> Iterator[str]:
+    yield from base.notes
+    for fault in unknown:
+        yield (
+            f"{fault} It may exist all the same: this machine's own files do not name all users."
+        )
+    for user, first, second in doubly_in(base):
+        yield (
+            f"{user!r} is in Unix groups of both {first!r} and {second!r}, and no 'order' decides: "
+            f"{first!r} counts, which is written first."
+        )
+    sized = [name for name, group in base.pool.groups.items() if group.guarantee or group.cap]
+    if sized and not machine.capacities:
+        yield (
+            "This machine has no GPU, so the guarantees and caps were only compared with each "
+            "other. Give the GPUs of the real one: --devices 16x80GiB."
+        )
+    for name, rule in base.members.items():
+        empty = not (rule.users or rule.unix_groups or rule.everybody)
+        if empty and not children(base.pool.groups, name):
+            yield f"The group {name!r} has no users and no groups in it: nobody can be in it."
+
+
+def _groups(settings: BrokerSettings, capacities: Sequence[int]) -> Iterator[dict[str, Any]]:
+    tree = settings.pool.groups
+
+    def below(parent: str, depth: int) -> Iterator[dict[str, Any]]:
+        names = children(tree, parent)
+        weights = sum(tree[name].weight for name in names)
+        for name in names:
+            group, rule = tree[name], settings.members[name]
+            yield {
+                "name": name,
+                "parent": parent,
+                "depth": depth,
+                "guarantee": _portion(group.guarantee, capacities),
+                "cap": _portion(group.cap, capacities),
+                "weight": group.weight,
+                "part": group.weight / weights,
+                "gpu_seconds_per_day": _daily(group.daily),
+                "users": [*rule.users],
+                "unix_groups": [*rule.unix_groups],
+                "everybody": rule.everybody,
+                "order": rule.order,
+            }
+            yield from below(name, depth + 1)
+
+    yield from below("", 0)
+
+
+def _portion(portion: Portion | None, capacities: Sequence[int]) -> dict[str, Any] | None:
+    if portion is None:
+        return None
+    size = portion.of(capacities) if capacities else portion.bytes
+    return {"written": written(portion), "bytes": size}
+
+
+def _daily(daily: Daily | None) -> dict[str, Any] | None:
+    if daily is None:
+        return None
+    return {"seconds": daily.seconds, "rule": daily.rule, "then": daily.then}
+
+
+def _schedule(schedule: Schedule, now: float) -> dict[str, Any]:
+    change = next_change([schedule.rule], now)
+    in_force = schedule.rule.is_in_force(now)
+    return {
+        "name": schedule.name,
+        "when": schedule.written,
+        "time_zone": schedule.zone,
+        "in_force": in_force,
+        "changes_at": change[0] if change else None,
+        "changes_at_local": _local(change[0], schedule) if change else None,
+        "set": json.loads(json.dumps(schedule.values, default=str)),
+    }
+
+
+def _next_change(timetable: Timetable, now: float) -> dict[str, Any] | None:
+    change = timetable.next_change(now)
+    if change is None:
+        return None
+    at, rules = change
+    local = next(
+        (
+            f"{_local(at, schedule)} {schedule.zone}"
+            for schedule in timetable.base.schedules
+            if (next_change([schedule.rule], now) or (0,))[0] == at
+        ),
+        "",
+    )
+    return {"at": at, "at_local": local, "in_force": [*timetable.names(rules)]}
+
+
+def _local(at: float, schedule: Schedule) -> str:
+    shown = datetime.fromtimestamp(at, schedule.rule.zone)
+    return f"{shown:%a %d %b %Y %H:%M}"
+
+
+# ---------------------------------------------------------------------- the running broker
+
+
+def _differences(base: BrokerSettings, in_force: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what is different in the running broker, key by key."""
+    options = in_force.get("options") or {}
+    aside = {"socket", *(in_force.get("hidden") or ())}
+    known, fixed = GPUPool.class_traits(config=True), fixed_options()
+    for name in sorted({*base.options, *options} - aside):
+        default = json.loads(json.dumps(known[name].default(), default=str))
+        here = dict(_flat(base.options.get(name, default)))
+        there = dict(_flat(options.get(name, default)))
+        for keys in sorted({*here, *there}, key=str):
+            if here.get(keys) != there.get(keys) or (keys in here) != (keys in there):
+                yield {
+                    "option": name,
+                    "keys": [*keys],
+                    "here": here.get(keys),
+                    "is_here": keys in here,
+                    "there": there.get(keys),
+                    "is_there": keys in there,
+                    "restart": name in fixed,
+                }
+
+
+def _flat(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield each value of nested dicts with the keys that lead to it."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, (*keys, key))
+    elif value != {} or not keys:
+        yield keys, value

@@ -1,0 +1,127 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Whether the users and Unix groups that the configuration names exist on this machine.
+
+All of it asks NSS, which may take long.
+"""
+
+from __future__ import annotations
+
+import grp
+import pwd
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+from ..text import nearest
+from .faults import Fault
+from .settings import BrokerSettings
+
+NSSWITCH = Path("/etc/nsswitch.conf")
+
+#: Sources of NSS that are files of the machine: what they do not know, nobody does.
+_LOCAL = frozenset({"files", "compat", "db", "systemd", "altfiles", "mymachines", "extrausers"})
+
+#: Likeness from which an account counts as what was meant: many names are short.
+_LIKENESS = 0.75
+
+
+def unknown_names(settings: BrokerSettings) -> list[Fault]:
+    """Return the users and Unix groups in groups, quotas and admins that do not exist here.
+
+    These are warnings at most where the machine cannot know (:func:`knows_everybody`).
+    """
+    return [
+        *_unknown("users", "user", settings, _user_exists, _users),
+        *_unknown("unix_groups", "Unix group", settings, _group_exists, _unix_groups),
+    ]
+
+
+def knows_everybody(path: Path = NSSWITCH) -> bool:
+    """Return whether all users and Unix groups of this machine are in its own files.
+
+    Not so where a directory service or another module of NSS answers: a name that is unknown now
+    may exist, because the service does not answer, say.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return True  # NSS then reads the files
+    for line in lines:
+        name, _, sources = line.partition("#")[0].partition(":")
+        if name.strip() in ("passwd", "group"):
+            words = sources.replace("[", " [").split()
+            if {word for word in words if not word.startswith("[")} - _LOCAL:
+                return False
+    return True
+
+
+def doubly_in(settings: BrokerSettings) -> Iterator[tuple[str, str, str]]:
+    """Yield (user, group, group): known members of Unix groups of two groups with equal claim."""
+    claims: dict[float | None, dict[str, str]] = {}
+    named = {user for rule in settings.members.values() for user in rule.users}
+    for name, rule in settings.members.items():
+        known = claims.setdefault(rule.order, {})
+        for unix_group in rule.unix_groups:
+            for user in _members(unix_group):
+                other = known.setdefault(user, name)
+                if other != name and user not in named:
+                    yield user, other, name
+
+
+def _unknown(
+    key: str,
+    what: str,
+    settings: BrokerSettings,
+    exists: Callable[[str], bool],
+    known: Callable[[], list[str]],
+) -> Iterator[Fault]:
+    places: list[tuple[str, str, tuple[Any, ...]]] = [
+        (name, "groups", (group, key))
+        for group, rule in settings.members.items()
+        for name in getattr(rule, key)
+    ]
+    if key == "users":
+        places += [(name, "quotas", (name,)) for name in settings.pool.quotas if name != "*"]
+        places += [(name, "admins", ()) for name in settings.admins]
+    for name, option, keys in places:
+        if not exists(name):
+            near = nearest(name, known(), likeness=_LIKENESS)
+            hint = f"Did you mean {near!r}?" if near else ""
+            text = f"This machine has no {what} {name!r}."
+            yield Fault(text, hint or "Check the spelling.", option, keys)
+
+
+def _user_exists(name: str) -> bool:
+    # A user id without an account is its own name.
+    if name.startswith("uid-") and name[4:].isdigit():
+        return True
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        return False
+    return True
+
+
+def _group_exists(name: str) -> bool:
+    try:
+        grp.getgrnam(name)
+    except KeyError:
+        return False
+    return True
+
+
+def _users() -> list[str]:
+    return [account.pw_name for account in pwd.getpwall()]
+
+
+def _unix_groups() -> list[str]:
+    return [group.gr_name for group in grp.getgrall()]
+
+
+def _members(unix_group: str) -> list[str]:
+    try:
+        found = grp.getgrnam(unix_group)
+    except KeyError:
+        return []
+    first = [account.pw_name for account in pwd.getpwall() if account.pw_gid == found.gr_gid]
+    return [*first, *found.gr_mem]

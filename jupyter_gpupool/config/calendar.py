@@ -1,0 +1,112 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Which rules of a calendar are in force at an instant, and when that changes next. Pure.
+
+A rule names days, and hours on a wall clock: ``20:00-08:00`` begins on each of its days and ends
+the next morning. A clock that is put forward skips times, one that is put back shows them twice.
+Both have one meaning here: **a time of day means the first instant of its date at which the clock
+shows it or a later one.** So the times that the clock skips all mean the moment of the jump, those
+that it shows twice mean the first time, and two rules that share a boundary never overlap or leave
+a gap. A night of 23 or 25 hours is in force once, from its beginning to its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, tzinfo
+from functools import lru_cache
+from typing import Iterator, Sequence
+
+#: Seconds in which every rule that changes anything does so twice: its weekday comes round in a
+#: week, and the clock may skip its hours once.
+HORIZON = 15 * 86400
+
+#: Minutes of a day.
+DAY = 1440
+
+_ONE_DAY = timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When one rule is in force."""
+
+    name: str
+    #: Days on which it begins; 0 is Monday.
+    days: frozenset[int]
+    #: Each as minutes after midnight, from begin to end; one that ends before it begins, or when
+    #: it begins, ends on the next day.
+    hours: tuple[tuple[int, int], ...]
+    zone: tzinfo
+
+    def times(self, since: float, until: float) -> Iterator[tuple[int, int]]:
+        """Yield (begin, end) of each time in force that may overlap ``since`` to ``until``."""
+        # A day on each side for hours over midnight, another for clocks that skip a whole day.
+        day = datetime.fromtimestamp(since, self.zone).date() - 2 * _ONE_DAY
+        last = datetime.fromtimestamp(until, self.zone).date() + _ONE_DAY
+        while day <= last:
+            if day.weekday() in self.days:
+                for first, end in self.hours:
+                    begin = instant(day, first, self.zone)
+                    over = instant(day, end if end > first else end + DAY, self.zone)
+                    if begin < over:
+                        yield begin, over
+            day += _ONE_DAY
+
+    def is_in_force(self, now: float) -> bool:
+        """Return whether it is in force at ``now`` (seconds since the epoch)."""
+        return any(begin <= now < end for begin, end in self.times(now, now))
+
+
+def in_force(rules: Sequence[Rule], now: float) -> tuple[int, ...]:
+    """Return the indices of the rules that are in force at ``now``."""
+    return tuple(index for index, rule in enumerate(rules) if rule.is_in_force(now))
+
+
+def changes(
+    rules: Sequence[Rule], since: float, until: float
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield each instant after ``since``, up to ``until``, at which other rules come into force.
+
+    With the indices of those that are in force from then on.
+    """
+    steps: dict[int, list[tuple[int, int]]] = {}
+    count = [0] * len(rules)
+    for index, rule in enumerate(rules):
+        for begin, end in rule.times(since, until):
+            if begin <= since < end:
+                count[index] += 1
+            for edge, step in ((begin, 1), (end, -1)):
+                if since < edge <= until:
+                    steps.setdefault(edge, []).append((index, step))
+    known = tuple(index for index, times in enumerate(count) if times)
+    for edge in sorted(steps):
+        for index, step in steps[edge]:
+            count[index] += step
+        now = tuple(index for index, times in enumerate(count) if times)
+        if now != known:
+            known = now
+            yield edge, now
+
+
+def next_change(rules: Sequence[Rule], now: float) -> tuple[int, tuple[int, ...]] | None:
+    """Return when other rules come into force after ``now``, and which; None if never."""
+    return next(changes(rules, now, now + HORIZON), None)
+
+
+@lru_cache(maxsize=8192)
+def instant(day: date, minute: int, zone: tzinfo) -> int:
+    """Return the first second at which a clock in ``zone`` shows ``minute`` of ``day`` or later."""
+    wall = datetime.combine(day, time()) + timedelta(minutes=minute)
+    before, after = (int(wall.replace(tzinfo=zone, fold=fold).timestamp()) for fold in (0, 1))
+    if before <= after:
+        return before  # the first of two, if the clock shows it twice
+    # The clock skips it: the jump is between the two readings of it (see PEP 495).
+    early, late = after, before
+    while late - early > 1:
+        middle = (early + late) // 2
+        if datetime.fromtimestamp(middle, zone).replace(tzinfo=None) >= wall:
+            late = middle
+        else:
+            early = middle
+    return late

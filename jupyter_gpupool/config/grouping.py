@@ -1,0 +1,269 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Read ``c.GPUPool.groups``: what each group gets, and who is in it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import isnan
+from typing import Any, Callable, Iterable, Mapping, get_args
+
+from ..pool.groups import Daily, DailyEnd, DailyRule, Group, Portion
+from ..text import did_you_mean, one_of
+from ..units import parse_bytes, parse_seconds
+from .faults import Fault, WrongValue
+
+KEYS = ("parent", "users", "unix_groups", "order", "guarantee", "weight", "cap",
+        "gpu_seconds_per_day")  # fmt: skip
+DAILY_KEYS = ("seconds", "rule", "then")
+
+_NAME = re.compile(r"[^\W_][\w.-]{0,63}")
+_DEVICES = re.compile(r"([0-9]*\.?[0-9]+)\s*(?:devices?|gpus?)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Who is in a group: users by name, those of Unix groups, or everybody else.
+
+    Where a user is in several groups, the one that names the user comes first, then one that has a
+    Unix group of the user's, then one for everybody; among equals the lower ``order``, then the
+    one that is written first.
+    """
+
+    users: tuple[str, ...] = ()
+    unix_groups: tuple[str, ...] = ()
+    everybody: bool = False
+    order: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """What ``c.GPUPool.groups`` says."""
+
+    tree: Mapping[str, Group]
+    members: Mapping[str, Members]
+
+
+def groups_of(
+    members: Mapping[str, Members], user: str, unix_groups: Iterable[str]
+) -> tuple[str, ...]:
+    """Return the groups that ``user`` is in; the first one counts unless another is chosen."""
+    found: list[tuple[int, float, int, str]] = []
+    theirs = frozenset(unix_groups)
+    for place, (name, rule) in enumerate(members.items()):
+        rank = (
+            0 if user in rule.users
+            else 1 if not theirs.isdisjoint(rule.unix_groups)
+            else 2 if rule.everybody
+            else None
+        )  # fmt: skip
+        if rank is not None:
+            order = float("inf") if rule.order is None else rule.order
+            found.append((rank, order, place, name))
+    return tuple(name for *_, name in sorted(found))
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def read_groups(value: Mapping[Any, Any]) -> Groups:
+    """Return ``c.GPUPool.groups`` as values.
+
+    Raises
+    ------
+    WrongValue
+        With every mistake that one group has by itself, each with the keys that lead to it.
+    """
+    faults: list[Fault] = []
+    tree, members = {}, {}
+    for name, entry in value.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            faults.append(
+                Fault(
+                    f"{name!r} is not a name for a group.",
+                    "Use up to 64 letters, digits, '_', '-' and '.', and begin with a letter or "
+                    "digit.",
+                )
+            )
+        elif not isinstance(entry, Mapping):
+            faults.append(
+                Fault(
+                    f"The group {name!r} is {entry!r}.",
+                    "Write a dict such as {'guarantee': '40%', 'users': ['ada']}.",
+                    keys=(name,),
+                )
+            )
+        else:
+            tree[name], members[name] = _read_group(name, entry, faults)
+    if faults:
+        raise WrongValue(faults)
+    return Groups(tree, members)
+
+
+def _read_group(name: str, entry: Mapping[Any, Any], faults: list[Fault]) -> tuple[Group, Members]:
+    found: dict[str, Any] = {}
+    for key, value in entry.items():
+        if key not in KEYS:
+            hint = did_you_mean(str(key), KEYS, then=f"Allowed are {one_of(KEYS)}.")
+            faults.append(Fault(f"A group has no {key!r}.", hint, keys=(name, key)))
+            continue
+        if value is None:
+            continue
+        try:
+            found[key] = _READERS[key](value)
+        except WrongValue as error:
+            faults += [fault.inside(name, key) for fault in error.faults]
+        except ValueError as error:
+            faults.append(Fault(str(error), keys=(name, key)))
+    users = found.get("users", ())
+    group = Group(
+        parent=found.get("parent", ""),
+        guarantee=found.get("guarantee"),
+        weight=found.get("weight", 1.0),
+        cap=found.get("cap"),
+        daily=found.get("gpu_seconds_per_day"),
+    )
+    everybody = users == "*"
+    return group, Members(
+        users=() if everybody else users,
+        unix_groups=found.get("unix_groups", ()),
+        everybody=everybody,
+        order=found.get("order"),
+    )
+
+
+def _read_parent(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not the name of a group.")
+    return value
+
+
+def _read_users(value: Any) -> tuple[str, ...] | str:
+    if value == "*":
+        return "*"
+    names = _read_names(value, "user", "['ada', 'bob'], or '*' for everybody")
+    if "*" in names:
+        raise ValueError("'*' stands in a list. Write '*' alone for everybody.")
+    return names
+
+
+def _read_unix_groups(value: Any) -> tuple[str, ...]:
+    return _read_names(value, "Unix group", "['research']")
+
+
+def _read_names(value: Any, what: str, example: str) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{value!r} is not a list of names. Write {example}.")
+    for name in value:
+        if not isinstance(name, str) or not name.strip() or name != name.strip():
+            raise ValueError(f"{name!r} is not the name of a {what}. Write {example}.")
+        if name.startswith("@"):
+            raise ValueError(f"{name!r} begins with '@'. Write Unix groups in 'unix_groups'.")
+    doubled = sorted({name for name in value if value.count(name) > 1})
+    if doubled:
+        raise ValueError(f"{doubled[0]!r} is listed twice.")
+    return tuple(value)
+
+
+def _read_number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or isnan(value):
+        raise ValueError(f"{value!r} is not a number.")
+    return float(value)
+
+
+def _read_weight(value: Any) -> float:
+    number = _read_number(value)
+    if not 0 < number <= 1_000_000:
+        raise ValueError(
+            f"The weight is {value!r}. Write a number above zero; a group with weight 2 gets twice "
+            "as much of what is left over as one with 1."
+        )
+    return number
+
+
+def read_portion(value: Any) -> Portion:
+    """Return a part of the pool: ``"40%"``, ``"2 devices"``, ``"24GiB"`` or bytes.
+
+    Raises
+    ------
+    ValueError
+        With a sentence for people.
+    """
+    form = "Write '40%' of the pool's memory, '2 devices', or a size like '24GiB'."
+    text = value.strip() if isinstance(value, str) else ""
+    if text.endswith("%"):
+        try:
+            percent = float(text[:-1])
+        except ValueError:
+            raise ValueError(f"{value!r} is no part of the pool. {form}") from None
+        if not 0 < percent <= 100:
+            raise ValueError(f"{value!r} is not above 0% and at most 100%. {form}")
+        return Portion(percent=percent)
+    devices = _DEVICES.fullmatch(text)
+    if devices:
+        if not float(devices[1]) > 0:
+            raise ValueError(f"{value!r} is nothing. {form}")
+        return Portion(devices=float(devices[1]))
+    try:
+        return Portion(bytes=parse_bytes(value))
+    except ValueError:
+        raise ValueError(f"{value!r} is no part of the pool. {form}") from None
+
+
+def read_daily(value: Any) -> Daily:
+    """Return a budget of GPU-seconds per day: seconds, ``"8h"``, or a dict with a rule.
+
+    Raises
+    ------
+    WrongValue
+        With every mistake in a dict.
+    ValueError
+        With a sentence for people.
+    """
+    if not isinstance(value, Mapping):
+        return Daily(_read_seconds(value))
+    faults = []
+    for key in value:
+        if key not in DAILY_KEYS:
+            hint = did_you_mean(str(key), DAILY_KEYS, then=f"Allowed are {one_of(DAILY_KEYS)}.")
+            faults.append(Fault(f"A daily budget has no {key!r}.", hint, keys=(key,)))
+    found: dict[str, Any] = {"rule": "window", "then": "borrow"}
+    for key, allowed in (("rule", get_args(DailyRule)), ("then", get_args(DailyEnd))):
+        found[key] = value.get(key, found[key])
+        if found[key] not in allowed:
+            hint = did_you_mean(str(found[key]), allowed, then=f"Allowed are {one_of(allowed)}.")
+            faults.append(Fault(f"{found[key]!r} is not allowed.", hint, keys=(key,)))
+    if "seconds" not in value:
+        faults.append(Fault("The daily budget has no 'seconds'.", "Write {'seconds': '8h'}."))
+    else:
+        try:
+            found["seconds"] = _read_seconds(value["seconds"])
+        except ValueError as error:
+            faults.append(Fault(str(error), keys=("seconds",)))
+    if faults:
+        raise WrongValue(faults)
+    return Daily(found["seconds"], found["rule"], found["then"])
+
+
+def _read_seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(
+            f"{value!r} is no daily budget. Write GPU-seconds, text like '8h', or a dict such as "
+            "{'seconds': '8h', 'rule': 'refill', 'then': 'refuse'}."
+        )
+    if str(value).strip() in ("0", "0.0"):
+        return 0.0
+    return parse_seconds(value)
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "parent": _read_parent,
+    "users": _read_users,
+    "unix_groups": _read_unix_groups,
+    "order": _read_number,
+    "guarantee": read_portion,
+    "weight": _read_weight,
+    "cap": read_portion,
+    "gpu_seconds_per_day": read_daily,
+}

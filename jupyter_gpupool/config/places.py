@@ -1,0 +1,108 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The line of a configuration file on which a value is written, found in its syntax tree.
+
+Nothing is executed. A value that a file computes has the line of the option that it is assigned
+to, or of the deepest part that is written out.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Iterator, Mapping, Sequence
+
+#: How far a value is written out (1: its option is there, and no key), and the line.
+_Found = tuple[int, int | None]
+
+
+def line_of(path: Path, names: Sequence[str | int]) -> tuple[int, int | None]:
+    """Return how many of ``names`` the file ``path`` has, and the line of the last of these.
+
+    ``names`` are the section (``"GPUPool"``), the option, and keys inside its value. (0, None) if
+    the file has not even the section, or cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        # JSON is close enough to a literal of Python: true, false and null are names.
+        mode = "eval" if path.suffix == ".json" else "exec"
+        tree = ast.parse(text, mode=mode)
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return 0, None
+    if isinstance(tree, ast.Expression):
+        return _descend(tree.body, names, {}, (0, None))
+    variables = {
+        target.id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    best: _Found = (0, None)
+    for node in ast.walk(tree):
+        for found in _in_statement(node, names, variables):
+            # The last of two assignments to one option counts; ast.walk may meet it first.
+            if found[0] > best[0] or (found[0] == best[0] and (found[1] or 0) > (best[1] or 0)):
+                best = found
+    return best
+
+
+def _in_statement(
+    node: ast.AST, names: Sequence[str | int], variables: Mapping[str, ast.expr]
+) -> Iterator[_Found]:
+    """Yield what an assignment, or a call such as ``c.GPUPool.quotas.update({})``, has of it."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            chain = _chain(target)
+            yield from _matched(chain, names, node.value, variables, target.lineno)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        value = node.args[0] if node.args else None
+        yield from _matched(_chain(node.func.value), names, value, variables, node.lineno)
+
+
+def _chain(node: ast.AST) -> list[str | int]:
+    """Return ``["c", "GPUPool", "groups", "vision"]`` of ``c.GPUPool.groups["vision"]``."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        return [*_chain(node.value), node.attr]
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        key = node.slice.value
+        return [*_chain(node.value), key if isinstance(key, (str, int)) else repr(key)]
+    return []
+
+
+def _matched(
+    chain: Sequence[str | int], names: Sequence[str | int], value: ast.expr | None,
+    variables: Mapping[str, ast.expr], line: int,
+) -> Iterator[_Found]:  # fmt: skip
+    written = chain[1:]
+    common = min(len(written), len(names))
+    if not common or [*written[:common]] != [*names[:common]]:
+        return
+    if len(written) > len(names) or value is None:
+        yield common, line
+    else:
+        depth, found = _descend(value, names[common:], variables, (0, line))
+        yield common + depth, found
+
+
+def _descend(
+    node: ast.expr, names: Sequence[str | int], variables: Mapping[str, ast.expr], here: _Found
+) -> _Found:
+    """Return how deep ``names`` lead into ``node``, and the line there."""
+    for _ in range(len(variables) + 1):
+        if not isinstance(node, ast.Name) or node.id not in variables:
+            break
+        node = variables[node.id]
+    if not names:
+        return here
+    depth = here[0] + 1
+    if isinstance(node, ast.Dict):
+        for key, value in zip(reversed(node.keys), reversed(node.values), strict=True):
+            if isinstance(key, ast.Constant) and key.value == names[0]:
+                return _descend(value, names[1:], variables, (depth, key.lineno))
+    elif isinstance(node, (ast.List, ast.Tuple)) and names[0] in range(len(node.elts)):
+        value = node.elts[int(names[0])]
+        return _descend(value, names[1:], variables, (depth, value.lineno))
+    return here

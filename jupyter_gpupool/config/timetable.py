@@ -1,0 +1,116 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The settings at every time: those of the files, and what schedules change in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Callable, Mapping, Sequence
+
+from .calendar import changes, in_force, next_change
+from .faults import Fault, Key, WrongConfiguration
+from .settings import BrokerSettings
+
+#: Seconds for which the settings under all schedules are checked.
+YEAR = 366 * 86400.0
+
+#: Indices of the rules that are in force together.
+Rules = tuple[int, ...]
+
+
+class Timetable:
+    """The settings at every time. Pure: the caller says what time it is.
+
+    Parameters
+    ----------
+    base:
+        The settings while no rule is in force.
+    make:
+        Returns the settings while these rules are in force, or raises
+        :class:`WrongConfiguration`.
+    place:
+        Returns a mistake with its file and line.
+    """
+
+    def __init__(
+        self,
+        base: BrokerSettings,
+        make: Callable[[Rules], BrokerSettings],
+        place: Callable[[Fault], Fault] = lambda fault: fault,
+    ) -> None:
+        self.base = base
+        self.place = place
+        self._rules = [schedule.rule for schedule in base.schedules]
+        self._make = make
+        self._made: dict[Rules, BrokerSettings] = {(): base}
+
+    def rules(self, now: float) -> Rules:
+        """Return the rules in force at ``now`` (seconds since the epoch)."""
+        return in_force(self._rules, now)
+
+    def under(self, rules: Rules) -> BrokerSettings:
+        """Return the settings while ``rules`` are in force."""
+        if rules not in self._made:
+            self._made[rules] = self._make(rules)
+        return self._made[rules]
+
+    def next_change(self, now: float) -> tuple[int, Rules] | None:
+        """Return when other rules come into force after ``now``, and which; None if never."""
+        return next_change(self._rules, now)
+
+    def names(self, rules: Rules) -> tuple[str, ...]:
+        """Return the names of ``rules``."""
+        return tuple(self._rules[index].name for index in rules)
+
+    def combinations(self, now: float) -> list[Rules]:
+        """Return all rules that are in force together within a year, first those at ``now``."""
+        found = dict.fromkeys([self.rules(now)])
+        found.update((rules, None) for _, rules in changes(self._rules, now, now + YEAR))
+        return [*found]
+
+    def faults(
+        self, now: float, check: Callable[[BrokerSettings], Sequence[Fault]] = lambda _: ()
+    ) -> list[Fault]:
+        """Return the mistakes of all settings within a year, those of one kind once.
+
+        ``check`` returns more mistakes of settings. A mistake that the settings without schedules
+        have is theirs; any other is placed in the last schedule that has a part in it.
+        """
+        known = {(fault.option, fault.keys, fault.message): fault for fault in check(self.base)}
+        for rules in filter(None, self.combinations(now)):
+            try:
+                found = check(self.under(rules))
+            except WrongConfiguration as error:
+                found = error.faults
+            for fault in found:
+                identity = fault.option, fault.keys, fault.message
+                known.setdefault(identity, self._of_schedules(fault, rules))
+        return [self.place(fault) for fault in known.values()]
+
+    def _of_schedules(self, fault: Fault, rules: Rules) -> Fault:
+        names = " and ".join(map(repr, self.names(rules)))
+        path: tuple[Key, ...] = (fault.option, *fault.keys)
+        best: tuple[Key, ...] = (rules[-1], "set")
+        for index in rules:
+            keys = (index, "set", *_written(self.base.schedules[index].values, path))
+            if len(keys) >= len(best):
+                best = keys
+        message = f"With {names} in force: {_begun(fault)}"
+        return replace(fault, message=message, option="schedules", keys=best, origin="", line=None)
+
+
+def _begun(fault: Fault) -> str:
+    """Return the message of a fault of an option; its first word may need the option's name."""
+    return fault.message if fault.keys else f"c.GPUPool.{fault.option}: {fault.message}"
+
+
+def _written(values: Mapping[str, Any], path: Sequence[Key]) -> tuple[Key, ...]:
+    """Return the beginning of ``path`` that ``values`` have."""
+    found: list[Key] = []
+    at: Any = values
+    for key in path:
+        if not isinstance(at, Mapping) or key not in at:
+            break
+        found.append(key)
+        at = at[key]
+    return tuple(found)

@@ -1,0 +1,225 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Whether groups go together: their parents, their sizes, and who is in several of them.
+
+Some mistakes show in the text alone: a cycle, guarantees that are 110 % together
+(:func:`check_groups`). Others need the machine: whether 3 devices are more than 200 GiB
+(:func:`check_sizes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Callable, Iterator, Mapping, Sequence
+
+from ..pool.groups import Group, Portion
+from ..text import did_you_mean
+from ..units import format_bytes
+from .faults import Fault
+from .grouping import Groups, Members
+
+#: Bytes of a sum that rounding may add to it: percentages of a machine rarely are whole bytes.
+_ROUNDING = 1 << 20
+
+
+def check_groups(groups: Groups) -> list[Fault]:
+    """Return the groups that do not go together, whatever the machine."""
+    tree = groups.tree
+    faults = _wrong_parents(tree) or [
+        fault for scale in _AS_WRITTEN for fault in _wrong_sizes(tree, scale)
+    ]
+    return [replace(fault, option="groups") for fault in (*faults, *_order(groups.members))]
+
+
+def _wrong_parents(tree: Mapping[str, Group]) -> list[Fault]:
+    """Return the parents that are no groups, and the cycles."""
+    faults = [
+        Fault(
+            f"There is no group {group.parent!r}.",
+            did_you_mean(
+                group.parent, tree, then="Without a parent a group is directly in the pool."
+            ),
+            keys=(name, "parent"),
+        )
+        for name, group in tree.items()
+        if group.parent and group.parent not in tree
+    ]
+    seen: set[str] = set()
+    for name in tree:
+        walk: list[str] = []
+        at = name
+        while at in tree and at not in seen and at not in walk:
+            walk.append(at)
+            at = tree[at].parent
+        if at in walk:
+            cycle = walk[walk.index(at) :]
+            above = (
+                "The group is its own parent."
+                if len(cycle) == 1
+                else "The parents lead in a circle: "
+                + ", ".join(f"{a} is in {b}" for a, b in pairwise([*cycle, cycle[0]]))
+                + "."
+            )
+            faults.append(Fault(above, "Remove one of these parents.", keys=(cycle[0], "parent")))
+        seen.update(walk)
+    return faults
+
+
+def _order(members: Mapping[str, Members]) -> Iterator[Fault]:
+    """Yield the users and Unix groups whose group nothing decides."""
+    ways: list[tuple[str, str, Callable[[Members], Sequence[str]]]] = [
+        ("users", "The user {} is", lambda rule: rule.users),
+        ("unix_groups", "The Unix group {} is", lambda rule: rule.unix_groups),
+        ("users", "Everybody ({}) is", lambda rule: ("*",) if rule.everybody else ()),
+    ]
+    for key, subject, listed in ways:
+        first: dict[tuple[str, float | None], str] = {}
+        for name, rule in members.items():
+            for one in listed(rule):
+                other = first.setdefault((one, rule.order), name)
+                if other != name:
+                    yield Fault(
+                        f"{subject.format(repr(one))} in the groups {other!r} and {name!r}, and "
+                        "nothing says which one counts.",
+                        "Give the one that counts a lower 'order', such as 1; a session can choose "
+                        "the other one.",
+                        keys=(name, key),
+                    )
+
+
+def children(tree: Mapping[str, Group], parent: str) -> list[str]:
+    """Return the groups that are directly in ``parent``; "" is the pool itself."""
+    return [name for name, group in tree.items() if group.parent == parent]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """How portions are compared: their size, None where this scale has none, and as text."""
+
+    size: Callable[[Portion], float | None]
+    text: Callable[[float], str]
+    #: Of the whole pool; None where nobody knows.
+    whole: float | None
+    #: What has that much.
+    where: str = ""
+    tolerance: float = 1e-6
+
+
+_AS_WRITTEN = (
+    _Scale(lambda p: p.percent, lambda size: f"{size:g}%", 100.0, "the whole pool is"),
+    _Scale(lambda p: p.devices, lambda size: f"{size:g} devices", None),
+    _Scale(lambda p: p.bytes, lambda size: format_bytes(int(size)), None),
+)
+
+
+def check_sizes(tree: Mapping[str, Group], capacities: Sequence[int]) -> list[Fault]:
+    """Return the mistakes in guarantees and caps on GPUs that can give ``capacities`` bytes."""
+    scale = _Scale(
+        lambda portion: float(portion.of(capacities)),
+        lambda size: format_bytes(int(size)),
+        float(sum(capacities)),
+        "the GPUs of this machine have",
+        float(_ROUNDING),
+    )
+    return [replace(fault, option="groups") for fault in _wrong_sizes(tree, scale)]
+
+
+def _wrong_sizes(tree: Mapping[str, Group], scale: _Scale) -> Iterator[Fault]:
+    def size(portion: Portion | None) -> float | None:
+        return None if portion is None else scale.size(portion)
+
+    def needs(name: str) -> float:
+        """Return what a group is guaranteed, or all in it together."""
+        own = size(tree[name].guarantee)
+        return own if own is not None else sum(map(needs, children(tree, name)))
+
+    def more(a: float | None, b: float | None) -> bool:
+        return a is not None and b is not None and a > b + scale.tolerance
+
+    for name, group in tree.items():
+        guarantee, cap = size(group.guarantee), size(group.cap)
+        if more(guarantee, cap):
+            yield Fault(
+                f"The cap {_said(group.cap, scale)} is below the guarantee "
+                f"{_said(group.guarantee, scale)}.",
+                "Raise the cap or lower the guarantee.",
+                keys=(name, "cap"),
+            )
+        for key, portion, own in (("guarantee", group.guarantee, guarantee),
+                                  ("cap", group.cap, cap)):  # fmt: skip
+            above = _lowest_cap(tree, group.parent, size)
+            if own is None or portion is None:
+                continue
+            if above is not None and more(own, above[1]):
+                yield Fault(
+                    f"The {key} {_said(portion, scale)} cannot be reached: the cap of the group "
+                    f"{above[0]!r} above it is {_said(tree[above[0]].cap, scale)}.",
+                    f"Lower this {key} or raise that cap.",
+                    keys=(name, key),
+                )
+            elif key == "cap" and more(own, scale.whole):
+                assert scale.whole is not None
+                yield Fault(
+                    f"The cap {_said(portion, scale)} cannot be reached: {scale.where} "
+                    f"{scale.text(scale.whole)}.",
+                    "Lower the cap, or remove it.",
+                    keys=(name, key),
+                )
+    for parent in ("", *tree):
+        within = size(tree[parent].guarantee) if parent else scale.whole
+        bound = "guarantee"
+        if within is None and parent:
+            within, bound = size(tree[parent].cap), "cap"
+        inner = [name for name in children(tree, parent) if needs(name) > 0]
+        total = sum(map(needs, inner))
+        if not inner or not more(total, within):
+            continue
+        assert within is not None
+        last = inner[-1]
+        if len(inner) == 1:
+            sentence = f"{inner[0]!r} is guaranteed {scale.text(total)}"
+        else:
+            named = ", ".join(f"{name!r} ({scale.text(needs(name))})" for name in inner)
+            sentence = f"{named} are guaranteed {scale.text(total)} together"
+        if parent:
+            part = "guaranteed" if bound == "guarantee" else "capped at"
+            owner = f"the group {parent!r} above is {part} {scale.text(within)}"
+        else:
+            owner = f"{scale.where} {scale.text(within)}"
+        yield Fault(
+            f"{sentence}, and {owner}.",
+            "Lower these guarantees" + (f" or raise the {bound} above." if parent else "."),
+            keys=(last, "guarantee") if tree[last].guarantee else (last,),
+        )
+
+
+def _lowest_cap(
+    tree: Mapping[str, Group], name: str, size: Callable[[Portion | None], float | None]
+) -> tuple[str, float] | None:
+    """Return the group with the lowest cap from ``name`` up, and that cap."""
+    found: list[tuple[float, str]] = []
+    while name in tree:
+        cap = size(tree[name].cap)
+        if cap is not None:
+            found.append((cap, name))
+        name = tree[name].parent
+    return min(found)[::-1] if found else None
+
+
+def written(portion: Portion) -> str:
+    """Return a portion as people write it: ``"40%"``, ``"2 devices"``, ``"24 GiB"``."""
+    if portion.percent is not None:
+        return f"{portion.percent:g}%"
+    if portion.devices is not None:
+        return f"{portion.devices:g} device{'' if portion.devices == 1 else 's'}"
+    return format_bytes(portion.bytes or 0)
+
+
+def _said(portion: Portion | None, scale: _Scale) -> str:
+    """Return a portion as written, and its size where that says more."""
+    assert portion is not None
+    size = scale.size(portion)
+    text, shown = written(portion), "" if size is None else scale.text(size)
+    plain = {text, text.removesuffix("s")} | ({f"{text}s"} if text.endswith("device") else set())
+    return text if shown in plain or not shown else f"{text} ({shown})"

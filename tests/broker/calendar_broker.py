@@ -1,0 +1,21 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A broker whose time of day a test sets: the real one and the seconds in the file ``clock``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+real, offset = time.time, Path(os.environ["TEST_FOLDER"], "clock")
+time.time = lambda: real() + float(offset.read_text())
+
+from jupyter_gpupool.broker import timekeeper  # noqa: E402
+from jupyter_gpupool.broker.app import main  # noqa: E402
+
+timekeeper.LOOK = 0.2
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Schedules in a running broker: each change once, at its instant, whatever the clock does."""
+
+from __future__ import annotations
+
+import signal
+import time
+from datetime import datetime, timezone
+
+import pytest
+
+from .kit import Broker, environment, wait_until
+
+NIGHT = {"name": "night", "hours": "20:00-08:00", "time_zone": "UTC",
+         "set": {"idle_timeout": "2h", "quotas": {"*": {"leases": 9}}}}  # fmt: skip
+
+#: Monday's evening, and the next morning.
+EVENING = datetime(2026, 11, 23, 20, tzinfo=timezone.utc).timestamp()
+MORNING = EVENING + 12 * 3600
+
+
+class CalendarBroker(Broker):
+    module = "tests.broker.calendar_broker"
+
+    def start(self, **kwargs):
+        env = {**environment(self.folder), "TEST_FOLDER": str(self.folder)}
+        return super().start(env=env, **kwargs)
+
+    def set_clock(self, now):
+        """Make it so late."""
+        new = self.folder / "clock.new"
+        new.write_text(str(now - time.time()))
+        new.replace(self.folder / "clock")
+
+    def schedules(self):
+        """Return what the journal says of schedules."""
+        return [row["reason"] for row in self.rows("schedule")]
+
+    def idle_timeout(self):
+        return self.status()["settings"]["idle_timeout"]
+
+
+@pytest.fixture
+def parts():
+    return CalendarBroker, None, {"schedules": [NIGHT], "idle_timeout": 600}
+
+
+@pytest.fixture
+def at(make_broker):
+    """Make a broker that starts at a time of day."""
+
+    def make(now, **config):
+        broker = make_broker(**config)
+        broker.set_clock(now)
+        return broker.started
+
+    return make
+
+
+def test_a_change_is_applied_once_when_it_is_due(at):
+    broker = at(EVENING - 3)
+    status = broker.status()
+    assert status["settings"]["idle_timeout"] == 600
+    assert status["schedule"] == {"in_force": [], "next_change": EVENING, "next": ["night"]}
+    assert broker.schedules() == []
+    wait_until(lambda: broker.schedules(), "the night")
+    status = broker.status()
+    assert status["settings"]["idle_timeout"] == 7200
+    assert status["schedule"] == {"in_force": ["night"], "next_change": MORNING, "next": []}
+    (row,) = broker.rows("schedule")
+    assert row["reason"] == "In force: night"
+    assert EVENING <= row["time"] < EVENING + 30
+    # Many looks later nothing was applied again.
+    time.sleep(1)
+    assert broker.schedules() == ["In force: night"]
+    assert "In force: night" in broker.log.read_text()
+
+
+def test_a_machine_that_slept_through_the_night_has_the_day(at):
+    broker = at(EVENING - 60)
+    assert broker.idle_timeout() == 600
+    broker.set_clock(EVENING + 5)
+    wait_until(lambda: broker.idle_timeout() == 7200, "the night")
+    broker.set_clock(MORNING + 3600)
+    wait_until(lambda: broker.idle_timeout() == 600, "the day")
+    broker.set_clock(MORNING + 86400 + 3600)  # it slept through a whole night
+    time.sleep(1)
+    assert broker.schedules() == ["In force: night", "No schedule is in force"]
+
+
+def test_a_clock_that_is_put_back_is_followed(at):
+    broker = at(EVENING + 60)
+    assert broker.idle_timeout() == 7200
+    broker.set_clock(EVENING - 3600)
+    wait_until(lambda: broker.idle_timeout() == 600, "the day")
+    assert broker.schedules() == ["In force: night", "No schedule is in force"]
+
+
+def test_a_restart_has_what_is_in_force_and_notes_only_changes(at):
+    broker = at(EVENING + 60)
+    assert broker.schedules() == ["In force: night"]
+    broker.kill()
+    broker.started  # noqa: B018
+    assert broker.idle_timeout() == 7200
+    assert broker.schedules() == ["In force: night"]
+    broker.kill()
+    broker.set_clock(MORNING + 60)
+    broker.started  # noqa: B018
+    assert broker.idle_timeout() == 600
+    assert broker.schedules() == ["In force: night", "No schedule is in force"]
+
+
+def test_a_schedule_that_is_read_again_counts_at_once(at):
+    broker = at(EVENING + 60)
+    late = {**NIGHT, "hours": "22:00-06:00"}
+    broker.configure(schedules=[late], idle_timeout=600)
+    broker.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: broker.idle_timeout() == 600, "the new schedule")
+    assert broker.status()["schedule"]["next_change"] == EVENING + 2 * 3600
+    broker.configure(schedules=[], idle_timeout=60)
+    broker.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: broker.idle_timeout() == 60, "no schedule")
+    assert broker.status()["schedule"] is None
+
+
+def test_a_wrong_schedule_is_refused_and_the_old_one_stays(at):
+    broker = at(EVENING + 60)
+    broker.configure(schedules=[{**NIGHT, "set": {"idle_timout": 1}}], idle_timeout=600)
+    broker.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: broker.rows("config"), "the refusal")
+    (row,) = broker.rows("config")
+    assert "There is no option 'idle_timout'. Did you mean 'idle_timeout'?" in row["reason"]
+    assert broker.idle_timeout() == 7200
+    broker.set_clock(MORNING + 1)
+    wait_until(lambda: broker.idle_timeout() == 600, "the day")

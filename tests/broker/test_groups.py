@@ -1,0 +1,226 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Groups in a running broker: whose share a session uses, and configurations it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import grp
+import logging
+import os
+import pwd
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from jupyter_gpupool.broker import membership
+from jupyter_gpupool.broker.membership import Memberships
+from jupyter_gpupool.config.grouping import read_groups
+from jupyter_gpupool.errors import Code, RefusedError
+
+from .kit import MiB, wait_until
+
+ME = pwd.getpwuid(os.getuid()).pw_name
+MY_GROUP = grp.getgrgid(os.getgid()).gr_name
+
+GROUPS = {
+    "lab": {"unix_groups": [MY_GROUP], "guarantee": "50%"},
+    "thesis": {"parent": "lab", "users": [ME], "guarantee": "1 device"},
+    "others": {"users": ["nobody"]},
+    "rest": {"users": "*"},
+}
+
+
+def opened(broker, **fields):
+    with broker.client() as client:
+        answer = client.call("open", kernel_id="k", request={"memory": 64 * MiB}, **fields)
+        shown = client.call("status")
+    (session,) = [one for one in shown["sessions"] if one["id"] == answer["session"]]
+    assert session["group"] == answer["group"]
+    return answer["group"]
+
+
+@pytest.fixture
+def parts():
+    from .kit import Broker
+
+    return Broker, None, {"groups": GROUPS}
+
+
+def test_the_first_group_of_its_user_counts(broker):
+    assert broker.status()["groups"] == ["thesis", "rest"]  # NSS was not asked yet
+    assert opened(broker) == "thesis"
+    assert broker.status()["groups"] == ["thesis", "lab", "rest"]
+
+
+@pytest.mark.parametrize("group", ["lab", "rest", "thesis"])
+def test_a_session_may_choose_a_group_of_its_user(broker, group):
+    assert opened(broker, group=group) == group
+
+
+@pytest.mark.parametrize("group", ["others", "no such"])
+def test_a_session_may_not_choose_another_group(broker, group):
+    with broker.client() as client, pytest.raises(RefusedError) as caught:
+        client.call("open", kernel_id="k", group=group)
+    assert caught.value.code == Code.NOT_IN_GROUP
+    assert str(caught.value) == (
+        f"You are not in a group {group!r} of this pool. Choose 'thesis', 'lab' or 'rest'; without "
+        "a choice it is 'thesis'."
+    )
+
+
+def test_a_group_outlives_the_broker(make_broker):
+    broker = make_broker().started
+    with broker.client() as client:
+        # A session with a process, which a restart keeps.
+        answer = client.call("open", kernel_id="k", request={"memory": 64 * MiB}, group="rest")
+        client.call("launched", session=answer["session"], pid=os.getpid())
+        broker.kill()
+    broker.started  # noqa: B018
+    assert broker.session(answer["session"])["group"] == "rest"
+
+
+def test_other_groups_count_after_sighup(make_broker):
+    broker = make_broker().started
+    assert opened(broker) == "thesis"
+    broker.configure(groups={"new": {"users": "*"}})
+    broker.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: broker.status()["groups"] == ["new"], "the new groups")
+    assert opened(broker) == "new"
+
+
+# ------------------------------------------------------------------ what the machine cannot keep
+
+
+def test_a_start_with_more_than_the_machine_has_is_refused(make_broker):
+    broker = make_broker(groups={"a": {"guarantee": "3 devices"}})
+    answer = broker.start()
+    assert not answer["ok"]
+    assert answer["code"] == Code.CONFIG
+    assert answer["message"] == (
+        f"c.GPUPool.groups['a']['guarantee'] in {broker.config_file}, line 1: 'a' is guaranteed "
+        "1.4 GiB, and the GPUs of this machine have 960 MiB."
+    )
+
+
+def test_sighup_with_more_than_the_machine_has_is_refused(make_broker):
+    broker = make_broker().started
+    night = {"name": "night", "set": {"groups": {"lab": {"guarantee": None, "cap": "9 devices"}}}}
+    broker.configure(groups=GROUPS, schedules=[night], idle_timeout=5)
+    broker.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: broker.rows("config"), "the refusal")
+    (row,) = broker.rows("config")
+    assert "With 'night' in force: The cap 9 devices (4.2 GiB) cannot be reached" in row["reason"]
+    assert broker.status()["settings"]["idle_timeout"] == 3600
+
+
+def test_a_missing_device_does_not_take_the_pool_away(make_broker):
+    groups = {"a": {"guarantee": "600MiB", "users": "*"}}
+    broker = make_broker(groups=groups).started
+    broker.stop()
+    broker.configure(groups=groups, emulate="1x512MiB,context=32MiB")
+    assert broker.started.status()["devices"]
+    assert "With the GPUs that are here now, not all can be kept: c.GPUPool" in broker.tail()
+    broker.stop()
+    groups = {"a": {"guarantee": "601MiB", "users": "*"}}
+    broker.configure(groups=groups, emulate="1x512MiB,context=32MiB")
+    assert not broker.start()["ok"]
+
+
+def test_names_that_do_not_exist_are_warned_of(make_broker):
+    groups = {"a": {"users": [ME, "no-such-user"], "unix_groups": ["no-such-group"]}}
+    broker = make_broker(groups=groups).started
+    wait_until(lambda: "no-such-group" in broker.tail(), "the warnings")
+    text = broker.tail()
+    place = f"in {broker.config_file}, line 1"
+    assert f"groups['a']['users'] {place}: This machine has no user 'no-such-user'." in text
+    assert f"groups['a']['unix_groups'] {place}: This machine has no Unix group" in text
+
+
+# ------------------------------------------------------------------ a slow NSS
+
+
+class Nss:
+    """Answers when a test lets it."""
+
+    def __init__(self, *groups):
+        self.groups = frozenset(groups)
+        self.go = threading.Event()
+        self.asked = 0
+
+    def __call__(self, uid):
+        self.asked += 1
+        assert self.go.wait(60)
+        if not self.groups:
+            raise RuntimeError("a module of NSS failed")
+        return self.groups
+
+
+def memberships(nss, groups=None):
+    members = read_groups(groups or {"x": {"unix_groups": ["x"]}, "all": {"users": "*"}}).members
+    configuration = SimpleNamespace(settings=SimpleNamespace(members=members))
+    return Memberships(configuration, logging.getLogger("test"), unix_groups=nss)
+
+
+def test_nss_is_asked_once_for_many_sessions():
+    nss = Nss("x")
+
+    async def run():
+        found = memberships(nss)
+        assert not found.is_known(0)
+        waiting = [asyncio.ensure_future(found.learn(0)) for _ in range(50)]
+        await asyncio.sleep(0)
+        nss.go.set()
+        await asyncio.gather(*waiting)
+        assert found.is_known(0)
+        assert found.owner(0).group == "x"
+        found.forget()
+        assert not found.is_known(0)
+        assert found.owner(0).group == "x"
+
+    asyncio.run(run())
+    assert nss.asked == 1
+
+
+def test_a_session_is_opened_while_nss_hangs(monkeypatch, caplog):
+    monkeypatch.setattr(membership, "PATIENCE", 0.05)
+    nss = Nss("x")
+
+    async def run():
+        found = memberships(nss)
+        await found.learn(0)
+        assert found.owner(0).group == "all"
+        assert "were not found within 0.05 s; no rule about Unix groups applies" in caplog.text
+        nss.go.set()
+        while found.owner(0).group != "x":  # it answers at last
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
+def test_a_module_of_nss_that_fails_is_logged(caplog):
+    nss = Nss()
+    nss.go.set()
+
+    async def run():
+        found = memberships(nss)
+        await found.learn(0)
+        assert found.owner(0).group == "all"
+
+    asyncio.run(run())
+    assert "The Unix groups of user id 0 cannot be read" in caplog.text
+
+
+def test_without_rules_about_unix_groups_nss_is_not_asked():
+    nss = Nss("x")
+
+    async def run():
+        found = memberships(nss, {"a": {"users": ["root"]}})
+        assert found.is_known(0)
+        assert found.owner(0).group == "a"
+        with pytest.raises(RefusedError, match="You are in no group"):
+            found.owner(4_000_000, "a")
+
+    asyncio.run(run())

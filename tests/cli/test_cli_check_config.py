@@ -1,0 +1,224 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``check-config``: the tree with bytes, all mistakes, and what the running broker has."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+
+import pytest
+from snapshots import GiB, device, pool
+
+from jupyter_gpupool.cli import check_config, main
+from jupyter_gpupool.config import load_settings
+from jupyter_gpupool.config.differences import shown
+
+ME = pwd.getpwuid(os.getuid()).pw_name
+
+CONFIG = f"""\
+c.GPUPool.groups = {{
+    "research": {{"guarantee": "60%", "weight": 3}},
+    "vision": {{"parent": "research", "guarantee": "2 devices", "users": [{ME!r}]}},
+    "students": {{"users": "*", "cap": "50%", "gpu_seconds_per_day": "8h"}},
+}}
+c.GPUPool.schedules = [
+    {{"name": "night", "hours": "20:00-08:00", "time_zone": "Europe/Berlin",
+     "set": {{"idle_timeout": "1h", "groups": {{"students": {{"cap": "90%"}}}}}}}},
+]
+"""
+
+NOON, EVENING = "2026-11-23T12:00+01:00", "2026-11-23T22:00+01:00"
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """A machine with two GPUs whose own files name all users."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(check_config, "knows_everybody", lambda: True)
+    two = [{"memory_capacity": 80 * GiB}] * 2
+    monkeypatch.setattr("jupyter_gpupool.cli.doctor.probe", lambda _: (two, "", "", ""))
+
+
+@pytest.fixture
+def config(no_configuration):
+    path = no_configuration / "jupyter_server_config.py"
+    path.write_text(CONFIG)
+    return path
+
+
+def report(capsys, *arguments):
+    code = main(["check-config", "--json", *arguments])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (0 if found["ok"] else 1)
+    return found
+
+
+def text(capsys, *arguments):
+    main(["check-config", *arguments])
+    found = capsys.readouterr().out
+    assert max(map(len, found.splitlines())) <= 80 or "/" in max(found.splitlines(), key=len)
+    return found
+
+
+def test_the_tree_has_bytes_on_the_given_gpus(config, capsys):
+    found = text(capsys, "--devices", "16x80GiB", "--at", NOON)
+    assert (
+        found
+        == f"""\
+Read: {config}
+GPUs: 16 GPUs as given by --devices, 1.3 TiB for kernels
+
+GROUP     GUARANTEE  CAP      WEIGHT    GPU TIME PER DAY
+research  768 GiB    -        3 (75%)   -
+  vision  160 GiB    -        1 (100%)  -
+students  -          640 GiB  1 (25%)   8 h, then borrow
+Guaranteed: 768 GiB. By weight: 512 GiB and what is unused.
+
+MEMBERS
+  vision: {ME}
+  students: everybody else
+
+SCHEDULES
+  night: 20:00-08:00 Europe/Berlin; begins Mon 23 Nov 2026 20:00
+    idle_timeout = '1h'
+    groups['students']['cap'] = '90%'
+Next change: Mon 23 Nov 2026 20:00 Europe/Berlin, then night.
+
+The configuration is good: 3 groups, 1 schedule.
+"""
+    )
+
+
+def test_the_tree_of_another_time(config, capsys):
+    found = text(capsys, "--devices", "16x80GiB", "--at", EVENING)
+    assert "With night in force:\nGROUP" in found
+    assert "students  -          1.1 TiB  1 (25%)   8 h, then borrow" in found
+    assert "in force until Tue 24 Nov 2026 08:00" in found
+    assert "Next change: Tue 24 Nov 2026 08:00 Europe/Berlin, then no schedule." in found
+
+
+def test_what_this_machine_cannot_keep_is_a_mistake(config, capsys):
+    assert (
+        text(capsys)
+        == f"""\
+c.GPUPool.groups['vision']['guarantee']
+  {config}, line 3
+  'vision' is guaranteed 160 GiB, and the group 'research' above is guaranteed
+  96 GiB. Lower these guarantees or raise the guarantee above.
+
+The configuration has 1 mistake.
+"""
+    )
+
+
+def test_all_mistakes_are_listed_with_their_place(config, capsys):
+    config.write_text(CONFIG.replace("60%", "6O%").replace('"cap"', '"cup"') + "\nc.GPUPool.x = 1")
+    found = report(capsys)
+    assert [(fault["line"], fault["place"].partition(" ")[0]) for fault in found["faults"]] == [
+        (2, "c.GPUPool.groups['research']['guarantee']"),
+        (4, "c.GPUPool.groups['students']['cup']"),
+        (11, "c.GPUPool.x"),
+    ]
+    assert {fault["origin"] for fault in found["faults"]} == {str(config)}
+    assert text(capsys).endswith("\nThe configuration has 3 mistakes.\n")
+
+
+def test_a_file_may_be_checked_before_it_is_installed(config, tmp_path, capsys):
+    new = tmp_path / "new.py"
+    new.write_text("c.GPUPool.idle_timeout = 'soon'")
+    assert report(capsys, str(new))["faults"][0]["origin"] == str(new)
+    new.write_text("c.GPUPool.idle_timeout = 5")
+    assert report(capsys, "--devices", "16x80GiB", str(new))["files"] == [str(config), str(new)]
+    alone = report(capsys, str(new), "--alone")
+    assert (alone["files"], alone["groups"]) == ([str(new)], [])
+    assert "No groups: all users share the pool equally." in text(capsys, str(new), "--alone")
+    (fault,) = report(capsys, str(tmp_path / "none.py"))["faults"]
+    assert fault["message"] == f"There is no configuration file {tmp_path / 'none.py'}."
+
+
+def test_unknown_users_are_mistakes_where_the_machine_knows_all(config, capsys, monkeypatch):
+    config.write_text(f"c.GPUPool.groups = {{'a': {{'users': [{ME[:-1] + 'xx'!r}]}}}}")
+    (fault,) = report(capsys)["faults"]
+    assert fault["message"] == f"This machine has no user {ME[:-1] + 'xx'!r}."
+    monkeypatch.setattr(check_config, "knows_everybody", lambda: False)
+    found = report(capsys)
+    assert found["ok"]
+    assert "It may exist all the same" in found["warnings"][0]
+    assert report(capsys, "--devices", "1x80GiB")["ok"]
+
+
+def test_without_gpus_sizes_are_only_compared_with_each_other(config, capsys, monkeypatch):
+    monkeypatch.setattr("jupyter_gpupool.cli.doctor.probe", lambda _: ([], "none", "", ""))
+    found = text(capsys)
+    assert "GPUs: none" in found
+    assert "research  60%        -    3 (75%)   -" in found
+    assert "Give the GPUs of the real one: --devices 16x80GiB." in " ".join(found.split())
+    assert found.endswith("The configuration is good: 3 groups, 1 schedule, 1 warning.\n")
+
+
+def test_nobody_can_be_in_an_empty_group(config, capsys):
+    config.write_text("c.GPUPool.groups = {'a': {}, 'b': {'parent': 'a', 'unix_groups': ['root']}}")
+    assert report(capsys)["warnings"] == []
+    config.write_text("c.GPUPool.groups = {'a': {}}")
+    assert report(capsys)["warnings"] == [
+        "The group 'a' has no users and no groups in it: nobody can be in it."
+    ]
+
+
+def test_what_the_running_broker_has_is_compared_key_by_key(config, broker, capsys):
+    in_force = shown(load_settings(), private=True)
+    config.write_text(
+        CONFIG.replace('"weight": 3', '"weight": 4').replace('"cap": "50%", ', "")
+        + "c.GPUPool.guard = False\n"
+    )
+    broker.answers["status"] = pool(config=in_force, devices=[device(0), device(1)])
+    found = report(capsys, "--devices", "16x80GiB")
+    assert found["broker"] == {"pid": 1, "socket": "/run/gpupool/broker.sock"}
+    assert [(d["option"], *d["keys"], d["there"], d["here"]) for d in found["differences"]] == [
+        ("groups", "research", "weight", 3, 4),
+        ("groups", "students", "cap", "50%", None),
+        ("guard", True, False),
+    ]
+    flat = " ".join(text(capsys, "--devices", "16x80GiB").split())
+    assert "DIFFERENT FROM THE RUNNING BROKER (process 1)" in flat
+    assert "c.GPUPool.groups['students']['cap']: '50%' there, not set here" in flat
+    assert "c.GPUPool.guard: True there, False here, from its next start on" in flat
+
+
+def test_the_same_configuration_is_no_difference(config, broker, capsys):
+    in_force = shown(load_settings(), private=True)
+    broker.answers["status"] = pool(config=in_force, devices=[device()] * 16)
+    found = " ".join(text(capsys).split())
+    assert "GPUs: 16 GPUs in the running broker, 256 GiB for kernels" in found
+    assert "The running broker (process 1) has the same configuration." in found
+
+
+def test_what_only_admins_see_is_not_compared(config, broker, capsys):
+    in_force = shown(load_settings(), private=False)
+    broker.answers["status"] = pool(config=in_force, devices=[device()] * 16)
+    found = " ".join(text(capsys).split())
+    assert "Not compared, because only admins of the broker see them: quotas, admins" in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--devices", "16"],
+            "'16' in --devices names no GPUs. Write a count and a size, such as ",
+        ),
+        (["--devices", "0x80GiB"], "'0x80GiB' in --devices names no GPUs."),
+        (["--devices", "2x80GiB,x"], "'x' in --devices names no GPUs."),
+        (["--at", "tonight"], "'tonight' in --at is not a time. Write a date and a time, such as "),
+    ],
+)
+def test_wrong_words(arguments, message, capsys):
+    assert main(["check-config", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_gpus_of_several_sizes():
+    machine = check_config.parse_devices("2x80GiB, 1x40GiB")
+    assert machine.capacities == [80 * GiB, 80 * GiB, 40 * GiB]

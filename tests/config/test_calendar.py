@@ -1,0 +1,235 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""When rules of a calendar are in force, compared with a walk over every minute of a year."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from datetime import date, datetime, timezone
+from functools import cache
+from itertools import pairwise
+from zoneinfo import ZoneInfo
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jupyter_gpupool.config.calendar import DAY, Rule, changes, in_force, instant, next_change
+from jupyter_gpupool.config.schedules import read_schedules
+
+EPOCH = date(1970, 1, 1).toordinal()
+
+#: A zone and a year in which its clock does something: summer time on both hemispheres, a shift of
+#: half an hour, one at midnight, an end of summer time for Ramadan, a day that was skipped.
+YEARS = (
+    ("Europe/Berlin", 2026),
+    ("America/New_York", 2026),
+    ("Australia/Lord_Howe", 2026),
+    ("America/Santiago", 2025),
+    ("Africa/Cairo", 2024),
+    ("Africa/Casablanca", 2026),
+    ("Pacific/Apia", 2011),
+    ("Asia/Kolkata", 2026),
+)
+
+
+@cache
+def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
+    """Return the year's first second, and for each minute of it the wall clock.
+
+    In minutes since 1970 of a clock that is never put back: where the real one is, it stands still
+    until the real one is past it. Both read times to come in the same way.
+    """
+    first = int(datetime(year, 1, 1, tzinfo=timezone.utc).timestamp())
+    last = int(datetime(year + 1, 1, 1, tzinfo=timezone.utc).timestamp())
+    place, found, before = ZoneInfo(zone), [], 0
+    # What the clock showed before the year began.
+    for now in range(first - 2 * 86400, last, 60):
+        shown = datetime.fromtimestamp(now, place)
+        wall = (shown.toordinal() - EPOCH) * DAY + shown.hour * 60 + shown.minute
+        before = max(before, wall)
+        if now >= first:
+            found.append(before)
+    return first, found
+
+
+def brute_force(rule: Rule, zone: str, year: int) -> list[tuple[int, bool]]:
+    """Return the times of the year at which ``rule`` begins or ends, found minute by minute."""
+    week = [False] * 7 * DAY
+    for day in rule.days:
+        for begin, end in rule.hours:
+            for minute in range(begin, end if end > begin else end + DAY):
+                week[(day * DAY + minute) % (7 * DAY)] = True
+    first, walls = minutes_of(zone, year)
+    # 1 January 1970 was a Thursday.
+    states = [week[(wall + 3 * DAY) % (7 * DAY)] for wall in walls]
+    found, state = [(first, states[0])], states[0]
+    at = 0
+    while True:
+        try:
+            at = states.index(not state, at)
+        except ValueError:
+            return found
+        state = not state
+        found.append((first + 60 * at, state))
+
+
+def by_product(rule: Rule, zone: str, year: int) -> list[tuple[int, bool]]:
+    first, walls = minutes_of(zone, year)
+    found = [(first, bool(in_force([rule], first)))]
+    last = first + 60 * len(walls) - 1
+    return found + [(at, bool(rules)) for at, rules in changes([rule], first, last)]
+
+
+def rule(hours: str, days: str = "mon-sun", zone: str = "Europe/Berlin") -> Rule:
+    (found,) = read_schedules(
+        [{"name": "r", "hours": hours, "days": days, "time_zone": zone, "set": {"linger": 1}}]
+    )
+    return found.rule
+
+
+spans = st.tuples(st.integers(0, DAY - 1), st.integers(0, DAY)).filter(lambda s: s[0] != s[1])
+#: Around the hours at which clocks are changed.
+nightly = st.tuples(st.integers(0, 240), st.integers(0, 240)).filter(lambda s: s[0] != s[1])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    place=st.sampled_from(YEARS),
+    days=st.frozensets(st.integers(0, 6), min_size=1),
+    hours=st.lists(spans | nightly, min_size=1, max_size=2),
+)
+def test_a_year_is_as_a_walk_over_its_minutes(place, days, hours):
+    one = Rule("r", days, tuple(hours), ZoneInfo(place[0]))
+    assert by_product(one, *place) == brute_force(one, *place)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    place=st.sampled_from(YEARS),
+    days=st.frozensets(st.integers(0, 6), min_size=1),
+    hours=spans | nightly,
+    second=st.integers(0, 350 * 86400),
+)
+def test_any_instant_is_as_a_walk_over_the_year(place, days, hours, second):
+    one = Rule("r", days, (hours,), ZoneInfo(place[0]))
+    steps = brute_force(one, *place)
+    now = steps[0][0] + second
+    at = bisect_right(steps, now, key=lambda step: step[0])
+    assert one.is_in_force(now) == steps[at - 1][1]
+    change = next_change([one], now)
+    after = steps[at] if at < len(steps) else None
+    if after is None:
+        assert change is None or change[0] >= steps[0][0] + 365 * 86400
+    else:
+        assert change == (after[0], (0,) if after[1] else ())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rules=st.lists(
+        st.builds(
+            Rule, st.just("r"), st.frozensets(st.integers(0, 6), min_size=1),
+            st.tuples(spans | nightly), st.sampled_from([ZoneInfo(zone) for zone, _ in YEARS]),
+        ),
+        max_size=4,
+    ),
+    now=st.integers(1_700_000_000, 1_900_000_000),
+)  # fmt: skip
+def test_changes_of_many_rules_are_those_of_each(rules, now):
+    found = [*changes(rules, now, now + 20 * 86400)]
+    assert [rules for _, rules in found] == [in_force(rules, at) for at, _ in found]
+    states = [in_force(rules, now), *(rules for _, rules in found)]
+    assert all(before != after for before, after in pairwise(states))
+    for begin, after in zip([now, *(at for at, _ in found)], states, strict=True):
+        later = min((at for at, _ in found if at > begin), default=now + 20 * 86400)
+        for second in (begin, (begin + later) // 2, later - 1):
+            assert in_force(rules, second) == after
+    if found:
+        assert next_change(rules, now) == (found[0] if found[0][0] <= now + 15 * 86400 else None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(zone=st.sampled_from(YEARS), cut=st.integers(0, DAY - 1), end=st.integers(0, DAY - 1),
+       now=st.integers(1_300_000_000, 1_900_000_000))  # fmt: skip
+def test_day_and_night_share_each_instant_exactly(zone, cut, end, now):
+    if cut == end:
+        return
+    place = ZoneInfo(zone[0])
+    every = frozenset(range(7))
+    both = [Rule("day", every, ((cut, end),), place), Rule("night", every, ((end, cut),), place)]
+    assert all(len(rules) == 1 for _, rules in changes(both, now, now + 400 * 86400))
+
+
+def utc(*when: int) -> int:
+    return int(datetime(*when, tzinfo=timezone.utc).timestamp())
+
+
+BERLIN = ZoneInfo("Europe/Berlin")
+
+
+def test_a_time_that_the_clock_skips_is_the_jump():
+    jump = utc(2026, 3, 29, 1, 0)  # 02:00 becomes 03:00
+    for minute in (120, 121, 150, 179, 180):
+        assert instant(date(2026, 3, 29), minute, BERLIN) == jump
+    assert instant(date(2026, 3, 29), 119, BERLIN) == jump - 60
+    assert instant(date(2026, 3, 29), 181, BERLIN) == jump + 60
+
+
+def test_a_time_that_the_clock_shows_twice_is_the_first():
+    first = utc(2026, 10, 25, 0, 30)  # 02:30 of summer time; 01:00 UTC puts the clock back
+    assert instant(date(2026, 10, 25), 150, BERLIN) == first
+    assert instant(date(2026, 10, 25), 180, BERLIN) == utc(2026, 10, 25, 2, 0)
+
+
+def test_a_day_that_was_skipped_has_no_time_in_force():
+    apia = rule("08:00-20:00", zone="Pacific/Apia")
+    skipped = utc(2011, 12, 30, 10, 0)  # midnight of the 30th became midnight of the 31st
+    assert instant(date(2011, 12, 30), 8 * 60, apia.zone) == skipped
+    assert [at for at, _ in changes([apia], skipped - 43200, skipped + 43200)] == [
+        utc(2011, 12, 30, 6, 0), utc(2011, 12, 30, 18, 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("begin", "hours"),
+    [((2026, 3, 28, 19), 11), ((2026, 10, 24, 18), 13), ((2026, 6, 1, 18), 12)],
+    ids=["short", "long", "usual"],
+)
+def test_a_night_is_in_force_once_whatever_its_length(begin, hours):
+    night = rule("20:00-08:00")
+    start = utc(*begin, 0)
+    assert [*changes([night], start - 3600, start + 20 * 3600)] == [
+        (start, (0,)), (start + hours * 3600, ()),
+    ]  # fmt: skip
+
+
+def test_a_night_that_ends_in_the_hour_shown_twice_ends_once():
+    night = rule("20:00-02:30", days="sat")
+    found = [*changes([night], utc(2026, 10, 24, 12, 0), utc(2026, 10, 26, 0, 0))]
+    assert found == [(utc(2026, 10, 24, 18, 0), (0,)), (utc(2026, 10, 25, 0, 30), ())]
+
+
+def test_a_rule_within_the_skipped_hour_is_not_in_force_that_day():
+    short = rule("02:15-02:45", days="sun")
+    found = [at for at, rules in changes([short], utc(2026, 3, 20), utc(2026, 4, 10)) if rules]
+    assert found == [utc(2026, 3, 22, 1, 15), utc(2026, 4, 5, 0, 15)]
+
+
+def test_the_days_are_those_on_which_it_begins():
+    night = rule("20:00-08:00", days="mon-fri")
+    friday = utc(2026, 11, 27, 19, 0)
+    assert in_force([night], friday) == (0,)
+    assert in_force([night], friday + 11 * 3600) == (0,)  # Saturday morning
+    assert in_force([night], friday + 24 * 3600) == ()
+    assert next_change([night], friday + 24 * 3600) == (friday + 3 * 86400, (0,))
+
+
+def test_a_rule_for_all_times_never_changes():
+    assert next_change([rule("00:00-24:00")], 1_790_000_000) is None
+    assert next_change([], 1_790_000_000) is None
+
+
+def test_rules_that_meet_change_once():
+    both = [rule("08:00-20:00"), rule("20:00-08:00")]
+    assert next_change(both, utc(2026, 11, 23, 12, 0)) == (utc(2026, 11, 23, 19, 0), (1,))
