@@ -66,6 +66,10 @@ NAME = argument("name", metavar="NAME", help="as `jupyter gpupool ps` shows it")
         help="share of a GPU's compute time while others compute on it, too",
     ),
     argument("--class", dest="priority", default="", metavar="CLASS", help="priority class"),
+    argument(
+        "--group", default="", metavar="GROUP",
+        help="the group of yours whose share it uses (default: the first)",
+    ),
     argument("--name", default="", metavar="NAME", help="what the pool and people call it"),
     argument(
         "--max-wait", type=_seconds, metavar="TIME",
@@ -120,6 +124,7 @@ def _run_words(options: Options, words: Sequence[str]) -> int:
             devices=options.devices,
             compute=options.compute,
             priority=options.priority,
+            group=options.group,
         ),
         name=options.name or os.path.basename(words[0]),
         holds=options.attach == "hold",

@@ -35,6 +35,8 @@ class Asked:
     devices: int = 0
     compute: int = 0
     priority: str = ""
+    #: No part of the request: whose share the session uses, from its beginning on.
+    group: str = ""
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a request that have a value."""
@@ -137,6 +139,7 @@ def open_session(
             label=label,
             request=asked.fields(),
             attach=attach,
+            group=asked.group or None,
             **({} if guarded else {"guarded": False}),
         )
         client.call("launched", session=answer["session"], pid=process())

@@ -36,6 +36,18 @@ def test_exit_code_is_the_commands(broker, script, code):
     assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"")
 
 
+def test_program_uses_the_share_of_the_group_that_it_names(make_broker):
+    groups = {"first": {"users": "*", "order": 1}, "second": {"users": "*"}}
+    broker = make_broker(groups=groups).started
+    script = "jupyter_gpupool.cli status --json"
+    for words, group in (([], "first"), (["--group", "second"], "second")):
+        done = run(broker, "run", *words, "--", sys.executable, "-m", *script.split())
+        assert [one["group"] for one in json.loads(done.stdout)["sessions"]] == [group]
+    done = run(broker, "run", "--group", "third", "--", "true")
+    assert done.returncode == 125
+    assert done.stderr.startswith(b"jupyter gpupool run: You are not in a group 'third'")
+
+
 def test_streams_reach_the_command_untouched(broker):
     data = bytes(range(256)) * 1000
     script = "cat; echo wrong >&2"
