@@ -34,6 +34,7 @@ def slice(  # noqa: A001 (the word of the pool)
     devices: int = 0,
     compute: int = 0,
     priority: str = "",
+    group: str = "",
     max_wait: float | str | None = None,
     name: str = "",
 ) -> HeldSlice:
@@ -50,6 +51,8 @@ def slice(  # noqa: A001 (the word of the pool)
         Guaranteed device memory, and how far it may grow: bytes, or text like ``"8GiB"``.
     devices, compute, priority:
         GPUs, per cent of their time, priority class. Empty or 0: as the session or the pool has it.
+    group:
+        The group of yours whose share a session of its own uses; another session's cannot change.
     max_wait:
         Seconds, or text like ``"10m"``, after which entering gives up; None: as the pool does.
     name:
@@ -70,6 +73,7 @@ def slice(  # noqa: A001 (the word of the pool)
         devices=devices,
         compute=compute,
         priority=priority,
+        group=group,
         max_wait=max_wait,
         name=name,
     )

@@ -53,6 +53,7 @@ class HeldSlice:
         devices: int = 0,
         compute: int = 0,
         priority: str = "",
+        group: str = "",
         max_wait: float | str | None = None,
         name: str = "",
     ) -> None:
@@ -62,6 +63,7 @@ class HeldSlice:
             devices=devices,
             compute=compute,
             priority=priority,
+            group=group,
         )
         try:
             self._max_wait = None if max_wait is None else parse_seconds(max_wait)
@@ -94,6 +96,7 @@ class HeldSlice:
         place = _place(self._asked, self._name or _script())
         hold = f"slice-{os.getpid()}-{next(_COUNT)}"
         with place.changing:
+            _check_group(place.link, self._asked.group)
             if not place.blocks:
                 self._before = _ask_for(place.link, self._asked)
             else:
@@ -266,6 +269,20 @@ def _check_same(link: SessionLink, asked: Asked) -> None:
             f"for {want!r}.",
             code=Code.IN_USE,
             next_step="Ask for enough in the outer block, or end that first.",
+        )
+
+
+def _check_group(link: SessionLink, group: str) -> None:
+    """Refuse a block with another group than the session's, which it has for good."""
+    if not group:
+        return
+    sessions = link.call("status")["sessions"]
+    found = next((s.get("group", "") for s in sessions if s["id"] == link.session), "")
+    if found != group:
+        raise RefusedError(
+            f"The session of this program is in the group {found!r}, not in {group!r}.",
+            code=Code.NOT_IN_GROUP,
+            next_step=f"Start the program with: jupyter gpupool run --group {group} -- COMMAND.",
         )
 
 

@@ -338,6 +338,27 @@ with jupyter_gpupool.slice("100MiB"):
         wait_until(lambda: not broker.socket.exists(), "the broker's end")
 
 
+def test_block_cannot_change_the_group_of_its_session(make_broker):
+    groups = {"vision": {"users": "*", "order": 1}, "speech": {"users": "*"}}
+    broker = make_broker(groups=groups, emulate="1x512MiB,context=32MiB").started
+    one = Script(broker, """
+for group in ("speech", "vision"):
+    try:
+        with jupyter_gpupool.slice(group=group):
+            print("held")
+    except RefusedError as error:
+        tell(error.code, error)
+""")  # fmt: skip
+    try:
+        assert one.said() == "held"
+        assert one.said().startswith(
+            "not-in-group The session of this program is in the group 'speech', not in 'vision'."
+        )
+        assert one.end() == 0
+    finally:
+        one.close()
+
+
 def test_no_broker_is_an_error(broker, script):
     one = script("""
 os.environ["GPUPOOL_SOCKET"] = "relative"
