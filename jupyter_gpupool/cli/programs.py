@@ -115,7 +115,7 @@ def _run_words(options: Options, words: Sequence[str]) -> int:
     from ..programs.opening import Asked, read_size
     from ..programs.progress import Progress
     from ..programs.running import Run, RunOptions
-    from ..programs.terminal import CommandProcess
+    from ..programs.terminal import CommandProcess, fill_standard_streams
 
     run_options = RunOptions(
         asked=Asked(
@@ -132,6 +132,7 @@ def _run_words(options: Options, words: Sequence[str]) -> int:
         socket=options.socket,
         named=bool(options.name),
     )
+    fill_standard_streams()
     if options.detach:
         from ..programs.detached import start
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Sequence
 
 from .. import local_machine
+from ..client import Client
 from ..errors import Code, GPUPoolError, RefusedError
 from ..procfs import open_pidfd
 from . import runfiles
@@ -33,6 +34,9 @@ from .terminal import NOT_RUN, CommandProcess
 
 #: Seconds for which the output of processes that outlive the command is still taken.
 DRAIN = 0.5
+
+#: Seconds that it may take to make a command safe to kill.
+RETIRE_TIMEOUT = 12.0
 
 #: Seconds that the broker may take to start and to open the session, before ``run`` returns.
 OPEN_TIMEOUT = 60.0
@@ -230,6 +234,9 @@ def stop(name: str, number: int, after: float) -> RunRecord:
     _signal(record, number)
     ended = wait(name, after)
     if ended is None:
+        with suppress(GPUPoolError), Client(Path(record.socket)) as client:
+            # There is a driver that hangs when a process is killed that was suspended before.
+            client.call("retire", session=record.session, timeout=RETIRE_TIMEOUT)
         _signal(record, signal.SIGKILL)
         ended = wait(name, None)
     assert ended is not None

@@ -40,6 +40,9 @@ FORWARDED = frozenset(
 #: All signals that we wait for instead of being interrupted by them.
 AWAITED = FORWARDED | {signal.SIGCHLD}
 
+#: Writing to the terminal from the background must not stop us (stty tostop).
+_BLOCKED = AWAITED | {signal.SIGTTOU}
+
 #: Exit codes of the shell: the command is there and no program, and it is not there.
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
@@ -78,6 +81,16 @@ def is_for_us_alone(info: signal.struct_siginfo, child: int) -> bool:
     return bool(info.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid())
 
 
+def fill_standard_streams() -> None:
+    """Open what is closed of 0, 1 and 2, so that no descriptor of ours is taken for a stream.
+
+    For us alone: the command finds them closed.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
+        pass
+    os.close(descriptor)
+
+
 def has_terminal() -> bool:
     """Return whether this process has a controlling terminal, and so a shell that sees it stop."""
     try:
@@ -106,7 +119,7 @@ class CommandProcess:
         self, command: Sequence[str], *, alone: bool = False, output: int | None = None
     ) -> None:
         was_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         orders, self._orders = os.pipe()
         self._report, report = os.pipe()
         parent = os.getpid()

@@ -55,6 +55,22 @@ def test_streams_reach_the_command_untouched(broker):
     assert (done.returncode, done.stdout, done.stderr) == (0, data, b"wrong\n")
 
 
+def test_closed_streams_stay_closed(program):
+    line = " ".join([*CLI, "run", "--", "ls", "-l", "/proc/self/fd"])
+    one = program(command=["sh", "-c", f"exec {line} 0<&- 2>&-"])
+    names = {line.split()[8] for line in iter(one.line, "") if "->" in line}
+    assert one.wait() == 0
+    assert names == {"0", "1"}, "ls opens the folder as the first that is free; 2 is closed"
+
+
+def test_service_manager_finds_the_command(program):
+    """Sockets that systemd passes are for the process that it started, which is ours."""
+    line = " ".join([*CLI, "run", "--", "sh", "-c", "'echo $LISTEN_PID $$'"])
+    one = program(command=["sh", "-c", f"export LISTEN_PID=$$; exec {line}"])
+    named, own = one.line().split()
+    assert named == own
+
+
 def test_what_cannot_be_run_ends_as_in_a_shell(broker, tmp_path):
     (tmp_path / "data").write_text("no program")
     done = run(broker, "run", "--", "no-such-program")
