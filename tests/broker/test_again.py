@@ -21,7 +21,7 @@ from .kit import wait_until
 
 
 def kill(broker):
-    """SIGKILL whichever broker serves now; return when it does not answer any more."""
+    """Kill the broker that serves now; return when it no longer answers."""
     if broker.process is not None:
         broker.kill()
         return
@@ -32,7 +32,7 @@ def kill(broker):
 
 @pytest.fixture
 def client(make_broker):
-    """A client of a broker that somebody starts again; the last of them ends with the test."""
+    """A client that starts a broker again if none answers; the last broker ends with the test."""
     broker = make_broker().started
 
     def find():
@@ -47,7 +47,7 @@ def client(make_broker):
 
 @pytest.fixture
 def process():
-    """A process that does nothing until it is ended."""
+    """A process that does nothing until the test ends it."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()
