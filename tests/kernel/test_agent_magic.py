@@ -171,7 +171,7 @@ def test_attach_waits_with_a_display_and_can_be_interrupted(
     assert broker.live_holds() == set()
 
 
-def test_one_cell_with_more(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_one_cell_gets_a_larger_slice(broker: ScriptedBroker, kernel: Kernel) -> None:
     cell = kernel.run("%%gpu 16GiB\nx = 1\nprint(In[-1][:5])\n1/0")
     assert cell.status == "error"
     assert cell.reply is not None
