@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Why a session waits, or keeps what it has: data from the plan, and the words for people.
 
-:func:`explain` is the data: the rule, the leases that the session needs, what would change it. The
-sentences for all reasons are here and nowhere else, and none of them names another owner.
+:func:`explain` is the data: the rule, the leases that the session needs, what would change it. All
+sentences about reasons are here, and none of them names another owner.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .placement import asking
 from .preemption import leaves_at, stays_until, suspendable, yields_at
 from .schedule import Plan
 
-#: In queues up to this length, each session hears of every change at once, in longer ones ...
+#: In a queue up to this length, each session gets its news at once; in a longer one ...
 AT_ONCE = 8
-#: ... at most once in so many seconds. (A session that begins to wait hears at once.)
+#: ... once in so many seconds at most. (A session that begins to wait always gets it at once.)
 INTERVAL = 1.0
 
 
@@ -39,25 +39,25 @@ class HeldLease:
     bytes: int
     #: ``busy``, ``idle``, or ``leaving``: its suspend is under way.
     use: str
-    #: From when on a waiting session may preempt it; None while it is in use.
+    #: When a waiting session may first preempt it; None while it is in use.
     yields_at: float | None
-    #: When it leaves although no session waits; None while it is in use, infinity if it cannot.
+    #: When the pool suspends it even if no session waits; None while it is in use, infinity: never.
     leaves_at: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What the plan says of one session."""
+    """What the plan holds about one session."""
 
     session: str
     #: Why it waits (an attached session: for growth); None if it does not.
     reason: Reason | None
-    #: Its place among those that wait for a lease, 1 for the first; and all that go before it.
+    #: Its place in the queue for a lease (1: the first), and all sessions before it.
     position: int | None
     ahead: tuple[str, ...]
     #: What it gets once suspends under way are done.
     promised: tuple[Slice, ...]
-    #: What it has reserved as the head of the queue: bytes wanted, by device.
+    #: Its reservation as the head of the queue: bytes wanted, by device.
     reserved: tuple[Slice, ...]
     #: The leases on the devices that it could use.
     holders: tuple[HeldLease, ...]
@@ -65,10 +65,10 @@ class Explanation:
     #: ``host-memory``, ``own-lease-ends``, ``head-is-served``, ``device-returns``,
     #: ``outside-use-ends``, ``time``.
     changes: tuple[str, ...]
-    #: When the clock alone may change it next: a lease of ``holders`` can be preempted, or it is
-    #: time for another try. None if neither will happen.
+    #: When time alone may change it: a lease of ``holders`` can be preempted, or the pool tries
+    #: again. None if neither will happen.
     changes_at: float | None
-    #: For a lease: the sessions that wait for (part of) its devices, and from when on they may
+    #: For a lease: the sessions that wait for its devices or some of them, and when they may
     #: preempt it.
     takers: tuple[str, ...]
     taken_from: float | None
@@ -93,7 +93,7 @@ _CHANGES: dict[str, tuple[str, ...]] = {
 
 
 def explain(facts: Facts, plan: Plan, s: Session) -> Explanation:
-    """Return what the plan says of ``s``: who holds what it needs, which rule, what changes it."""
+    """Return why ``s`` waits or keeps its slice: leases in its way, the rule, what changes it."""
     why, held = plan.reasons.get(s.id), plan.reservation
     queue = [w.id for w in plan.queue]
     names = [w.id for w in plan.order]
@@ -169,7 +169,7 @@ def reason(facts: Facts, plan: Plan, s: Session) -> str:
 
 
 def in_words(facts: Facts, why: Reason) -> str:
-    """Return the sentence of a rule that needs nothing but its figures."""
+    """Return the sentence of a rule that needs only its figures."""
     if why.rule in ("host", "quota-host"):
         used, budget = facts.host_used + facts.host_going, facts.settings.host_memory
         if facts.host_room < budget - used:
@@ -266,7 +266,7 @@ def _users(facts: Facts) -> str:
 
 
 def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
-    """Say why a session waits for devices of its own while others may be free: CUDA's rule."""
+    """Return why a session must wait for its own devices while others may be free: CUDA's rule."""
     needs = asking(s, facts).needs
     ledgers = [facts.devices[uuid] for uuid in s.bound]
     if not any(need.fixed for need in needs):
@@ -293,10 +293,10 @@ def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
 
 
 def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
-    """Return the idle session for which the head ``s`` waits because it was just moved, or None.
+    """Return the idle session that the head ``s`` waits for because it was just moved, or None.
 
-    The one that is protected for the shortest time, of those whose lease would make room for the
-    head. For sessions behind the head that is only a part of the wait.
+    Among the sessions whose lease would make room for the head, the one whose protection ends
+    first. For sessions behind the head that is only a part of the wait.
     """
     held = plan.reservation
     if held is None or held.session != s.id or plan.reasons[s.id].rule != "busy":
@@ -312,7 +312,7 @@ def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
         if yields <= facts.now:
             for x in v.lease.slices:
                 idle[x.device] = idle.get(x.device, 0) + x.bytes
-        elif stays == yields < math.inf:  # else another rule protects it for longer
+        elif stays == yields < math.inf:  # otherwise another rule protects it for longer
             stayers.append((stays, len(stayers), v))
     for _, _, v in sorted(stayers):
         for x in v.lease.slices:
@@ -327,14 +327,14 @@ def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
 
 
 def stays_reason(facts: Facts, s: Session, now: float) -> str:
-    """Return in one sentence why idle ``s`` keeps its slice although its time is over; or "".
+    """Return in one sentence why idle ``s`` keeps its slice after its time is over; or "".
 
     Also "" for a pinned session: its ``pinned_reason`` says why.
     """
     if s.state != "idle" or s.pinned_reason:
         return ""
     if not suspendable(s, facts):
-        # Where it was seen to hold nothing, the next measurement will most likely say so again.
+        # If it was measured to hold nothing, the next measurement will most likely agree.
         lease = s.lease
         nothing = len(lease.footprints) >= len(lease.slices) and not lease.footprint
         return "" if nothing else _STAYS["fixed"]
@@ -395,10 +395,10 @@ _STAYS = {
 def eta(facts: Facts, plan: Plan, s: Session, position: int) -> float | None:
     """Return the seconds that ``s`` will probably wait, None without evidence.
 
-    Leases come free at the rate *holders / mean time a holder stays busy*, so that the session at
+    Leases come free at the rate *holders / mean time a holder stays busy*, so the session at
     position p waits about p * mean / holders seconds. The mean is over the sessions that have a
     lease now, each with its own mean of past busy spells (first hold to last drop). A session that
-    has waited for longer than its estimate has shown that the estimate was wrong, and gets none.
+    has waited longer than its estimate gets none: the estimate was wrong.
     """
     v = _stayer(facts, plan, s)
     if v is not None:
@@ -408,7 +408,7 @@ def eta(facts: Facts, plan: Plan, s: Session, position: int) -> float | None:
         return None if facts.swap is None else 2 * facts.swap
     why = plan.reasons.get(s.id)
     if why is not None and why.rule in ("host", "quota-host"):
-        return None  # how long GPUs were used says nothing about when host memory comes free
+        return None  # the time that sessions use GPUs does not tell when host memory becomes free
     known = [v.measured.busy for v in facts.leased.values() if v.measured.busy is not None]
     if not known:
         return None
@@ -422,20 +422,20 @@ def _moving(facts: Facts, s: Session) -> float:
 
 
 class News:
-    """Tells waiting sessions where they stand, as often as is useful and no more."""
+    """Tells waiting sessions their place in the queue, as often as is useful."""
 
     def __init__(self) -> None:
         self._told_at = -INTERVAL
         self._stale = False
 
     def next_at(self, plan: Plan) -> float:
-        """Return when a session must be told something; infinity if all know."""
+        """Return when the next session must get news; infinity if none must."""
         return self._told_at + INTERVAL if self._stale and plan.queue else math.inf
 
     def run(self, facts: Facts, plan: Plan, actions: list[Action], *, tick: bool) -> list[Action]:
-        """Tell sessions that have just begun to wait at once, all others now or later.
+        """Return the news that is due: always for sessions that have just begun to wait.
 
-        ``actions`` are those of the event: without a change of state there is no news.
+        ``actions`` are those of the event; without a change of state nothing is sent.
         """
         steps = [a for a in actions if isinstance(a, StateChanged)]
         joined = {a.session for a in steps if a.new == "queued"}

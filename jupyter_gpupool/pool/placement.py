@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a session needs, and where it fits: what a draft of the plan leaves free on each device.
+"""What a session needs, and where it fits: what a draft of the plan leaves on each device.
 
 What a session needs follows from the facts about it, the devices and the rules (:func:`asking`):
 
@@ -15,11 +15,11 @@ everybody else            any devices
 
 A :class:`Draft` is a copy of the accounts on which the pass tries its plan; it never changes the
 facts. It begins with the facts, less what the last plan promised, and shrinks as one session after
-the other takes its part. Growth and forecasts read a draft, too: what it leaves is neither promised
+the other takes its part. Growth and forecasts also read a draft: what it leaves is neither promised
 to a session nor reserved for the head of the queue.
 
-A session returns to the devices of its last lease if they have room (no migration), else to the
-tightest device with room (best fit), which keeps the large holes for large requests.
+A session returns to the devices of its last lease if they have room (no migration). Otherwise it
+gets the tightest device with room (best fit), which keeps large gaps for large requests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NOTHING: Charge = (0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One slice that a session needs. Each need of a session takes a device of its own."""
+    """One slice that a session needs. Two needs of a session never share a device."""
 
     #: Bytes without which the session cannot run.
     least: int
@@ -53,25 +53,25 @@ class Need:
     bytes: int
     #: The device that the suspended state comes from; "" without suspended state.
     origin: str = ""
-    #: The only device that will do; "" for any.
+    #: The only suitable device; "" for any.
     fixed: str = ""
-    #: The only model that will do; None for any.
+    #: The only suitable model; None for any.
     model: str | None = None
 
     def amount(self, ledger: DeviceLedger) -> int:
         """Return the bytes to reserve on this device.
 
-        That is ``bytes``, or the whole device where state and headroom together exceed it: no
-        device has more, and the state was on such a device before.
+        That is ``bytes``, or the whole device if state and headroom together exceed it: the state
+        fitted on such a device before.
         """
         return self.bytes if self.bytes <= ledger.capacity else max(self.least, ledger.capacity)
 
     def allows(self, ledger: DeviceLedger) -> bool:
-        """Return whether this device will do if it has room."""
+        """Return whether this device is suitable if it has room."""
         return not (ledger.paused or ledger.fault) and self.suits(ledger)
 
     def suits(self, ledger: DeviceLedger) -> bool:
-        """Return whether this device would do if it were in service and had room."""
+        """Return whether this device would be suitable if it were in service and had room."""
         device = ledger.device
         if self.fixed:
             return device.uuid == self.fixed
@@ -88,7 +88,7 @@ def preferred(s: Session) -> tuple[str, ...]:
 
 
 def in_turn(needs: Sequence[Need]) -> Sequence[int]:
-    """Return the order in which needs choose: those without a choice first, then the largest.
+    """Return the order in which needs choose a device: needs without a choice first, then by size.
 
     Needs of one model differ only in size: a device that suits a larger one suits a smaller one. So
     choosing in this order finds a place for all whenever there is one.
@@ -109,7 +109,7 @@ def choose(
 ) -> tuple[Slice, ...] | None:
     """Return slices for all ``needs`` where ``left(ledger)`` has the bytes for them, or None.
 
-    All on the devices of ``last`` if those will do, else each on the tightest device that will.
+    All on the devices of ``last`` if they are suitable, else each on the tightest suitable device.
     """
     if last and len(last) == len(needs):
         same = []
@@ -143,7 +143,7 @@ def choose(
 def in_order(
     needs: Sequence[Need], chosen: Mapping[int, Slice], ledgers: Mapping[str, DeviceLedger]
 ) -> tuple[Slice, ...]:
-    """Return the chosen slices in the order of ``needs``; by device number if any order will do."""
+    """Return the chosen slices in the order of ``needs``; by device number if none matters."""
     slices = [chosen[at] for at in range(len(needs))]
     if len(slices) > 1 and all(need.model is None and not need.fixed for need in needs):
         slices.sort(key=lambda x: ledgers[x.device].device.index)
@@ -161,19 +161,19 @@ class Asking:
     """What a session asks for."""
 
     needs: tuple[Need, ...]
-    #: What the owner's quota is charged for it.
+    #: Its charge against the owner's quota.
     charge: Charge
-    #: The devices that will do, for one slice without a quota: what requests are compared by.
+    #: The suitable devices, for one slice without a quota: the pass compares requests by them.
     where: tuple[str, str | None] | None
     version: int
-    #: What :func:`impossible` has found, once it was asked.
+    #: The cached result of :func:`impossible`.
     verdict: tuple[Reason | None] | None = None
 
 
 def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
     """Return the bytes beyond its state that a resume reserves on such a device.
 
-    At most a sixteenth of the device: what a driver takes by itself is less on a small one.
+    At most a sixteenth of the device, because a driver takes less by itself on a small one.
     """
     return min(settings.resume_headroom, max(1, ledger.capacity // HEADROOM_PART))
 
@@ -181,9 +181,9 @@ def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
 def asking(s: Session, facts: Facts) -> Asking:
     """Return what a session that waits (or would) asks for.
 
-    The session keeps the answer, and a kept answer is true: the facts of the session that it
-    depends on change in :meth:`Facts.change` only, which drops it, and a change of devices or rules
-    raises :attr:`Facts.version`. (A pass over 300 waiting sessions asks 300 times.)
+    The session caches the answer, and a cached answer is valid: :meth:`Facts.change`, the only
+    place where the session's facts change, drops it, and a change of devices or rules raises
+    :attr:`Facts.version`. (A pass over 300 waiting sessions asks 300 times.)
     """
     found: Asking | None = s.asking
     if found is None or found.version != facts.version:
@@ -220,7 +220,7 @@ def _needs(s: Session, facts: Facts) -> tuple[Need, ...]:
 
 
 def _bound_need(memory: int, ledger: DeviceLedger, s: Session) -> Need:
-    """Return the need in the place of one device that the session's processes see."""
+    """Return the need for one device that the session's processes see."""
     if s.lands and ledger.device.landing_bytes and not s.immovable:
         return Need(memory, memory, model=ledger.device.model)
     return Need(memory, memory, fixed=ledger.device.uuid)
@@ -229,14 +229,14 @@ def _bound_need(memory: int, ledger: DeviceLedger, s: Session) -> Need:
 def _state_needs(s: Session, facts: Facts) -> tuple[Need, ...]:
     """Return the needs of suspended state: at least the state, and as much headroom as there is.
 
-    A display server, say, takes a little of a device all the time. State that fills the rest came
-    from there, and must not wait for headroom that no device has. So the largest state gets
-    headroom as far as the roomiest device has it, the next one by the next device.
+    A display server, for example, always takes a little of its device. State that filled the rest
+    of it must not wait for headroom that no device has. So the largest state gets at most the
+    headroom of the roomiest device, the next state that of the next device.
     """
     devices, found = facts.devices, list[Need]()
     for x in s.suspended:
         ledger = devices[x.device]
-        # Where nothing enforces its slice, the session may have had more than the pool can give.
+        # Without enforcement, the session may have had more than the pool can give.
         held = min(x.bytes, ledger.capacity) if ledger.capacity else x.bytes
         least = max(s.request.memory, held)
         moves = ledger.device.can_migrate and (not s.immovable or bool(ledger.drained))
@@ -266,7 +266,7 @@ def _state_needs(s: Session, facts: Facts) -> tuple[Need, ...]:
 
 
 def impossible(found: Asking, facts: Facts) -> Reason | None:
-    """Return why not even an empty pool could serve these needs at present, or None."""
+    """Return why even an empty pool could not serve these needs at present; or None."""
     if found.verdict is None:
         found.verdict = (_impossible(found.needs, facts),)
     return found.verdict[0]
@@ -291,12 +291,12 @@ def _impossible(needs: tuple[Need, ...], facts: Facts) -> Reason | None:
 
 
 def ever(request: Request, s: Session, facts: Facts) -> Refusal | None:
-    """Return why ``request`` of ``s`` can never be met, by the rules or for want of a device."""
+    """Return why ``request`` of ``s`` can never be met, by the rules or for lack of a device."""
     refusal = never(request, s.owner, facts.settings, facts.capacities, suspends=facts.suspends)
     if refusal is not None or not s.bound or s.lease.slices or s.suspended:
         return refusal
-    # A session with a lease or suspended state stays with the device of its state; another one
-    # needs a device that its processes see, and these may all be too small.
+    # A session with a lease or suspended state stays with the device of its state. Any other
+    # session needs a device that its processes see, and these may all be too small.
     needs = _needs(s, facts)
     for need in needs:
         fit = sorted(d.capacity for d in facts.devices.values() if need.suits(d))
@@ -311,25 +311,25 @@ def ever(request: Request, s: Session, facts: Facts) -> Refusal | None:
 
 
 class Room:
-    """One device in a draft: what it has left for the sessions that come later in the pass."""
+    """One device in a draft: what it has left for later sessions of the pass."""
 
     __slots__ = ("avail", "candidates", "expect", "leases", "ledger", "offered", "promised", "uuid")
 
     def __init__(self, ledger: DeviceLedger) -> None:
         self.ledger = ledger
         self.uuid = ledger.device.uuid
-        #: Bytes that are free now, and bytes that are free once all suspends under way are done;
-        #: both without what is promised.
+        #: Bytes free now, and bytes free once all suspends under way are done; both without
+        #: promised bytes.
         self.avail = ledger.free
         self.expect = self.avail + ledger.incoming
         self.promised = 0
         self.leases: list[tuple[Session, int]] = []
-        #: The leases that may be preempted for some session, and their bytes in all.
+        #: The leases that some session may preempt, and their bytes in all.
         self.candidates: list[tuple[Session, int]] = []
         self.offered = 0
 
     def promise(self, size: int) -> None:
-        """Keep ``size`` bytes (may be negative) for a session."""
+        """Set ``size`` bytes (may be negative) aside for a session."""
         self.avail -= size
         self.expect -= size
         self.promised += size
@@ -338,10 +338,10 @@ class Room:
         """Return the bytes that can be backfilled while the head reserves ``wanted`` bytes here.
 
         The head of the queue waits until leases here end. Giving ``x`` bytes away is harmless if
-        the head starts no later in any order in which the present leases may end (so nobody has to
-        estimate when they end). That is so if all leases smaller than the missing bytes do not
-        suffice together: then a larger one must end in any case, and the part of the smallest of
-        the larger ones beyond the missing bytes can go.
+        the head starts no later, in whatever order the present leases end (so no estimate of their
+        ends is needed). This holds if all leases smaller than the missing bytes are not enough
+        together. Then a larger lease must end in any case, and the bytes by which the smallest such
+        lease exceeds the missing bytes can be given away.
         """
         if self.promised:
             return 0
@@ -361,7 +361,7 @@ class Room:
 class Reservation:
     """What the head of the queue reserves: bytes wanted, by device.
 
-    Sessions behind the head get there only what :meth:`Room.spare` proves harmless.
+    Sessions behind the head get only the bytes there that :meth:`Room.spare` proves harmless.
     """
 
     session: str
@@ -369,7 +369,7 @@ class Reservation:
     #: The slices that the head needs; ``wanted`` may name more devices, as alternatives.
     count: int
     charge: Charge
-    #: When it reserves one device more.
+    #: When it reserves one more device.
     next_at: float
 
 
@@ -379,13 +379,13 @@ class Promise:
 
     takes: tuple[Slice, ...]
     charge: Charge
-    #: The number of sessions that had come to wait when the plan first made this promise.
+    #: The number of waits that had begun when the plan first made this promise.
     made: int
 
 
 @dataclass(slots=True)
 class Draft:
-    """What is left for the sessions that come later in the pass."""
+    """What is left for later sessions of the pass."""
 
     facts: Facts
     rooms: dict[str, Room] = field(default_factory=dict)
@@ -409,7 +409,7 @@ class Draft:
     # ------------------------------------------------------------------ what is left
 
     def usage(self, owner: str) -> OwnerUsage:
-        """Return what the owner has and is promised in this draft."""
+        """Return the owner's leases and promises in this draft, in all."""
         found = self._usage.get(owner)
         if found is None:
             known = self.facts.usage.get(owner)
@@ -423,7 +423,7 @@ class Draft:
         return lacking(self.facts.settings.quota_of(owner), self.usage(owner), more, less)
 
     def coming_back(self, owner: str) -> Charge:
-        """Return what the owner gets back from the suspends under way and those of this plan."""
+        """Return what suspends under way, and those of this plan, give back to the owner."""
         memory = devices = leases = 0
         for s in self.facts.leases_of(owner):
             if s.state == "detaching" or s.id in self.leaving:
@@ -433,7 +433,7 @@ class Draft:
         return memory, devices, leases
 
     def left(self, ledger: DeviceLedger) -> int:
-        """Return the bytes there that the next session may have at once."""
+        """Return the bytes of the device that the next session may have at once."""
         uuid = ledger.device.uuid
         room, held = self.rooms[uuid], self.reservation
         wanted = held.wanted.get(uuid) if held is not None else None
@@ -444,11 +444,11 @@ class Draft:
         return self.reservation is not None and room.uuid in self.reservation.wanted
 
     def now(self, s: Session, needs: Sequence[Need]) -> tuple[Slice, ...] | None:
-        """Return where ``s``, which needs ``needs``, could have them at once, or None."""
+        """Return where ``s`` could have its ``needs`` at once, or None."""
         return choose(needs, self.facts.devices, self.left, preferred(s))
 
     def host_left(self, devices: Iterable[str] = ()) -> int:
-        """Return the host bytes that a suspend may take beside what the head is going to need.
+        """Return the host bytes that a suspend may take; those that the head will need are kept.
 
         All of them if the suspend frees memory on ``devices`` that the head has reserved.
         """
@@ -484,20 +484,20 @@ class Draft:
     # ------------------------------------------------------------------ what is taken
 
     def take(self, s: Session, takes: Iterable[Slice], charge: Charge) -> None:
-        """Grant ``takes`` to ``s``: they are gone for all that come later."""
+        """Grant ``takes`` to ``s``: later sessions cannot have them."""
         self.settled.add(s.id)
         self.usage(s.owner.name).add(charge)
         for x in takes:
             room = self.rooms[x.device]
             room.avail -= x.bytes
             room.expect -= x.bytes
-            # From now on it may end before the head of the queue starts, like the present leases.
+            # Like the present leases, it may now end before the head of the queue starts.
             held = sum(size for v, size in room.leases if v is s)
             room.leases = [(v, size) for v, size in room.leases if v is not s]
             room.leases.append((s, held + x.bytes))
 
     def promise(self, s: Session, promise: Promise) -> None:
-        """Keep bytes for ``s`` until suspends under way have freed them."""
+        """Promise bytes to ``s`` that suspends under way will free."""
         self.promises[s.id] = promise
         for x in promise.takes:
             self.rooms[x.device].promise(x.bytes)
@@ -512,9 +512,9 @@ class Draft:
         return promise
 
     def suspend(self, v: Session) -> None:
-        """Let ``v`` leave: its bytes are on their way, and its state takes host memory."""
+        """Suspend ``v`` in the draft: its bytes come free later, its state takes host memory."""
         if v.id in self.promises:
-            self.unpromise(v)  # of growth, which ends with the lease
+            self.unpromise(v)  # a promise of growth, which ends with the lease
         self.leaving.add(v.id)
         self.host -= v.state_bound
         self.usage(v.owner.name).suspended += v.state_bound
@@ -522,16 +522,16 @@ class Draft:
             self.rooms[x.device].expect += x.bytes
 
     def reserve(self, held: Reservation, head: Session) -> None:
-        """Reserve memory for the head of the queue, and its part of its owner's quota."""
+        """Reserve memory and its owner's quota for the head of the queue."""
         self.reservation = held
         self.usage(head.owner.name).add(held.charge)
         for uuid in held.wanted if head.lease.slices else ():
-            # It waits for others to end, and not for its own lease.
+            # The head waits for other leases to end, not for its own.
             room = self.rooms[uuid]
             room.leases = [(s, size) for s, size in room.leases if s is not head]
 
     def unreserve(self, head: Session) -> None:
-        """Take back what :meth:`reserve` did."""
+        """Undo :meth:`reserve`."""
         assert self.reservation is not None
         self.usage(head.owner.name).add(self.reservation.charge, -1)
         self.reservation = None
@@ -551,15 +551,15 @@ def home_devices(
 ) -> tuple[str, ...]:
     """Return the ``count`` devices that a kernel without a slice should see, by UUID.
 
-    A process settles on the devices that it sees when it calls cuInit, and needs no slice for that;
-    so these should be the devices where it will get its slice. ``kernels`` tells how many kernels
-    see each device, ``seen`` names those that this kernel sees so far, in its order. The first rule
-    that applies decides:
+    A process is bound to the devices that it sees at cuInit, and needs no slice for that call. So
+    these should be the devices where it will get its slice. ``kernels`` is the number of kernels
+    that see each device, ``seen`` names the devices that this kernel sees so far, in its order. The
+    first rule that applies decides:
 
     1. The devices where the pool would attach it now (``planned``).
-    2. The devices that it sees, if these are ``count`` devices with room for ``memory`` bytes each.
-    3. The best devices: in service; large enough; with room now; seen so far; seen by the fewest
-       kernels, as all of them may come back; with the least memory granted; the first by number.
+    2. The devices that it sees, if they are ``count`` devices with room for ``memory`` bytes each.
+    3. The best devices, compared in this order: in service; large enough; with room now; seen so
+       far; seen by the fewest kernels (all may come back); least memory granted; lowest number.
     4. The devices that it sees, if rule 3 finds no room on ``count`` devices: a change gains
        nothing.
 
