@@ -45,7 +45,7 @@ class Configuration:
         self.access = self._access()
 
     def reload(self) -> tuple[str, ...]:
-        """Read the files again; return the options that count from the next start on.
+        """Read the files again; return the options that change only at the next start.
 
         Raises
         ------
@@ -59,7 +59,7 @@ class Configuration:
         return late
 
     def shown(self, peer: Peer) -> dict[str, Any]:
-        """Return the configuration in force as ``peer`` may see it, for servers with another."""
+        """Return the configuration in force as ``peer`` may see it; a server may read another."""
         return shown(self.settings, private=self.access.is_admin(peer))
 
     def _access(self) -> Access:

@@ -27,7 +27,7 @@ def read_request(base: Request, fields: Mapping[str, Any]) -> Request:
     Raises
     ------
     RefusedError
-        With code ``bad-request``. Whether the pool can do it, the pool says.
+        With code ``bad-request``. The pool decides later whether it can grant the request.
     """
     wanted: dict[str, Any] = {}
     for name in ("memory", "limit", "devices", "compute"):
@@ -44,13 +44,13 @@ def read_request(base: Request, fields: Mapping[str, Any]) -> Request:
     priority = fields.get("priority")
     if priority is not None:
         if not isinstance(priority, str):
-            raise RefusedError("A priority class is a name.", code=Code.BAD_REQUEST)
+            raise RefusedError("A priority class must be a name.", code=Code.BAD_REQUEST)
         wanted["priority"] = priority
     return changed_request(base, wanted)
 
 
 def named(fields: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the fields that somebody has given a value."""
+    """Return the names of the fields that have a value."""
     return frozenset(name for name, value in fields.items() if value is not None)
 
 
@@ -103,6 +103,6 @@ def check_may_act(access: Access, connection: Connection, session: LiveSession) 
 def note_refusal(
     core: Core, session: LiveSession | None, what: str, refusal: Refusal, owner: str = ""
 ) -> None:
-    """Note in the journal that something was refused."""
+    """Write a refusal to the journal."""
     detail = {"what": what, "code": refusal.code}
     core.note("refuse", session, owner=owner, reason=refusal.message, detail=detail)
