@@ -446,7 +446,7 @@ class DeviceService:
 
     @property
     def guard(self) -> DeviceService:
-        """This service itself: the guard is for NVIDIA's driver."""
+        """Itself, because the guard is for NVIDIA's driver."""
         return self
 
     def environment(self, devices: Sequence[str]) -> dict[str, str]:
