@@ -29,7 +29,7 @@ REASON = "all 32 GiB in use by running cells"
 
 
 def link(path: str = SOCKET, **changes: Any) -> SessionLink:
-    """Return the kernel's side of a session that has a broker."""
+    """Return the agent's side of a session that has a broker."""
     found = SessionLink(path, "s1", "token")
     found._down_since = None
     found.request = {"memory": 8 * GiB, "limit": 8 * GiB, "devices": 1}
@@ -40,7 +40,7 @@ def link(path: str = SOCKET, **changes: Any) -> SessionLink:
 
 
 def waiting(sheet: Sheet) -> None:
-    """Write what a cell shows while it waits, and when that ends."""
+    """Write what a cell shows while it waits, and at the end of the wait."""
     sheet.put("It waits in the queue", describe(link(queue=QueuePlace(2, 3, 40.0, REASON))))
     with mock.patch("time.monotonic", return_value=1000.0):
         long = link(queue=QueuePlace(2, 3, None, REASON), _queued_since=953.0)
@@ -69,7 +69,7 @@ def waiting(sheet: Sheet) -> None:
 
 
 class Guard:
-    """What the page of a session says."""
+    """Make the page of a session with these figures."""
 
     on = True
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The whole file, from its parts."""
+"""Makes the whole file from its parts."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _AREAS = {
     "server": "The server extension",
 }
 
-#: Pieces of this length or less, between two values, say nothing about which text it is.
+#: Pieces of a text this short or shorter, between two values, do not identify it.
 _SHORT = 12
 
-#: Characters that a value in a text may have.
+#: The characters that a value in a text may have.
 _VALUE = 200
 
 
@@ -54,7 +54,7 @@ def everything() -> str:
 
 
 def scenes(sheet: Sheet) -> set[str]:
-    """Write what the makers of texts say in plausible situations; return the rules met."""
+    """Write what the makers of texts return in plausible situations; return the rules met."""
     sheet.heading("A cell that waits")
     cell.waiting(sheet)
     sheet.heading(
@@ -129,7 +129,7 @@ def _by_module(sheet: Sheet, sentences: list[Sentence]) -> None:
 
 
 def is_in(template: str, flat: str) -> bool:
-    """Return whether a text made of the template is in ``flat``, whatever its first letter."""
+    """Return whether ``flat`` has a text made from the template, with any first letter."""
     flat, template = flat.casefold(), template.casefold()
     pieces = re.split(r"<[^<>]*>|%[-.0-9]*[a-z]", " ".join(template.split()).strip("."))
     while not pieces[0] and len(pieces) > 1:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What ``jupyter gpupool`` prints, and what it says of a configuration that is wrong."""
+"""The output of ``jupyter gpupool``, and its messages about a wrong configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GiB, MiB = 1 << 30, 1 << 20
 
 
 def commands(sheet: Sheet) -> None:
-    """Write the commands, and what they say of a wrong one."""
+    """Write the commands, and the messages about a wrong one."""
     sheet.put(
         "jupyter gpupool --help begins and ends with",
         cli._description() + "\n" + cli._EXIT_CODES,
@@ -108,7 +108,7 @@ STATUS: dict[str, Any] = {
 
 
 def status(sheet: Sheet) -> None:
-    """Write the picture of the pool, and what an order of an admin waits for."""
+    """Write the picture of the pool, and what an admin's order waits for."""
     sheet.put("jupyter gpupool status", "\n".join(draw(STATUS, Style(width=90))))
     empty = {**STATUS, "devices": [], "sessions": [], "queue_length": 0}
     sheet.put("jupyter gpupool status, without a GPU", "\n".join(draw(empty, Style(width=90))))
@@ -133,7 +133,7 @@ def _defaults() -> BrokerSettings:
 
 @contextlib.contextmanager
 def _only(folder: str) -> Iterator[None]:
-    """Read configuration in ``folder`` alone."""
+    """Read the configuration in ``folder`` alone."""
     plain = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL")}
     with (
         mock.patch.object(loading, "jupyter_config_path", return_value=[folder]),
@@ -214,7 +214,7 @@ WRONG = (
 
 
 def configuration(sheet: Sheet) -> None:
-    """Write what is said of configuration files that are wrong."""
+    """Write the messages about wrong configuration files."""
     with tempfile.TemporaryDirectory() as folder, _only(folder):
         path = Path(folder, "jupyter_server_config.py")
 
@@ -248,7 +248,7 @@ def configuration(sheet: Sheet) -> None:
 
 
 def sizes(sheet: Sheet) -> None:
-    """Write what is said of sizes and durations, wherever they are typed."""
+    """Write the messages about sizes and durations, for all places where users type them."""
     for text in ("12", "0GiB", "much", "9999999TiB"):
         sheet.put(f"The size {text!r}", _wrong(parse_bytes, text))
     for text in ("soon", "0s"):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the pool says: why a kernel waits or keeps its slice, what is refused, what is answered."""
+"""The pool's texts: why a kernel waits or keeps its slice, refusals, and answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def wait(pool: Lab, name: str, size: int, **fields: Any) -> None:
 
 
 def bound(pool: Lab, name: str, *devices: str) -> list[ev.Action]:
-    """Let a session wait that has initialised CUDA on these devices."""
+    """Let a session that has initialised CUDA on these devices wait."""
     return pool.send(ev.HoldTaken, session=name, hold="h", kind="device", bound=devices)
 
 
@@ -231,7 +231,7 @@ def retry() -> tuple[Lab, str]:
     return pool, "w"
 
 
-#: Situation, the rule of ``Reason`` that it shows, and how to get there.
+#: Situation, the rule of ``Reason`` that it shows, and a function that makes the situation.
 WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
     ("An idle kernel makes room", "planned", planned),
     ("All GPUs are full", "busy", all_busy),
@@ -280,7 +280,7 @@ def waits(sheet: Sheet) -> set[str]:
 
 
 def stays(sheet: Sheet) -> None:
-    """Write why an idle kernel keeps its slice although its time is over."""
+    """Write why an idle kernel keeps its slice after its idle time."""
 
     def put(situation: str, pool: Lab) -> None:
         views = pool.pool.view(pool.now).sessions
@@ -333,7 +333,7 @@ def stays(sheet: Sheet) -> None:
 
 
 def refusals(sheet: Sheet) -> None:
-    """Write what is refused at once, as no wait could help."""
+    """Write the refusals of requests that no wait could help."""
     ask = Request(memory=4 * GiB, limit=4 * GiB)
     two = [16 * GiB, 16 * GiB]
 
@@ -381,7 +381,7 @@ def refusals(sheet: Sheet) -> None:
 
 
 def answers(sheet: Sheet) -> None:
-    """Write what the pool answers to requests of a kernel that it has."""
+    """Write what the pool answers to requests of a kernel with a session."""
 
     def put(situation: str, actions: list[ev.Action]) -> None:
         found = all_of(actions, ev.Answer) or all_of(actions, ev.HoldRefused)
