@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A program that calls CUDA and knows nothing of the pool: no agent, no hold, no broker.
+"""A program that calls CUDA without any part of the pool: no agent, no hold, no broker.
 
 It reads JSON lines on stdin and writes one answer per line on stdout. It makes every CUDA call of
 the driver by ctypes; it answers a result other than 0 as ``{"cuda": code}``.

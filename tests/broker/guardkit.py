@@ -93,7 +93,7 @@ class Guarded(kit.Kernel):
 
     @contextmanager
     def asking(self, kind="attach", **fields):
-        """A thread that waits: its connection."""
+        """Return the connection of a thread that waits at the gate."""
         with kit.Raw(self.broker.socket) as raw:
             fields = {"session": self.session, "token": self.token, **fields}
             raw.say(type=kind, id=1, pid=os.getpid(), tid=1, **fields)

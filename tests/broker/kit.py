@@ -227,7 +227,7 @@ class Broker:
 
 
 def journal_rows(journal):
-    """Return the committed rows of a journal, oldest first, as a reader of its file finds them."""
+    """Return the committed rows of a journal, oldest first, read from its file."""
     columns = "seq, time, kind, session, owner, device, bytes, seconds, reason, detail"
     with closing(sqlite3.connect(f"file:{quote(str(journal.path))}?mode=ro", uri=True)) as db:
         found = db.execute(f"SELECT {columns} FROM events ORDER BY seq").fetchall()

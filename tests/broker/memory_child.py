@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A program on the devices of ``memory_broker``: what it allocates there is a file."""
+"""A program on the devices of ``memory_broker``: each of its allocations is a file."""
 
 from __future__ import annotations
 

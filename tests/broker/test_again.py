@@ -62,14 +62,14 @@ def test_session_opened_before_a_kill_is_launched_after_it(client, process):
     assert session["state"] == "detached"
 
 
-def test_session_is_opened_although_the_broker_died_before(client):
+def test_session_opens_after_the_brokers_death(client):
     first = client.broker.status()["pid"]
     client.call("ping")
     kill(client.broker)
     assert client.call("open", kernel_id="k", label="k")["pid"] != first
 
 
-def test_launch_is_told_again_when_the_answer_was_lost(client, process):
+def test_launch_is_repeated_when_its_answer_was_lost(client, process):
     opened = client.call("open", kernel_id="k", label="k")
     for _ in range(2):
         client.call("launched", session=opened["session"], pid=process.pid)

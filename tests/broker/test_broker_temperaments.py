@@ -107,7 +107,7 @@ def test_growing_residue_counts_as_outside_the_pool(ready, made):
 
 
 def test_growing_residue_is_measured_again_on_a_device_at_rest(ready, made):
-    """residue: what the driver takes in weeks of use does not count as use outside the pool."""
+    """residue: memory that the driver takes over weeks does not count as outside the pool."""
     broker = ready(("residue", {"bytes": "40MiB"}), devices=["0"])
     before = broker.status()["devices"][0]["memory_capacity"]
     one = made(broker, "one", memory=SMALL)
@@ -135,7 +135,7 @@ def test_growing_residue_is_measured_again_on_a_device_at_rest(ready, made):
 
 
 def test_list_without_contexts_counts_nothing_twice(ready, made):
-    """nvml-less: the context is in the slice, so it is not foreign memory beside it."""
+    """nvml-less: the slice covers the context, so the context is not foreign memory."""
     broker = ready(("nvml-less", {"bytes": "30MiB"}), devices=["0"])
     kernels = [made(broker, f"k{n}", memory=CAPACITY // 4) for n in range(4)]
     for kernel in kernels[:3]:
@@ -183,7 +183,7 @@ def test_suspended_kernel_that_nvml_still_lists_blocks_no_kernel(ready, made, te
 
 
 def test_kernel_that_grew_in_a_restore_is_suspended_again(ready, made):
-    """restore-more: the pool counts what it has now."""
+    """restore-more: the pool counts the larger memory."""
     broker = ready()
     one = made(broker, "one")
     one.attach()
@@ -199,7 +199,7 @@ def test_kernel_that_grew_in_a_restore_is_suspended_again(ready, made):
 # ------------------------------------------------------------------ time
 
 
-def test_nvml_that_waits_for_a_copy_only_delays_others(ready, made):
+def test_slow_nvml_during_a_copy_only_delays_others(ready, made):
     """nvml-waits: no device is lost, no kernel ends, and a new kernel gets its slice meanwhile."""
     broker = ready(("nvml-waits", {}))
     one, two = made(broker, "one"), made(broker, "two")

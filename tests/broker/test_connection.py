@@ -72,7 +72,7 @@ async def messages(reader):
     return [json.loads(text) async for text in reader]
 
 
-def test_answers_come_in_order_and_fields_are_kept(folder):
+def test_answers_keep_the_order_and_fields_of_requests(folder):
     async def scenario(service, connect):
         reader, writer = await connect()
         writer.write(b"".join(line(type="journal", id=n, limit=n) for n in range(1, 500)))

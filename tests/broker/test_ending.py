@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""SIGTERM and SIGINT end a broker within five seconds, whatever it is doing."""
+"""SIGTERM and SIGINT end a broker within five seconds at any point."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ def test_broker_that_stays_away_is_a_cuda_error(broker, program):
 
 
 def test_memory_taken_around_the_guard_is_reported(make_broker):
-    """A program that clears LD_PRELOAD and the path allocates without asking."""
+    """A program without LD_PRELOAD and the guard's path allocates without a request."""
     broker = make_broker(overuse="report").started
     p = Program(broker, launch=False, memory=100 * MiB)
     for name in ("LD_PRELOAD", "GPUPOOL_PAGE"):
@@ -304,7 +304,7 @@ def test_memory_taken_around_the_guard_is_reported(make_broker):
     p.close()
 
 
-def test_slice_used_at_the_brokers_death_is_taken_after_the_use(make_broker):
+def test_slice_in_use_at_a_brokers_death_is_free_after_the_use(make_broker):
     """A new broker kept it for two seconds; killed before that, it served no waiter."""
     broker = make_broker(emulate="1x512MiB,context=32MiB").started
     holder, waiting = (Program(broker, name, memory=BIG) for name in ("holder", "waiting"))

@@ -98,7 +98,7 @@ def test_mounted_group_counts_in_a_container(tree, line):
     assert tree.free(7)[1:] == [("control group /", 4 * GiB, 3 * GiB)]
 
 
-def test_group_above_a_threaded_one_counts(tree):
+def test_group_above_a_threaded_group_counts(tree):
     tree.process(7, "0::/job/threads")
     tree.group("job", memory__max=GiB, memory__current=0)
     tree.group("job/threads", cgroup__type="threaded")

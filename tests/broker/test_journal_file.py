@@ -72,7 +72,7 @@ def test_records_of_another_machine_are_left_alone(make_broker):
     one.close()
 
 
-def test_records_of_an_earlier_boot_of_this_machine_go(make_broker):
+def test_records_of_an_earlier_boot_are_removed(make_broker):
     broker = make_broker().started
     path = journal_of(broker)
     one = Kernel(broker, "one")
@@ -158,7 +158,7 @@ def test_older_journal_of_this_machine_is_taken_over(folder, monkeypatch, boot, 
     after.close()
 
 
-def test_living_broker_of_an_older_version_is_joined(folder, monkeypatch):
+def test_living_older_broker_keeps_its_journal(folder, monkeypatch):
     socket = folder / "gpupool" / "broker.sock"
     other = folder / "x" / "gpupool" / "broker.sock"
     other.parent.mkdir(parents=True)

@@ -93,7 +93,7 @@ REFUSED = {"fork": 3, "cuMemGetInfo_v2": 201}
 
 
 @pytest.mark.parametrize("gpus", [1, 8])
-def test_questions_of_a_process_and_its_children_bind_nothing(make_broker, kernels, gpus):
+def test_queries_of_a_process_and_its_children_take_no_slice(make_broker, kernels, gpus):
     broker = make_broker(emulate=f"{gpus}x256MiB,context=16MiB").started
     k = kernels(broker, memory=64 * MiB)
     assert len(k.do("ask")) == 1
@@ -330,7 +330,7 @@ def test_wait_after_a_refused_move_survives_a_restart(broker, kernel):
     assert k.status()["devices"] == [home]
 
 
-def test_refused_move_beside_a_user_of_the_slice_is_an_error(broker, kernel):
+def test_refused_move_is_an_error_while_the_slice_is_in_use(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("sub", command={"do": "ask"})
     occupy(kernel, but=[u for u in devices(broker) if u != home])

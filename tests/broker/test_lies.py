@@ -201,7 +201,7 @@ def machine_wide(make_broker):
 
 
 @root_only
-def test_other_users_see_only_what_explains_the_devices(machine_wide):
+def test_other_users_see_only_sizes_states_and_places(machine_wide):
     mine = Kernel(machine_wide, "my secret label")
     try:
         mine.attach()

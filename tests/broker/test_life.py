@@ -74,7 +74,7 @@ def test_unmeasured_values_are_null_and_not_zero():
     assert measured(replace(attached, footprint=3), True) == 3
 
 
-def test_orderly_end_keeps_emulated_devices_for_living_sessions(broker, kernel):
+def test_orderly_end_keeps_the_emulated_devices_of_sessions(broker, kernel):
     state = broker.socket.with_name("broker.sock.emulated")
     one = kernel("one")
     assert broker.stop() == 0

@@ -38,7 +38,7 @@ def lines(log):
     return log.handlers[0].lines
 
 
-def test_one_cause_writes_a_bounded_log_that_counts_the_dropped(log, clock):
+def test_log_of_one_cause_is_bounded_and_counts_dropped_lines(log, clock):
     for number in range(1000):
         log.warning("Kernel %d is odd", number)
     assert len(lines(log)) == ratelimit.MOST

@@ -3,7 +3,7 @@
 """A user's last login ends while kernels live on: these tests delete what logind deletes.
 
 logind removes ``/run/user/UID`` with everything in it and, with ``RemoveIPC=yes``, each file of the
-user in ``/dev/shm``, empty folders included. Processes go on (tmux, ``KillUserProcesses=no``).
+user in ``/dev/shm``, empty folders included. Processes continue (tmux, ``KillUserProcesses=no``).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def program(broker):
         one.close()
 
 
-def test_kernels_in_every_state_go_on_after_a_logout(
+def test_kernels_in_every_state_continue_after_a_logout(
     broker,
     program,
     clean,  # noqa: F811
@@ -219,7 +219,7 @@ def test_broker_with_deleted_files_is_not_started_twice(broker):
     assert broker.status()["pid"] == pid
 
 
-def test_copy_of_the_start_record_lives_with_the_broker(broker):
+def test_copy_of_the_start_record_ends_with_the_broker(broker):
     copy = Path(kernel_environment(broker.socket)[startrecord.COPY_VARIABLE])
     copy.unlink()
     wait_until(copy.exists, "the copy")

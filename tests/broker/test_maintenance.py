@@ -246,7 +246,7 @@ def test_restarted_broker_closes_a_paused_gpus_device_file(broker, one):
     assert not users_of(broker, index)
 
 
-def test_resume_of_a_gpu_before_its_file_is_closed_gives_it_back(broker, one):
+def test_resume_before_a_gpus_file_is_closed_returns_the_gpu(broker, one):
     uuid = broker.session(one.session)["device"]
     one.do("drop", hold="cell")
     env = {**environment(broker.folder), **without_guard({**os.environ, **one.env})}
@@ -442,7 +442,7 @@ def test_resume_of_one_gpu_leaves_a_failed_one_out_of_service(make_broker, reada
 
 
 def picture(broker):
-    """Return what ``jupyter gpupool status`` draws."""
+    """Return the output of ``jupyter gpupool status``."""
     return "\n".join(draw(broker.status(), Style(width=120)))
 
 

@@ -24,7 +24,7 @@ from .parts import monitor_of
 
 
 class Core:
-    """A pool and its clock; ``changes`` counts leases that came and went, as the broker does."""
+    """A pool and its clock; ``changes`` counts leases that begin or end, as the broker does."""
 
     def __init__(self):
         self.pool = Pool(PoolSettings(default_memory=GiB, host_memory=16 * GiB))

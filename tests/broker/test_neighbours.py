@@ -314,7 +314,7 @@ def requests(draw):
     phases=[Phase.explicit, Phase.generate],
 )
 @given(st.lists(requests(), min_size=1, max_size=12))
-def test_no_input_reaches_the_path_for_faults_of_the_broker(attacked, messages):
+def test_no_input_causes_an_internal_error(attacked, messages):
     """The requests of a living session come in any order; an integer of 400 digits used to fail."""
     with attacked.client() as server, Raw(attacked.socket) as raw:
         opened = server.call("open", kernel_id="k")

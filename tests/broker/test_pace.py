@@ -61,7 +61,7 @@ def test_requests_are_answered_between_the_pages_of_a_sample(slow_clock):
     assert turns >= SESSIONS
 
 
-def test_room_of_all_neighbours_is_written_in_parts_and_complete(slow_clock):
+def test_room_is_written_in_parts_for_all_neighbours(slow_clock):
     told = []
 
     async def run():
@@ -90,7 +90,7 @@ def test_room_of_all_neighbours_is_written_in_parts_and_complete(slow_clock):
     assert sorted(told) == sorted((name, (5,)) for name in sessions())
 
 
-def test_ancestry_leads_from_a_process_to_those_above_it():
+def test_ancestry_lists_a_process_and_its_parents():
     code = "import os, sys; print(os.getppid()); sys.stdin.read()"
     child = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE

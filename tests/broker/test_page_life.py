@@ -230,7 +230,7 @@ def test_home_is_a_device_with_room_until_cuinit(kernel):
     assert settled.devices() == full
 
 
-def test_call_before_launched_is_served_after_it(broker, kernel):
+def test_call_before_the_launch_is_served_after_it(broker, kernel):
     k = kernel(memory=BIG, launch=False)
     with k.asking() as raw:
         wait_until(lambda: k.status()["messages"] == 1, "the question is there")

@@ -48,7 +48,7 @@ def test_new_session_has_its_own_page_with_a_closed_gate(broker, kernel):
     assert broker.status()["settings"]["attach"] == "lazy"
 
 
-def test_page_goes_with_its_session_and_folder_with_the_broker(broker, kernel):
+def test_page_ends_with_its_session_and_folder_with_the_broker(broker, kernel):
     k = kernel()
     k.server.call("close", session=k.session)
     wait_until(lambda: not k.path.exists(), "the page is removed")
@@ -173,7 +173,7 @@ def test_graph_recording_keeps_the_slice(broker, kernel):
     k.wait_state("detached")
 
 
-def test_graph_recording_begun_at_the_suspend_refuses_it(make_broker):
+def test_graph_recording_that_begins_at_a_suspend_refuses_it(make_broker):
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -444,7 +444,7 @@ def test_call_that_does_not_return_keeps_the_slice(make_broker):
     k.close()
 
 
-def test_bytes_that_the_guard_counts_are_the_use(broker, kernel):
+def test_use_is_what_the_guard_counts(broker, kernel):
     k = kernel(memory=BIG)
     k.lease()
     k.use(123 * MiB)

@@ -97,7 +97,7 @@ def test_third_failed_start_says_why_and_names_the_log(dead):
     assert startrecord.read_failures(dead.socket).count == 0
 
 
-def test_brokers_that_die_unused_are_given_up_with_a_reason(dead, monkeypatch):
+def test_brokers_that_die_before_use_stop_with_a_reason(dead, monkeypatch):
     monkeypatch.setattr(startrecord, "DEATH_PAUSES", (0.0,))
     monkeypatch.setattr(startrecord, "MOST_DEATHS", 3)
     for _ in range(2):

@@ -41,7 +41,7 @@ def test_rows_of_others_and_of_devices_are_always_written():
     assert budget.admits(row("device-lost", owner=""), 0.0)
 
 
-def test_allowance_comes_back_and_users_are_forgotten():
+def test_allowance_refills_and_idle_users_are_forgotten():
     budget = RowBudget()
     while budget.admits(row(), 0.0):
         pass

@@ -36,7 +36,7 @@ def driver(broker):
     return broker
 
 
-def test_kernel_that_only_asked_is_suspended_by_a_pause(driver, kernel):
+def test_pause_suspends_a_kernel_that_only_called_cuinit(driver, kernel):
     k = kernel(memory=BIG)
     seen = k.do("ask")
     assert with_device_files(driver, k.process.pid)
@@ -58,7 +58,7 @@ def test_kernel_that_only_asked_is_suspended_by_a_pause(driver, kernel):
     assert k.status()["used_bytes"] == 32 * MiB + CONTEXT
 
 
-def test_resume_restores_it_before_it_asks_for_anything(driver, kernel):
+def test_resume_restores_the_kernel_before_its_next_call(driver, kernel):
     k = kernel(memory=BIG)
     seen = k.do("ask")
     maintain(driver, "pause")
@@ -181,7 +181,7 @@ def test_pause_names_the_suspend_that_it_waits_for(driver, kernel):
     maintain(driver, "resume")
 
 
-def test_driver_that_does_not_suspend_it_keeps_the_pause_open(broker, kernel):
+def test_pause_waits_for_a_kernel_the_driver_cannot_suspend(broker, kernel):
     k = kernel(memory=BIG)
     seen = k.do("ask")
     maintain(broker, "pause")

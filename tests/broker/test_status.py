@@ -107,7 +107,7 @@ def test_pending_release_is_shown_and_cancelled_by_keep(make):
 
 
 def test_idle_kernel_needs_room_for_its_use_not_its_slice(make):
-    """This holds although its use is unchanged since its last work, and no kernel waits."""
+    """Host memory has room for both uses, but not for two slices."""
     broker = make(emulate=MACHINE, host_memory="340MiB", sample_interval=0.1)
     use = (16 + 32) * MiB
     with ExitStack() as stack:

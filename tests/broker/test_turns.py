@@ -74,7 +74,7 @@ def worker(broker):
         one.kernel.close()
 
 
-def test_shares_are_honoured_while_two_contend(worker):
+def test_two_contending_kernels_get_their_shares(worker):
     large, small = worker(75), worker(25)
     wait_until(lambda: large.paused and small.paused, "turns are kept")
     before = large.calls, small.calls

@@ -71,7 +71,7 @@ async def test_memory_in_use_before_the_first_session_is_the_drivers(emulated):
         assert [d.memory_reserved for d in again] == [d.memory_reserved for d in devices]
 
 
-async def test_memory_too_large_for_the_driver_is_foreign(emulated):
+async def test_memory_beyond_a_drivers_residue_is_foreign(emulated):
     """residue: if most of a device is in use, processes that NVML does not list have it."""
     machine = emulated(ONE)
     machine.faults.set("residue", bytes="600MiB")
@@ -93,7 +93,7 @@ async def test_resume_reserves_memory_that_the_list_does_not_show(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_only_the_list_counts_while_other_processes_come(emulated):
+async def test_only_the_list_counts_while_other_processes_change(emulated):
     """nvml-less: memory that another process frees meanwhile does not count as this process's."""
     machine = emulated(ONE)
     machine.faults.set("nvml-less", bytes="60MiB")
@@ -150,7 +150,7 @@ async def test_process_that_nvml_lists_late_counts_by_free_memory(emulated):
         assert (outcome.message, outcome.freed) == ("", {devices[0].uuid: 80 * MiB})
 
 
-async def test_second_suspend_counts_what_the_resume_added(emulated):
+async def test_second_suspend_counts_memory_the_resume_added(emulated):
     """restore-more: each suspend counts again."""
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
@@ -213,7 +213,7 @@ async def test_nvml_that_hangs_without_a_copy_is_replaced(emulated):
         assert service._sampler.child.pid != first
 
 
-async def test_slow_copy_is_waited_for_while_it_makes_progress(emulated, monkeypatch):
+async def test_service_waits_for_a_slow_copy_that_makes_progress(emulated, monkeypatch):
     """The checkpoint exceeds its time-out several times: the worker ends, the copy goes on."""
     monkeypatch.setattr("jupyter_gpupool.devices.nvidia.calls.PROGRESS", 1 * MiB)
     machine = emulated(ONE)
@@ -285,7 +285,7 @@ async def test_failed_restore_that_keeps_the_state_can_be_repeated(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_without_room_a_mild_driver_loses_nothing(emulated):
+async def test_restore_without_room_can_keep_the_state(emulated):
     """restore-keeps-state: the resume names no need, so the driver tries it without room."""
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")

@@ -47,7 +47,7 @@ def test_variables_leave_out_the_gpus_that_they_do_not_name(environ, expected):
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_GPUS", "NVIDIA_VISIBLE_DEVICES"])
-def test_machine_numbers_do_not_limit_a_partial_view(name):
+def test_numbers_beyond_the_visible_gpus_limit_nothing(name):
     """A job with cgroups, or a container, sees only the machine's GPUs 5 and 7, as 0 and 1."""
     assert numbers({name: "5,7"}, ROWS[:2]) == ([0, 1], "")
 

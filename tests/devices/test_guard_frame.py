@@ -213,7 +213,7 @@ async def test_known_device_keeps_its_tier_while_the_guard_exists(emulated, monk
         assert "The guard is not compiled" in service.guard_problem
 
 
-async def test_known_device_says_that_it_was_tested_unguarded(emulated):
+async def test_problem_names_a_device_tested_without_the_guard(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (_, (device,)):
         pass

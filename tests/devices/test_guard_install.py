@@ -166,7 +166,7 @@ def test_other_entries_of_a_session_follow_the_guard(lib, base):
     }
 
 
-def test_leaving_the_guard_undoes_entering_it(lib, base):
+def test_environment_without_the_guard_is_the_original(lib, base):
     users = {"LD_PRELOAD": "/jemalloc.so", "LD_LIBRARY_PATH": "/a:/b", "PATH": "/bin"}
     session = session_environment(guard_directory(base), base / "page", users)
     inside = {**users, **session, "GPUPOOL_VISIBLE": "GPU-1", "GPUPOOL_REAL_LIBCUDA": "/x"}

@@ -78,7 +78,7 @@ def test_gpu_in_mig_mode_appears_as_its_instances(machine):
     assert (rows[0]["total"], rows[0]["reserved"]) == (8 * GiB, GiB)
 
 
-def test_mig_mode_without_instances_is_a_problem(machine):
+def test_mig_mode_without_instances_is_reported(machine):
     machine.fail("nvmlDeviceGetMigDeviceHandleByIndex", pynvml.NVML_ERROR_NOT_FOUND)
     rows, problems = Nvml().discover()
     assert [row["uuid"] for row in rows] == ["U-gpu0"]
@@ -113,7 +113,7 @@ def test_process_with_graphics_and_compute_counts_once(machine):
     assert [(row.pid, row.bytes) for row in sample.processes] == [(7, 9), (8, 1)]
 
 
-def test_older_memory_call_is_used_without_the_newer_one(machine):
+def test_older_memory_call_replaces_a_missing_newer_one(machine):
     def info(handle, version=None):
         if version is not None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)

@@ -269,7 +269,7 @@ async def test_failed_restore_is_reported_as_lost(emulated):
 # ------------------------------------------------------------------ sessions of several processes
 
 
-async def test_every_process_of_a_session_goes_children_first(emulated):
+async def test_processes_of_a_session_are_suspended_children_first(emulated):
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Differences between the emulated driver and records of NVIDIA's libraries, and their reasons.
 
-``tests/driver_records`` makes the records, and holds those of some of NVIDIA's drivers.
+``tests/driver_records`` makes the records, and has those of some of NVIDIA's drivers.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def test_processes_killed_while_they_allocate_leak_nothing(watch):
         assert look("used(0)") == 0
 
 
-def test_a_host_access_to_device_memory_faults(emulated):
+def test_host_access_to_device_memory_is_a_fault(emulated):
     child = emulated().target()
     child.send("context(); p = ok(D.cuMemAlloc(4096)); ctypes.memset(int(p), 0, 1)")
     with pytest.raises(EOFError, match=str(-signal.SIGSEGV)):

@@ -172,7 +172,7 @@ def test_a_fault_file_written_by_hand_is_read(trio):
     assert call(worker, target, "lock", 10) is None
 
 
-def test_faults_of_several_writers_add_up(trio):
+def test_faults_of_several_writers_all_apply(trio):
     machine, target, worker = trio
     machine.faults.set("lock-timeout")
     Faults(machine.state_dir).set("nvml-missing-pids")

@@ -60,7 +60,7 @@ def test_missing_call_is_a_clean_error(emulated):
 
 
 def test_each_entry_is_reachable_by_its_symbol(emulated):
-    """The table of cuGetProcAddress names symbols that the library exports, too."""
+    """The library exports every symbol in the table of cuGetProcAddress."""
     text = (SOURCES / "entries.h").read_text()
     entries = re.findall(r'^\s*ENTRY1?\("(\w+)", (\d+), (\w+)(?:, (\w+))?\)', text, re.M)
     assert len(entries) > 150
@@ -132,7 +132,7 @@ def test_cuda_core_runs_on_the_emulated_driver(emulated):
     assert emulated().run(dedent(code)) == "good"
 
 
-def test_kernels_compute_and_take_time(emulated):
+def test_kernels_compute_and_take_modelled_time(emulated):
     code = """
     import numpy as np
     from cuda.core import *
@@ -345,7 +345,7 @@ def test_nvml_works_before_and_after_fork(emulated):
 
 
 @pytest.mark.parametrize("flag", ["-1"])
-def test_nvitop_starts(emulated, flag):
+def test_nvitop_starts_on_the_emulated_machine(emulated, flag):
     machine = emulated()
     child = machine.target()
     child.do("context(); ok(D.cuMemAlloc(100 << 20))")

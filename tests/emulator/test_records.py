@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The emulated driver against records of what NVIDIA's libraries answer without a device."""
+"""The emulated driver's answers without a device, compared with records of NVIDIA's libraries."""
 
 import copy
 import ctypes
@@ -170,7 +170,7 @@ def _address_and_text():
 
 
 def test_the_zeroed_buffer_has_a_fixed_address():
-    """Otherwise calls that take its address for a count would differ between records."""
+    """Otherwise calls that read its address as a count would differ between records."""
     (at, text), second = child.ask(_address_and_text), child.ask(_address_and_text)
     assert second == [at, text]
     assert text == "00" * (1 << 16)

@@ -268,7 +268,7 @@ def test_process_can_suspend_itself(pair):
 
 
 def test_two_large_processes_take_turns_on_one_device(emulated):
-    """Each takes 600 MiB of 1 GiB."""
+    """Each process has 600 MiB, on a device of 1 GiB."""
     machine = emulated("1x1GiB,context=0")
     a, b, worker = (machine.target() for _ in range(3))
     worker.do(WORKER)

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Cells with PyTorch: code before a suspend, and assertions after it.
 
-Those that can also run without a GPU (``GPUPOOL_TEST_TORCH_DEVICE=cpu``).
+Some can also run without a GPU (``GPUPOOL_TEST_TORCH_DEVICE=cpu``).
 """
 
 from __future__ import annotations

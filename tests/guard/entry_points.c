@@ -28,7 +28,7 @@ static int slow, entered, left, answer, failures;
         }                                                         \
     } while (0)
 
-/* As any C function may. */
+/* Changes registers as any C function may. */
 static void overwrite(void)
 {
     __asm__ volatile("movq $-1, %%rax; movq %%rax, %%rdi; movq %%rax, %%rsi; movq %%rax, %%rdx\n"

@@ -525,7 +525,7 @@ def test_total_memory_is_the_limit_before_any_lease(session, process):
     assert session.broker.messages == []
 
 
-def test_free_memory_is_what_the_session_may_take(session, process):
+def test_free_memory_is_what_the_session_can_still_take(session, process):
     session.grant(session.uuids, each=256 * MIB, limit=512 * MIB)
     child = process()
     assert child.do("_ = info()") == (480 * MIB, 512 * MIB)

@@ -675,7 +675,7 @@ def test_process_keeps_the_page_open_for_the_next_broker(session):
     assert names == [f"{session.page_path} (deleted)"]
 
 
-def test_deleted_page_still_works(session):
+def test_deleted_page_still_serves_its_processes(session):
     child = session.child()
     assert child.do("_ = context()") == 0
     session.page_path.unlink()
@@ -854,7 +854,7 @@ def test_gate_that_closes_at_the_worst_moment_is_noticed(tmp_path, compiled, thr
 
 
 @pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
-def test_calls_and_a_closing_gate_never_miss_each_other(tmp_path, compiled, thread):
+def test_no_call_passes_a_gate_unseen_while_it_closes(tmp_path, compiled, thread):
     """Each side makes its write visible before it reads; a plain store is not enough."""
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
@@ -888,7 +888,7 @@ if os.fork():
 
 
 @pytest.mark.parametrize("first", FIRST)
-def test_call_inside_stays_counted_while_another_thread_leaves(make_session, until, first):
+def test_call_inside_counts_while_another_thread_leaves(make_session, until, first):
     """One thread alone counts in a word that it resets to zero; no other may use that word."""
     session = make_session("1x1GiB,context=32MiB,bandwidth=1MB/s")  # the copy outlasts the test
     child = session.child()

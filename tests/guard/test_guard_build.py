@@ -138,7 +138,7 @@ def test_entries_that_wait_allocate_or_free_have_such_a_kind(entries):
     assert kinds["cuCheckpointProcessLock"] == "never"
 
 
-def test_every_variant_is_listed(entries):
+def test_per_thread_variants_have_the_kind_of_the_call(entries):
     """A call and its per-thread variant have the same kind."""
     kinds = {e.symbol: (e.kind, e.arguments) for e in entries}
     for entry in entries:
@@ -168,7 +168,7 @@ def test_every_name_of_nvidias_client_is_known(entries):
 
 
 def test_arguments_and_registers_reach_the_driver_unchanged(generator, tmp_path):
-    """Registers, stack, alignment, unwinding; open, closed and refused; all kinds."""
+    """It tests registers, stack, alignment and unwinding, for each kind and state of the gate."""
     made = tmp_path / "entries.txt"
     made.write_text(
         "cuGate 1 gate\ncuFree 1 free\ncuNever 1 never\ncuRefuse 1 refuse\ncuWrap 1 wrap\n"

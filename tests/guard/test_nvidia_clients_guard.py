@@ -127,7 +127,7 @@ def test_numba_sees_the_devices_of_the_session(session, client):
     assert child.do(f"_ = {driver!r} in open('/proc/self/maps').read()") is True
 
 
-def test_numba_streams_events_and_host_memory(session, client):
+def test_numba_streams_events_and_host_memory_work(session, client):
     child = client(NUMBA)
     code = """
     s = cuda.stream()
@@ -149,7 +149,7 @@ def test_numba_streams_events_and_host_memory(session, client):
     assert _used(session) == CONTEXT + (4 + 2 + 4) * MIB
 
 
-def test_cuda_core_pools_kernels_and_memory_info(session, client):
+def test_cuda_core_pools_kernels_and_memory_info_work(session, client):
     child = client(CORE, each=128 * MIB)
     code = """
     from emucuda.kernels import PTX

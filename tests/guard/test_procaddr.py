@@ -232,7 +232,7 @@ def test_no_pointer_escapes_once_the_spares_are_used(odd):
     assert odd.do("_ = get('cuFuture0', form=C.cuGetProcAddress)") == (0, addresses[0], 77)
 
 
-def test_calls_that_the_driver_lacks_say_so(odd):
+def test_calls_that_the_driver_lacks_return_not_found(odd):
     assert odd.do("_ = C.cuInit(0), C.cuLaunchKernel(), C.cuEventQuery(None)") == (0, 500, 500)
 
 
@@ -259,7 +259,7 @@ def test_uncountable_calls_are_refused_only_in_a_session(session, odd):
 
 
 def test_cuda_bindings_run_under_the_guard(session):
-    """NVIDIA's own client: hundreds of look-ups, a context, an allocation, copies."""
+    """NVIDIA's own client looks up hundreds of names, makes a context, allocates and copies."""
     code = """
 import numpy as np
 from cuda.bindings import driver as D
