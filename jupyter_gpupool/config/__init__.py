@@ -3,10 +3,10 @@
 """The admin's configuration: ``c.GPUPool.*`` in ``jupyter_server_config.py``.
 
 - ``options``: the traits, the only place for names, units, defaults and examples.
-- ``reading``: how their values are read: sizes, durations, quotas, devices, paths.
+- ``reading``: readers of their values: sizes, durations, quotas, devices, paths.
 - ``settings``: the frozen :class:`BrokerSettings` that they become.
 - ``loading``: finding, reading and checking Jupyter's configuration files.
-- ``differences``: what to tell a server whose configuration is not the broker's.
+- ``differences``: the notice to a server whose configuration differs from the broker's.
 """
 
 from .loading import check_config, load_settings

@@ -43,7 +43,7 @@ from .settings import (
     refuse,
 )
 
-#: Seconds of one turn at least: the broker's timers and a kernel's polling take milliseconds.
+#: Least seconds of one turn: the broker's timers and a kernel's polling take milliseconds.
 MIN_TURN = 0.01
 
 _POOL = PoolSettings()
@@ -60,10 +60,10 @@ def _option(
     read: Callable[[Any], object] | None = None,
     restart: bool = False,
 ) -> _T:
-    """Return ``trait`` as a configuration option with all that its reader needs to know.
+    """Return ``trait`` as a configuration option, with its reader.
 
-    ``read`` returns what the broker works with, or raises ``ValueError`` with a sentence; without
-    it the broker works with the value as it is. ``restart``: a running broker keeps the old value.
+    ``read`` returns the value for the broker, or raises ``ValueError`` with a sentence; without it
+    the broker uses the value unchanged. ``restart``: a running broker keeps the old value.
     """
     trait.help = f"{what}\n\nUnit: {unit}. Default: {default}. Example: c.GPUPool.{example}"
     trait.tag(
@@ -74,7 +74,7 @@ def _option(
 
 
 def _reader(trait: object) -> Callable[[Any], Any] | None:
-    """Return what reads the values of an option; None if they are used as they are."""
+    """Return the reader of an option; None if its values are used unchanged."""
     return trait.metadata.get("read") if isinstance(trait, TraitType) else None
 
 
@@ -88,10 +88,10 @@ def _choice(policy: Any, what: str, *, example: str, trait: Any = Enum) -> Any:
 
 
 class _Overuse(Enum):  # type: ignore[type-arg]
-    """The policies for overuse; a configuration of an earlier version may name a third one."""
+    """The policies for overuse; a configuration of an earlier version may have a third policy."""
 
     def validate(self, obj: Any, value: Any) -> Any:
-        """Return ``value``, or say which one replaces it."""
+        """Return ``value``, or report its replacement."""
         if value == "suspend":
             raise TraitError(
                 "'suspend' is no longer a value: a kernel that goes around the guard can take "
@@ -406,7 +406,7 @@ class GPUPool(Configurable):
 
     @validate(*[name for name, trait in vars().items() if _reader(trait)])
     def _check_one(self, proposal: Mapping[str, Any]) -> Any:
-        # Raises for a bad value, but keeps what the admin wrote: ``settings`` reads it.
+        # Raises for a bad value, but keeps the admin's text: ``settings`` reads it.
         try:
             proposal["trait"].metadata["read"](proposal["value"])
         except ValueError as error:
@@ -416,19 +416,19 @@ class GPUPool(Configurable):
     def settings(
         self, *, host_total: int | None = None, environ: Mapping[str, str] | None = None
     ) -> BrokerSettings:
-        """Return what the broker works with.
+        """Return the settings of the broker.
 
         Parameters
         ----------
         host_total:
-            Bytes of host memory that percentages count from; None: read from the machine.
+            Bytes of host memory, for percentages; None: read from the machine.
         environ:
             Where ``GPUPOOL_EMULATE`` is looked up; None: ``os.environ``.
 
         Raises
         ------
         ConfigError
-            If values that are good on their own do not go together.
+            If values that are valid alone contradict each other.
         """
         total = Host().total() if host_total is None else host_total
         values = {name: self._read(name) for name in self.class_traits(config=True)}
@@ -446,7 +446,7 @@ class GPUPool(Configurable):
         return BrokerSettings(pool=PoolSettings(**pool), notes=tuple(notes), **values)
 
     def chosen(self) -> dict[str, Any]:
-        """Return the options that do not have their default, as JSON values."""
+        """Return the options with other values than their defaults, as JSON values."""
         found = {}
         for name, trait in self.class_traits(config=True).items():
             value = getattr(self, name)
@@ -455,7 +455,7 @@ class GPUPool(Configurable):
         return found
 
     def _read(self, name: str) -> Any:
-        """Return the value of an option as the broker works with it."""
+        """Return the value of an option as the broker uses it."""
         value, reader = getattr(self, name), _reader(self.class_traits()[name])
         return reader(value) if reader else value
 
@@ -468,7 +468,7 @@ class GPUPool(Configurable):
             refuse("default_priority", f"{self.default_priority!r} is no priority class. {hint}")
 
     def _check_sizes(self) -> int:
-        """Return the default limit in bytes, once the three sizes fit together."""
+        """Return the default limit in bytes; raise if the three sizes contradict each other."""
         memory, most = self.default_memory, self.max_memory_per_kernel
         limit: int = memory if self.default_limit is None else self.default_limit
         if limit < memory:
@@ -497,11 +497,11 @@ class GPUPool(Configurable):
 
 
 def needs_restart(old: BrokerSettings, new: BrokerSettings) -> tuple[str, ...]:
-    """Return the options that differ and take effect only when the broker is restarted."""
+    """Return the options that differ and need a restart of the broker."""
     return tuple(name for name in fixed_options() if getattr(old, name) != getattr(new, name))
 
 
 def fixed_options() -> list[str]:
-    """Return the options of which a running broker keeps the old value."""
+    """Return the options whose old value a running broker keeps."""
     traits = GPUPool.class_traits(config=True)
     return [name for name in vars(GPUPool) if name in traits and traits[name].metadata["restart"]]
