@@ -14,8 +14,8 @@ from typing import Any, Mapping
 class Code(str, Enum):
     """Every code of an error, a refusal or a line of the log: the word that programs compare.
 
-    ``status`` is the HTTP status with which the REST API answers, ``about`` says what the code
-    means. ``docs/errors.md`` is written from here.
+    ``status`` is the HTTP status of the REST API's answer, ``about`` explains the code.
+    ``docs/errors.md`` is made from this class.
     """
 
     status: int
@@ -32,7 +32,7 @@ class Code(str, Enum):
 
     @classmethod
     def of(cls, word: object, otherwise: Code) -> Code:
-        """Return the code that ``word`` is; ``otherwise`` if this version knows no such code."""
+        """Return the code of the name ``word``; ``otherwise`` if this version lacks it."""
         return next((code for code in cls if code.value == word), otherwise)
 
     # A request that no state of the pool could grant.
@@ -74,7 +74,7 @@ class Code(str, Enum):
     NO_ROOM = "no-room", 409, "The GPU has no room for its self-test."
     NO_DEVICE = "no-device", 409, "The pool has no GPU that it can use."
 
-    # What a session, its page or its connection must be for the request.
+    # The session, its page or its connection does not fit the request.
     SESSION_EXISTS = "session-exists", 409, "A session with this id exists already."
     ALREADY_LAUNCHED = "already-launched", 409, "The session has a process already."
     NOT_LAUNCHED = "not-launched", 409, "The broker does not know the session's process yet."
@@ -129,7 +129,7 @@ class Code(str, Enum):
     STALE_COMPLETION = "stale-completion", 409, "The driver finished an operation that was over."
     INVALID_TRANSITION = "invalid-transition", 502, "A fault: a session changed state wrongly."
 
-    # Where no other code fits.
+    # If no other code fits.
     REFUSED = "refused", 409, "The broker refused the request."
     ERROR = "error", 502, "Any other error."
 
@@ -142,7 +142,7 @@ class GPUPoolError(Exception):
     code:
         Stable word for programs, such as ``Code.OVER_QUOTA``.
     message:
-        What was asked and why it cannot be done, in one sentence.
+        What was requested and why it failed, in one sentence.
     next_step:
         What to do about it; may be empty.
     details:

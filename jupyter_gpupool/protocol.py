@@ -3,8 +3,8 @@
 """The broker's wire protocol: one JSON object per line, both ways. No sockets here.
 
 A *request* has ``v``, ``type`` and the fields below; with an ``id`` (a positive integer, unique on
-its connection) it is answered by exactly one ``ok`` or ``error`` with the same ``id``, at once or
-after a wait. Without an ``id`` there is no answer. A *push* comes from the broker unasked.
+its connection) it gets exactly one ``ok`` or ``error`` with the same ``id``, at once or after a
+wait. Without an ``id`` it gets no answer. A *push* is a message of the broker without a request.
 Unknown fields are dropped, so that either side may be newer. Unknown types, wrong field types and
 values outside the ranges below are errors, and so are ``NaN``, ``Infinity`` and numbers of more
 than 19 digits. Sizes are bytes, times seconds.
@@ -12,8 +12,8 @@ than 19 digits. Sizes are bytes, times seconds.
 ``status``, ``journal``, ``watch`` and ``ping`` are *reads*, all others are *acts*. Each has a
 price, and each user (by user id, over all connections) has one budget for reads and another for
 acts. The broker delays what is over the budget; it refuses a read that waited for 2 s with the code
-``busy``, and ``details.retry_after`` says in how many seconds it may be repeated. It never refuses
-acts for that reason. Acts of one connection are handled in their order; they may overtake one read.
+``busy`` and the seconds until a retry in ``details.retry_after``. It never refuses acts for that
+reason. Acts of one connection are handled in their order; they may overtake one read.
 
 ===========  =====================================================================================
 ``ok``       ``id`` and the fields of the answer
@@ -32,13 +32,13 @@ acts for that reason. Acts of one connection are handled in their order; they ma
 
 Why ``yield``/``yielded``: a cell on an attached session must not pay for a round trip. The agent
 owns its lease until it agrees to give it up, so it may start a cell with one ``hold`` that has no
-answer (``wait`` false). A ``hold`` sent before the ``yield`` was read makes the answer ``false``.
-The agent may send it up to 50 ms late; for cells that have ended by then one ``hold`` and ``drop``
-stand for all. It sends them before a ``yielded`` and before any other request.
+answer (``wait`` false). If it sent a ``hold`` before it read the ``yield``, its answer is
+``false``. It may send a ``hold`` up to 50 ms late, and one ``hold`` and ``drop`` for all cells that
+have ended by then; but always before a ``yielded`` or any other request.
 
 ``attach`` and ``grow`` come from the guard, without a ``hello``, each on a connection of its own
-and only when the session's shared page says that a call must wait; what was granted is in the page
-before the ``ok`` is sent. Closing the connection ends the wait.
+and only if a call must wait by the session's shared page. The broker writes the grant to the page
+before it sends the ``ok``. Closing the connection ends the wait.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class OutOfRange(ValueError):
 
 
 class Field(Protocol):
-    """What a field accepts; ``about`` says it in words."""
+    """The values that a field accepts; ``about`` describes them in words."""
 
     @property
     def about(self) -> str: ...
 
     def read(self, value: Any) -> Any:
-        """Return the value to use; raise ``ValueError`` with what is wrong."""
+        """Return the value to use; raise ``ValueError`` with the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A whole number; by default any that 64 bits hold."""
+    """A whole number; by default any number of 64 bits."""
 
     least: int = -(1 << 63)
     most: int = (1 << 63) - 1
@@ -209,7 +209,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class HoldName:
-    """A hold that an agent has: its name, or an object with ``id`` and ``kind``."""
+    """A hold of an agent: its name, or an object with ``id`` and ``kind``."""
 
     about: str = "hold"
     inner: Object = field(
@@ -224,10 +224,10 @@ class HoldName:
 
 VERSION = 1
 
-#: Bytes of one line from the broker, newline included. A longer one closes the connection.
+#: Most bytes of a line from the broker, with its newline. A longer line closes the connection.
 MAX_LINE = 1 << 24
 
-#: Bytes of one request, newline included: a ``hello`` with a thousand holds fits.
+#: Most bytes of a request, with its newline: a ``hello`` with a thousand holds fits.
 MAX_REQUEST = 1 << 18
 
 #: Characters of a number in a request.
@@ -235,16 +235,16 @@ MAX_DIGITS = 20
 
 Message = dict[str, Any]
 
-#: Text of a client for people to read; the broker shortens it.
+#: A client's text for people; the broker shortens it.
 _WORDS = Text(4096)
 _PROCESS = Whole(-(1 << 32), 1 << 32)
 _COUNT = Whole(0)
 _REQUEST = Object(dict.fromkeys(("memory", "limit", "devices", "compute", "priority"), Scalar()))
 
-#: Holds that one session may have: cells cannot nest this deep.
+#: Most holds of a session: cells cannot nest this deep.
 MAX_HOLDS = 1000
 
-#: type -> (required fields, optional fields); a field's value is what it accepts.
+#: type -> (required fields, optional fields), each with the values that it accepts.
 REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ---- a provisioner, about a kernel
     # request: {memory?, limit?, devices?, compute?, priority?}, sizes in bytes.
@@ -373,8 +373,8 @@ def _checked(message: Any) -> Message:
 
 
 def _whole(text: str) -> float:
-    # A number with too many digits becomes a value that no field accepts: that refusal can name
-    # the request's id, a failure of the decoder could not.
+    # A number with too many digits becomes a value that no field accepts. Unlike an error of the
+    # decoder, that refusal can name the request's id.
     return int(text) if len(text) <= MAX_DIGITS else math.inf
 
 
@@ -399,7 +399,7 @@ def decode_request(line: bytes) -> Message:
 
 
 def check_request(message: Message) -> Message:
-    """Return ``message``, reduced to what is declared, if it is a well-formed request.
+    """Return ``message`` with its declared fields only, if it is a well-formed request.
 
     Raises
     ------
