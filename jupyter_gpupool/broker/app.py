@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The broker's process: configuration, start in the right order, signals, end.
 
-Ending the broker does not end a session: what is attached stays attached, what is suspended stays
-suspended in its process, and the journal tells the next broker about both.
+The end of the broker ends no session: attached sessions stay attached, suspended ones stay
+suspended in their processes, and the journal tells the next broker about both.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class BrokerApp:
         return {uuid: device for uuid, device in known.items() if device.can_suspend}
 
     def _begin(self, broker: Broker) -> None:
-        """Tell the pool of the devices, and of what an admin has taken out of service."""
+        """Tell the pool the devices, and which of them an admin has taken out of service."""
         core, emulate = broker.core, self.configuration.settings.emulate
         core.note(
             "broker-start",

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""All parts of one broker, constructed in order of dependence: a part is given what it uses.
+"""All parts of one broker, constructed in order of dependence: each part gets those that it uses.
 
 There is one circle, closed here: parts give the pool events (``core.handle``), and the runner
 behind it calls parts to perform what the pool decides.

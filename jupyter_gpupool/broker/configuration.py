@@ -18,7 +18,7 @@ from .transport.listener import is_machine_wide
 
 
 class Configuration:
-    """What the admin has configured, and what follows from it for this broker.
+    """The admin's configuration, and the values that follow from it for this broker.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What every part of the broker reads and writes: the pool, the sessions, the journal, the clock.
+"""The data that every part of the broker uses: the pool, the sessions, the journal, the clock.
 
-Everything happens in one thread, the event loop's. A part tells the pool of an event with
+Everything happens in one thread, the event loop's. A part gives the pool an event with
 :meth:`Core.handle`; ``runner`` is behind that, and performs what the pool decides.
 """
 
@@ -37,7 +37,7 @@ RowReader = Callable[[Row], None]
 
 
 class Clock:
-    """Seconds since the epoch that never go back, also not over a restart."""
+    """Seconds since the epoch; they never go back, even over a restart."""
 
     def __init__(self, not_before: float = 0.0) -> None:
         self._offset = max(time.time(), not_before) - time.monotonic()
@@ -210,7 +210,7 @@ class Core:
         self.journal.commit()
 
     def stop(self) -> None:
-        """Write what is not written yet; from now on only :meth:`commit` writes."""
+        """Write pending changes; from now on only :meth:`commit` writes."""
         self._stopped = True
         self.note_missing(all_of_them=True)
         self.commit()

@@ -93,7 +93,7 @@ def report(descriptor: int, message: Mapping[str, object]) -> None:
 #: The broker logs a limit of open files that is lower than this.
 FEW_DESCRIPTORS = 1024
 
-#: Open files that a broker needs at most: three for each of thousands of sessions.
+#: Most open files that a broker needs: three for each of thousands of sessions.
 DESCRIPTORS = 1 << 16
 
 

@@ -68,7 +68,7 @@ _leave_out_created: Callable[[], None] = disable_created_metrics
 
 
 class Figures:
-    """The metrics in a registry of their own, not the process's."""
+    """The metrics, in their own registry, not the process's default one."""
 
     def __init__(self, core: Core, samples: Samples, log: logging.Logger) -> None:
         _leave_out_created()
@@ -93,11 +93,11 @@ class Figures:
             "pool_preemptions", "Idle slices taken for a waiting kernel"
         )
         self.refusals = self._counter(
-            "pool_refusals", "Requests, attaches and suspends refused", "what", "code"
+            "pool_refusals", "Refused requests, attaches and suspends", "what", "code"
         )
         self.lag = Histogram(
             f"{PREFIX}broker_loop_lag_seconds",
-            "How late the broker's event loop was, measured every second",
+            "Delay of the broker's event loop, measured every second",
             buckets=LAGS,
             registry=self.registry,
         )
@@ -278,7 +278,7 @@ class Gauges:
             available = cgroups.available()
         except OSError:
             return
-        yield _gauge("pool_host_available_bytes", "Host memory that could be taken now", available)
+        yield _gauge("pool_host_available_bytes", "Host memory that suspends could take now", available)
 
     def _devices(self, view: PoolView) -> Iterator[Metric]:
         families = {name: _gauge(f"device_{name}", what, None, "device") for name, what in _DEVICE}
@@ -306,7 +306,7 @@ _DEVICE = (
     ("memory_bytes", "Memory of the device"),
     ("capacity_bytes", "Memory that the pool can grant at most"),
     ("granted_bytes", "Memory granted to kernels"),
-    ("free_bytes", "Memory that can be granted without taking anybody's slice"),
+    ("free_bytes", "Memory that can be granted without taking a kernel's slice"),
     ("used_bytes", "Memory in use by all processes, as the driver reports"),
     ("foreign_bytes", "Memory in use that no slice covers"),
     ("utilisation_ratio", "Share of the last sample period in which the device computed, 0 to 1"),

@@ -20,7 +20,7 @@ SLACK = 8
 
 
 class HostRoom:
-    """The room for suspended state: what is left of each level, less what must stay free.
+    """The room for suspended state: each level's free memory, less the part that must stay free.
 
     Suspends under way count: no figure shows their copies yet, and two of them must not both take
     the same bytes. A thread reads the files.
@@ -46,7 +46,7 @@ class HostRoom:
     # ------------------------------------------------------------------ figures
 
     def kept(self, level: Level) -> int:
-        """Return the bytes of a level that stay free, whatever is suspended."""
+        """Return the bytes of a level that always stay free."""
         return self._reserve().of(level.limit, machine=level.group is None)
 
     def most(self, level: Level) -> int:

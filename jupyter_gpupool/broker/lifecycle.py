@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What ends a session or its waits: a process that dies, an agent that goes away, a time-out."""
+"""End sessions and waits when a process dies, an agent disconnects, or a time-out passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAUNCH_TIMEOUT = 30.0
 
 
 class Lifecycle:
-    """Turns what happens to processes and connections into pool events."""
+    """Turns ends of processes and connections into pool events."""
 
     def __init__(self, core: Core, log: logging.Logger) -> None:
         self._core = core
@@ -73,7 +73,7 @@ class Lifecycle:
             self.start_grace(session)
 
     def drop_waits(self, session: LiveSession) -> None:
-        """End everything the session waits for."""
+        """End all waits of the session."""
         for hold in list(session.waits):
             self.cancel(session, hold)
 

@@ -175,7 +175,7 @@ class Pace:
         self._began = time.perf_counter()
 
     async def step(self) -> None:
-        """Pause if this part has taken long enough; otherwise return without a switch."""
+        """Pause if this part has taken long enough; otherwise return at once."""
         if time.perf_counter() - self._began >= PART:
             await asyncio.sleep(REST)
             self._began = time.perf_counter()

@@ -104,11 +104,11 @@ class LiveSession:
     launch_timer: asyncio.TimerHandle | None = None
     #: Messages of the process or its children from before its ``launched``, by connection.
     early: dict[Connection, Message] = field(default_factory=dict)
-    #: The yield asked of the agent: its epoch, and the future of (yielded, cuda).
+    #: The open ``yield`` request to the agent: epoch, and future for (yielded, cuda).
     yielding: tuple[int, asyncio.Future[tuple[bool, bool | None]]] | None = None
-    #: Whether the process has called cuInit, as its agent last said.
+    #: Whether the process has called cuInit, by its agent's last report.
     cuda: bool | None = None
-    #: Bytes by device that a suspend in progress moves; for a restart in its middle.
+    #: Bytes by device that a suspend under way moves, for a restart of the broker during it.
     moving: Mapping[str, int] = field(default_factory=dict)
     #: When its present wait began, for the journal.
     queued_at: float = 0.0
@@ -118,7 +118,7 @@ class LiveSession:
     page: Page | None = None
     #: The devices that its processes see before a lease.
     home: tuple[str, ...] = ()
-    #: The epoch of its lease if others wait for the slice: its agent then reports when it rests.
+    #: The epoch of its lease if others wait for it: then the agent reports the end of its cells.
     wanted: int = -1
     #: Threads that wait at the gate and asked for a lease: the id of each request.
     guards: dict[Connection, int | None] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class LiveSession:
             self.agent.send(message)
 
     def connect_agent(self, connection: Connection) -> None:
-        """Take a connection as that of the session's agent."""
+        """Make a connection that of the session's agent."""
         self.agent = connection
         connection.speaks_for(self)
 

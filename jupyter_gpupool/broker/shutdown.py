@@ -76,7 +76,7 @@ class Ending:
             try:
                 self._loop.call_soon_threadsafe(self._event.set)
             except RuntimeError:
-                pass  # the loop is closed: it ends already
+                pass  # the loop is closed: the broker is ending
 
     def over(self) -> None:
         """Note that nothing is left that could keep the process from ending."""

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The GPUs of this machine, behind one Protocol that knows no vendor.
+"""The GPUs of this machine, behind one Protocol for all vendors.
 
 ======================  ========================================================================
 ``backend``             the Protocol: what the broker needs of a vendor's GPUs

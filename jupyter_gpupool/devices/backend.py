@@ -40,7 +40,7 @@ class Options:
     """Options for opening a vendor's devices. A vendor ignores those that do not concern it."""
 
     log: logging.Logger
-    #: The whole environment of child processes (it chooses the driver's library); None: our own.
+    #: The whole environment of child processes (it chooses the driver library); None: the broker's.
     env: Mapping[str, str] | None = None
     #: Variables by which a batch system or an admin gave this user some of the GPUs.
     given: Mapping[str, str] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Start of every child process, a script: ``PYTHON .../devices/child.py MODULE ARGUMENT...``.
+"""The start script of every child process: ``PYTHON .../devices/child.py MODULE ARGUMENT...``.
 
 It runs ``MODULE`` (``jupyter_gpupool.devices.nvidia.programs``, say) in any Python, even if this
 package is not installed there: it imports the package from this file's folder, and nothing else

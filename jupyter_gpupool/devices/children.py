@@ -25,7 +25,7 @@ from .child import SCRIPT
 #: GPUs and no persistence mode, cuInit takes seconds.
 START_TIMEOUT = 60.0
 
-#: Seconds to wait for a killed child. A child that is stuck inside the kernel driver is left.
+#: Seconds to wait for a killed child. A child that is stuck in the kernel driver is left alone.
 _REAP_TIMEOUT = 5.0
 
 #: Seconds before a call is repeated after its child died.
@@ -273,7 +273,7 @@ class Child:
         lost = ChildLost(f"The {self.program} process {process.pid} ended.", hung=False)
         if not ready.done():
             ready.set_exception(lost)
-            ready.exception()  # retrieved, or asyncio logs it if no call waits
+            ready.exception()  # retrieve it, or asyncio logs it if no call waits
         for call in self._waiting.values():
             # Other calls wait for the process that replaced this one.
             if call.process is process and not call.answer.done():

@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Device bytes of one process as NVML shows them; None where NVML does not know."""
+    """Device bytes of one process as NVML shows them; None without a figure of NVML."""
 
     #: Negative: the number may belong to another PID namespace; see ``nvidia/sampler.py``.
     pid: int

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The cell gate: what happens around each execute request, before and after its code runs.
+"""The cell gate: the steps before and after the code of each execute request.
 
 It wraps ``kernel.do_execute`` on the instance: one call per execute request, in any thread. Not
 ``pre_run_cell``: IPython swallows a KeyboardInterrupt there, so that interrupting the wait would

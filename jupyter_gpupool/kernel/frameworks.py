@@ -32,7 +32,7 @@ CONTEXT_BYTES = 512 << 20
 SMALLEST_SHARE = 0.5
 
 
-#: The text of ``CUDA_VISIBLE_DEVICES`` that comes from the pool; set where there is a guard.
+#: The text of ``CUDA_VISIBLE_DEVICES`` that comes from the pool; set under a guard.
 OURS_VARIABLE = "GPUPOOL_VISIBLE"
 
 
@@ -48,7 +48,7 @@ class CudaProbe:
         self._initialised = False
 
     def __call__(self) -> bool | None:
-        """Return True or False; None if libcuda is loaded and cannot tell."""
+        """Return True or False; None if libcuda is loaded but gives no answer."""
         if self._initialised:
             return True  # a process stays initialised
         if self._library is None:
@@ -124,7 +124,7 @@ class FrameworkCaps:
 def _cap_torch(torch: Any, slices: tuple[Slice, ...]) -> bool:
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not hasattr(cuda, "set_per_process_memory_fraction"):
-        return False  # half imported, or built without CUDA
+        return False  # torch is half imported, or built without CUDA
 
     def cap() -> None:
         for index, part in enumerate(slices):

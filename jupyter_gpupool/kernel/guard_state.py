@@ -19,7 +19,7 @@ from ..procfs import ProcessId, alive
 #: The path of the session's page, in the environment of kernels under the guard.
 PAGE_VARIABLE = "GPUPOOL_PAGE"
 
-#: The guard's library, which takes the place of the driver's of the same name.
+#: The guard's library, which replaces the driver's library of the same name.
 LIBRARY = "libcuda.so.1"
 
 NO_GUARD = "the broker does not guard this kernel"

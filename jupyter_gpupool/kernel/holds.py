@@ -81,7 +81,7 @@ class LateReports:
         The link's lock. The caller holds it during every method except :meth:`close`, and it is
         held during the calls of ``lasting`` and ``over``.
     lasting, over:
-        Report a hold, by its id and kind, that goes on, and one that has ended.
+        Report, by id and kind, a hold that goes on, and a hold that has ended.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class LateReports:
                 self._thread.start()
 
     def end(self, hold: str) -> bool:
-        """Note that a hold ends; return whether the broker never knew of it."""
+        """Note that a hold ends; return whether it was never reported."""
         kind = self._holds.pop(hold, None)
         if kind is None:
             return False

@@ -132,7 +132,7 @@ class SessionLink:
         self._thread.start()
 
     def queued_for(self) -> float:
-        """Return the seconds since the broker first put this session into the queue; 0.0 if not."""
+        """Return the seconds since the broker first put this session into the queue; or 0.0."""
         return time.monotonic() - self._queued_since if self.queue is not None else 0.0
 
     def close(self) -> None:
@@ -363,7 +363,7 @@ class SessionLink:
                 owed, self._owed = self._owed, None
                 self._client.start("request", **owed).add_done_callback(self._owed_answered)
             self._take_state(answer)
-            # A copy, because an immediate answer ends its wait within the call.
+            # A copy: an answer that comes within the call changes this dict.
             for wait in list(self._waits.values()):
                 self._ask(wait)
             if not self.attached:

@@ -341,7 +341,7 @@ class CallWaits:
                 if running.silent or key not in self._running:
                     continue
                 if time.monotonic() - running.begun < PATIENCE:
-                    return  # too young for such a wait, which was the last cell's
+                    return  # too young to wait so long: the last cell waited
                 if running.display is None:
                     name = f"gpupool-call-{running.parent['header']['msg_id']}"
                     publish = self._publisher(running)

@@ -184,7 +184,7 @@ class OveruseWatch:
         self._log = log
 
     def seen(self, sizes: Mapping[str, Mapping[str, int]], old: Collection[str]) -> None:
-        """Take note of a sample: bytes by session and device, as NVML shows them.
+        """Note a sample: bytes by session and device, as NVML shows them.
 
         ``old`` are devices that could not be read, or whose sample is out of date.
         """
@@ -243,7 +243,7 @@ class DriverShares:
         self._named: set[str] = set()
 
     def look(self, sample: DeviceSample, listed: Sequence[Listed], *, leased: bool) -> None:
-        """Take note of a sample.
+        """Check a new sample.
 
         ``listed`` are its processes with their sessions; ``leased``: whether a session has
         a slice there.

@@ -76,7 +76,7 @@ class DeviceActions:
 
     def attach(self, action: e.Attach) -> None:
         if not action.origin and self._samples.fits(action.slices):
-            # Nothing to restore, and a fresh sample shows that there is room.
+            # Nothing has to be restored, and a fresh sample shows enough free memory.
             self._core.handle(
                 e.AttachDone(now=self._core.now(), session=action.session, epoch=action.epoch)
             )
@@ -246,7 +246,7 @@ class DeviceActions:
         if not self._service.hazard or record is None or session.process is None:
             return True
         if not record.resumes or record.state not in ATTACHED:
-            return True  # never restored, or suspended (again)
+            return True  # no process was restored, or all are suspended again
         self._pages.set_gate(session, CLOSED)
         devices = [piece.device for piece in record.slices]
         try:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Devices that failed: out of service at once, tested again later, back when they pass."""
+"""Take failed devices out of service, test them again later, bring back those that pass."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Health:
         self._test(uuid).add_done_callback(tested)
 
     def readable(self, uuid: str) -> None:
-        """Take note that NVML can read a device (again)."""
+        """Note that NVML can read a device (again)."""
         if uuid not in self._bad and uuid in self.failed:
             self._back(uuid, "healthy again")
 

@@ -3,9 +3,9 @@
 """Processes that initialised CUDA on one device and have their slice on another of the model.
 
 CUDA binds a process to the devices that it sees at cuInit, which needs no lease. At its first
-context such a process asks to *land*: it takes a context on the device that it sees, in the room
-that each device keeps for one (``Device.landing_bytes``), and is then suspended there and restored
-on its slice. One process at a time has that room; others wait.
+context such a process asks to *land*: it makes a context on the device that it sees, in the memory
+that each device keeps free for one (``Device.landing_bytes``), and is then suspended there and
+restored on its slice. One process at a time has that room; others wait.
 
 A process that cannot be moved, because the driver refuses it or its slice is on another model,
 asks to *stay*: its session gives the slice back and waits for a GPU that the process can use.
@@ -76,7 +76,7 @@ class _Landing:
     origin: tuple[str, ...]
     room: contextlib.AsyncExitStack
     watch: asyncio.Task[None] | None = None
-    #: The move failed: the process still has the contexts that it made for it.
+    #: The move failed: the process still has the contexts that it made for the move.
     refused: bool = False
 
 
@@ -412,7 +412,7 @@ class Landings:
             self._waiting.pop(connection, None)
 
     def _given_back(self, session: LiveSession, way: _Way, text: str) -> bool:
-        """Give the slice back, unless it is in use; return whether the process may look again."""
+        """Give the slice back, unless it is in use; return whether the process may ask again."""
         record, gate = self._record(session), self._pages.gate(session)
         if [piece.device for piece in record.slices] != way.slice:
             return True
@@ -520,7 +520,7 @@ class Landings:
 
 
 def _used_by_others(reading: Reading, pid: int) -> bool:
-    """Return whether other processes of the session than ``pid`` have contexts on its slice."""
+    """Return whether processes of the session except ``pid`` have contexts on its slice."""
     others = [slot for slot in reading.slots if slot.pid != pid]
     return any(any(slot.used) or SEES_SLICE in slot.sees for slot in others)
 

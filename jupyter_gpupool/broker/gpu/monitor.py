@@ -101,12 +101,12 @@ class Monitor:
         #: Those of them whose session has ended since the last sample: they are about to end, too.
         self._leaving: set[ProcessId] = set()
         self._failing = ""
-        #: This process: what it starts (workers, self-tests) is the pool's.
+        #: This process, whose children (workers, self-tests) belong to the pool.
         self.own = identify(os.getpid())
         self._homes_at = float("-inf")
 
     def start(self) -> None:
-        """Begin, in a task of its own."""
+        """Begin to sample in a new task."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def wake(self) -> None:
@@ -184,7 +184,7 @@ class Monitor:
         samples = await self._samples.take()
         await self._identify(samples)
         pace = Pace()
-        # What is attached or given back while these are gathered shows in ``changes``.
+        # An attach or a release during these reads shows in ``changes``.
         granted = await self._granted(pace)
         idle = await self._idle(began, pace)
         counted = await self._counted(pace)
@@ -193,7 +193,7 @@ class Monitor:
         for sample in samples:
             await pace.step()
             if sample.lost:
-                continue  # the device service tells of a loss itself, once
+                continue  # the device service itself reports a loss, once
             self._health.readable(sample.uuid)
             if self._core.changes.get(sample.uuid) != before.get(sample.uuid):
                 continue  # out of date: something was attached or suspended there meanwhile
@@ -280,10 +280,10 @@ class Monitor:
         granted: Mapping[str, int],
         counted: Mapping[str, Mapping[str, int]],
     ) -> Attribution:
-        """Return whose memory a device's is (:mod:`jupyter_gpupool.pool.attribution`).
+        """Return the owners of a device's memory (:mod:`jupyter_gpupool.pool.attribution`).
 
-        ``granted`` are the bytes of the sessions with a slice there, ``counted`` what the guard
-        counts, by session and device.
+        ``granted`` are the bytes of the sessions with a slice there, ``counted`` the bytes that the
+        guard counts, by session and device.
         """
         uuid, device = sample.uuid, self._core.pool.device(sample.uuid)
         observed = Observed(

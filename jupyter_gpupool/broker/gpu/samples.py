@@ -14,7 +14,7 @@ from ...units import format_bytes
 from ..configuration import Configuration
 
 #: A sample this young (seconds) is good enough to attach a session that holds nothing yet: there
-#: is nothing to restore, and so nothing to lose if a process outside the pool was faster.
+#: is nothing to restore, and nothing is lost if a process outside the pool took the memory.
 FRESH = 10.0
 
 #: Intervals between samples while nothing is attached and no session waits.

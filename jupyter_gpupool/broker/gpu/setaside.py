@@ -47,7 +47,7 @@ class UnleasedSuspends:
     # ------------------------------------------------------------------ before a pause is complete
 
     async def suspend(self, devices: list[str], order: tuple[str, float]) -> None:
-        """Suspend kernels that see one of ``devices`` without a context, where the driver can.
+        """Suspend kernels that see one of ``devices`` without a context, if the driver can.
 
         For one ``order`` the broker asks the driver about the same processes once.
         """
@@ -73,7 +73,7 @@ class UnleasedSuspends:
         self, session: LiveSession, devices: list[str]
     ) -> tuple[ProcessId, SessionRecord] | None:
         """Return process and record of a contextless session that sees ``devices``, or None."""
-        self._activity.settle(session)  # what it sees is journalled before anything is suspended
+        self._activity.settle(session)  # journals the devices that it sees, before a suspend
         record = self._core.record(session.id)
         if record is None or record.state not in WAITS or record.suspended:
             return None
@@ -118,7 +118,7 @@ class UnleasedSuspends:
     # ------------------------------------------------------------------ after it
 
     async def resume(self) -> None:
-        """Restore the kernels suspended here, except those whose awaited slice restores them."""
+        """Restore the kernels suspended here, unless a slice that they wait for will do so."""
         for session in [*self._core.sessions]:
             record = self._core.record(session.id)
             if record is None or record.state != "detached" or not record.suspended:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the guard in a session's processes asks: a lease for a call that waits, a larger grant.
+"""Requests of the guard in a session's processes: a lease for a waiting call, a larger grant.
 
 Each question has a connection of its own, made by the thread that waits; when that ends, the thread
 has stopped waiting. All threads of a session share one hold, so they take one place in the queue.
@@ -275,7 +275,7 @@ class GuardMessages:
             raise RefusedError("The session has no lease that could grow.", code=Code.NO_MEMORY)
         device, total = record.slices[ordinal].device, record.slices[ordinal].bytes
         total += message["bytes"]
-        # What the driver takes beyond the charge is not in the sums that the guard compares.
+        # The guard's sums lack the memory that the driver takes beyond the charge.
         beyond = session.use.beyond
         vain = max(1, total - (beyond[ordinal] if ordinal < len(beyond) else 0))
         self._asked += 1
@@ -371,7 +371,7 @@ class RefusedGrowth:
 
     def __init__(self, pages: ControlPages) -> None:
         self._pages = pages
-        #: By session: bytes in all from which its growth is refused, by place of the device.
+        #: By session: the totals from which its growth is refused, by number of the device.
         self._totals: dict[LiveSession, dict[int, int]] = {}
 
     def refused(self, session: LiveSession, ordinal: int, total: int) -> None:

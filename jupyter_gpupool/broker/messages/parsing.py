@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a message asks for, and whether its sender may act on the session that it names."""
+"""Read the request in a message; check that its sender may act on the session that it names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOLD_KINDS = frozenset(get_args(HoldKind))
 
 
 def read_request(base: Request, fields: Mapping[str, Any]) -> Request:
-    """Return ``base`` with what ``fields`` asks for.
+    """Return ``base`` with the changes in ``fields``.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def read_hold_kind(kind: str) -> HoldKind:
 
 
 def read_holds(given: list[Any], now: float) -> tuple[Hold, ...]:
-    """Return the holds that an agent says it has."""
+    """Return the holds that an agent reports."""
     holds = []
     for entry in given[:MAX_HOLDS]:
         name = entry.get("id", entry.get("hold")) if isinstance(entry, dict) else entry
@@ -74,7 +74,7 @@ def read_holds(given: list[Any], now: float) -> tuple[Hold, ...]:
 
 
 def session_of(connection: Connection) -> LiveSession:
-    """Return the session of the agent at the other end; refuse anybody else."""
+    """Return the session of the agent at the other end; refuse any other peer."""
     if connection.session is None:
         raise RefusedError(
             "Send hello first: this connection has no session.", code=Code.UNKNOWN_SESSION

@@ -219,7 +219,7 @@ class PeopleMessages:
         connection.answer(message.get("id"))
 
     def _show_row(self, row: Row) -> None:
-        """Push a journal row to those who watch and may see it."""
+        """Push a journal row to the watching connections that may see it."""
         line = encode({"type": "event", **row.as_message()}) if self._watchers else b""
         for connection in [*self._watchers]:
             if self._may_see(connection, row):

@@ -207,7 +207,7 @@ class ProvisionerMessages:
                 sender.attempt(waiting, self._early[waiting["type"]])
 
     def retire(self, connection: Connection, message: Message) -> None:
-        """Make a kernel safe to kill, which its server is about to do."""
+        """Make a kernel safe to kill: its server is about to kill it."""
         session = acting(self._core, self._configuration.access, connection, message)
         request = message.get("id")
         self._actions.retire_and_end(

@@ -58,7 +58,7 @@ class Snapshots:
         self._journal_note = journal_note
 
     def limits(self, owner: Owner) -> dict[str, Any]:
-        """Return what a session of ``owner`` may ask for: ``memory`` per device, ``devices``."""
+        """Return the most that a session of ``owner`` may have: ``memory`` a device, ``devices``."""
         return self._limits(owner, self._core.recent_view())
 
     def _limits(self, owner: Owner, view: PoolView) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Snapshots:
     # ------------------------------------------------------------------ status
 
     def broker(self, counters: Mapping[str, int]) -> dict[str, Any]:
-        """Return the part of the snapshot that is about the broker itself."""
+        """Return the snapshot's part about the broker itself."""
         return {
             "machine_wide": self._configuration.machine_wide,
             "journal": str(self._core.journal.path),
@@ -146,7 +146,7 @@ class Snapshots:
         }
 
     def _empty(self, record: SessionRecord, peer: Peer) -> bool:
-        """Return whether this is another user's session that has no kernel yet: nobody sees it."""
+        """Return whether to hide this session: another user's, and without a kernel yet."""
         session = self._core.sessions.find(record.id)
         return (
             session is not None
@@ -281,7 +281,7 @@ def _available() -> int | None:
     try:
         return cgroups.available()
     except OSError:
-        return None  # no descriptor is left, say
+        return None  # for example, no descriptor is left
 
 
 def measured(record: SessionRecord, cuda: bool | None) -> int | None:

@@ -109,12 +109,12 @@ class Activity:
         return not (reading.inflight or reading.waiting or reading.captures)
 
     def go_on(self, session: LiveSession, quiet_for: float) -> None:
-        """Take over the hold of a session in use, which was last used ``quiet_for`` seconds ago."""
+        """Restore the hold of a session that used its device ``quiet_for`` seconds ago."""
         session.use.held = True
         session.use.busy_at = self._now() - quiet_for
 
     def recording(self, session: LiveSession) -> bool:
-        """Return whether it was recording a graph when last read: that is use.
+        """Return whether it was recording a graph when last read, which counts as use.
 
         A graph without a CUDA call for ABANDONED seconds does not count: nothing will end it.
         """

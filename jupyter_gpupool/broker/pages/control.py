@@ -46,7 +46,7 @@ from ..sessions import LiveSession, LiveSessions
 
 __all__ = ["CLOSED", "OPEN", "PAUSED", "UNUSED", "ControlPages", "environment", "page_folder"]
 
-#: Where shared memory is, if the machine has it.
+#: The folder of shared memory, if the machine has it.
 SHARED_MEMORY = Path("/dev/shm")
 
 #: File in a folder of pages with the socket of their broker and its PID namespace.
@@ -131,7 +131,7 @@ class ControlPages:
     def adopt(self, session: LiveSession, *, used: bool) -> None:
         """Open the page of a session that an earlier broker made, if it had one.
 
-        ``used``: the session has had a device, so that a page that is lost has no substitute.
+        ``used``: the session has had a device, so a lost page cannot be replaced.
         """
         path = self._place(session)
         try:
@@ -204,7 +204,7 @@ class ControlPages:
         """
         self.make_folder()
         now = _version(self.folder)
-        changed = self._seen != now  # something came or went in it
+        changed = self._seen != now  # a file in the folder came or went
         problem, pace = None, Pace()
         for session in [*self._sessions]:
             await pace.step()
@@ -380,7 +380,7 @@ class ControlPages:
         for slot in reading.slots if reading is not None else ():
             sees = [names.get(name, name) for name in slot.sees]
             if ProcessId(slot.pid, slot.start_time) in suspended and sees != [*slot.sees]:
-                with suppress(OSError):  # it is found to be damaged at the next look
+                with suppress(OSError):  # the next read finds the page damaged
                     if session.page is not None:
                         session.page.set_sees(slot, sees)
 
@@ -395,7 +395,7 @@ class ControlPages:
                 return False
         for slot in reading.slots if reading is not None else ():
             if slot.flags & SLOT_CUDA and not slot.flags & SLOT_CONTEXT:
-                with suppress(OSError):  # it is found to be damaged at the next look
+                with suppress(OSError):  # the next read finds the page damaged
                     if session.page is not None:
                         session.page.set_landing(slot, LANDING_ASIDE)
         return reading is not None

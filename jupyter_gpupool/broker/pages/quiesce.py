@@ -23,8 +23,8 @@ from ...guard.page import Reading
 #: Seconds for calls inside the driver to return once the gate is shut, and between checks.
 DRAIN, DRAIN_POLL = 1.0, 0.003
 
-#: Nanoseconds of running after which a thread is past the way: it is nanoseconds long, and the time
-#: that the kernel shows may be a tick old.
+#: Nanoseconds of running after which a thread is past the way: the way takes nanoseconds, but the
+#: kernel's figure may be a tick old.
 PASSED = 10_000_000
 
 #: Seconds between two checks, and the longest wait for a thread: if it gets no processor for
@@ -35,7 +35,7 @@ POLL, LONGEST = 0.002, 1.0
 def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
     """Return the threads (process, thread) that may be on the way, with their run time so far (ns).
 
-    Those that sleep are not; processes and threads that have ended are not.
+    Sleeping and ended threads are left out.
     """
     found: dict[tuple[int, int], int] = {}
     for pid in set(pids):  # a page may contain anything

@@ -223,7 +223,7 @@ class Keeper:
                     self._kept[path] = version, stat.S_IMODE(now.st_mode), path.read_bytes()
 
     def _reopen_log(self) -> None:
-        """Go on with the log at its name, if it was deleted with the socket."""
+        """Open a new log if the log was deleted with the socket."""
         with suppress(OSError):
             name = str(Path("/proc/self/fd/2").readlink())
             path = Path(name.removesuffix(" (deleted)"))
@@ -307,7 +307,7 @@ def _dead_pages(own: Path, used: set[Path], shared: Path) -> list[Path]:
         with suppress(OSError, ValueError):
             name, namespace = (folder / SOCKET_FILE).read_text().split("\n")
             if namespace != local_machine.pid_namespace():
-                continue  # of a container, whose processes are invisible here
+                continue  # of a container: its processes are invisible here
             socket = Path(name)
         if not _is_old(folder, YOUNG if socket else UNKNOWN_YOUNG):
             continue
@@ -370,7 +370,7 @@ def _files_of(socket: Path) -> list[Path]:
 
 
 def _broker_lives(socket: Path) -> bool:
-    """Return whether the process that claimed the socket lives, or one with its number."""
+    """Return whether the process that claimed the socket, or one with its number, lives."""
     try:
         descriptor = os.open(f"{socket}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

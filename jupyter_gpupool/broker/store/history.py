@@ -158,7 +158,7 @@ BREATH = 0.002
 
 
 def tidy(path: Path, *, keep_above: int, max_bytes: int) -> None:
-    """Drop rows up to ``keep_above``, then the oldest until the file fits; empty the log into it.
+    """Drop rows up to ``keep_above``, then the oldest until the file fits; move the log into it.
 
     In small steps, because the broker's own commits wait for each.
 

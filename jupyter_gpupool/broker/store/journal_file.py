@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which file is the journal, and whether this broker may go on with the sessions in it.
+"""Choose the journal's file, and check that this broker may go on with the sessions in it.
 
 Two brokers that write one journal would both drive the kernels in it. So the journal has a lock,
 held for a broker's life; the lock names its broker's socket, so that a second
@@ -105,7 +105,7 @@ class JournalLock:
         os.close(old)
 
     def close(self) -> None:
-        """Release the lock. Its file stays: two processes could lock a removed file."""
+        """Release the lock. Its file stays: without it, two processes could get the lock."""
         os.close(self._descriptor)
 
     def _take(self, tries: int = TRIES) -> int:

@@ -38,8 +38,8 @@ MAX_WAITING = 256
 #: With this many unread bytes of answers, a peer gets no further answer.
 HIGH_WATER = 32 << 10
 
-#: Bytes that may be left unread before the connection is closed. Beyond HIGH_WATER they are
-#: messages that the peer did not ask for.
+#: Unread bytes at which the connection is closed. Above HIGH_WATER, only messages that the peer
+#: did not ask for are added.
 MAX_UNREAD = 1 << 20
 
 #: Seconds for a peer to read when more than HIGH_WATER is unread, or to send the rest of a long
@@ -80,7 +80,7 @@ class Service(Protocol):
         """Handle a well-formed request, or raise :class:`GPUPoolError` to refuse it."""
 
     def disconnected(self, connection: Connection) -> None:
-        """Forget the connection. Called once for each that was not refused."""
+        """Forget the connection. Called once for each accepted connection."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -355,7 +355,7 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def _blocked(self) -> bool:
-        """Return whether the next request is a read behind another one."""
+        """Return whether the next request is a read that must wait for another one."""
         return self._next is not None and self._next["type"] in READS and bool(self._read_state)
 
     def _look_at_reading(self) -> None:

@@ -278,7 +278,7 @@ class Dispatcher:
             worst.count_unread()
 
 
-#: Points that a second of the event loop is worth.
+#: Points in one second of the event loop.
 POINTS_PER_SECOND = 20_000.0
 
 #: Points by kind of request; see also BYTES_PER_POINT.

@@ -167,7 +167,7 @@ class Claim:
                 ) from None
             if _is_at(lock, name):
                 break
-            # Its holder ended and removed it between our two calls: there may be a new one.
+            # The holder ended and removed its lock between our two calls; a new one may exist.
             os.close(lock)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n{local_machine.pid_namespace()}\n".encode(), 0)

@@ -87,7 +87,7 @@ class GuardFrame(selftest.Frame):
         return f"a refused allocation left {left} bytes counted" if left else ""
 
     async def hold(self, target: Child) -> str:
-        """Close the gate with a call before it; return why the call is not held."""
+        """Close the gate in front of a call; return why the gate does not hold it."""
         self._opened.clear()
         self.page.set_gate(page.CLOSED)
         self._held = asyncio.create_task(super().check(target, ""))
@@ -100,7 +100,7 @@ class GuardFrame(selftest.Frame):
         return ""
 
     async def check(self, target: Child, device: str) -> bool:
-        """Open the gate, now on ``device``; return whether the call that was held is right."""
+        """Open the gate, now on ``device``; return whether the held call's result is right."""
         if self._held is None:
             return await super().check(target, device)
         held, self._held = self._held, None

@@ -124,7 +124,7 @@ def environment(python: str, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def child_environment(base: Mapping[str, str] | None, python: str = "") -> dict[str, str]:
-    """Return the environment for children that ``python`` runs: ``base``, made fit.
+    """Return the environment for children that ``python`` runs, made from ``base``.
 
     ``base`` None: this process's environment; ``python`` "": this process's interpreter.
     """

@@ -67,7 +67,7 @@ def claim_stdout() -> int:
 
 
 def emit(out: int, message: Mapping[str, Any]) -> None:
-    """Write one whole line, from any thread. This process ends if its parent has."""
+    """Write one whole line, from any thread. This process ends if its parent has ended."""
     line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
     try:
         with _write_lock:

@@ -61,7 +61,7 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def moving(self) -> AsyncIterator[None]:
-        """Keep starts away while a program may be on another device."""
+        """Allow no start while a program may be on another device."""
         async with self._alone("_moving", "_starting"):
             yield
 

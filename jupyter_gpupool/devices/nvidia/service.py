@@ -515,7 +515,7 @@ class DeviceService:
 
         These are ``root``, its descendants, and processes of the same user whose environment has
         ``GPUPOOL_SESSION=session``. ``devices`` are those of its lease. A caller that is cancelled
-        does not stop the operation: a driver call cannot be.
+        does not stop the operation: a driver call cannot be stopped.
 
         If a refused suspend cannot be undone (a program outside the pool took the memory, or the
         restore fails), the service retries the undo as long as the driver has the state, and no

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which of NVIDIA's GPUs the broker, its children and a new program see; which processes use one.
+"""Choose the GPUs that the broker, its children and new programs see; find processes that use one.
 
 - NVML shows every GPU whose device file can be opened. On a machine without device cgroups these
   are more than a batch system or an admin has given to the broker's user. Variables say which were
@@ -37,7 +37,7 @@ _TOOLKIT = "NVIDIA_VISIBLE_DEVICES"
 #: These number the machine's GPUs, even if not all of them are visible.
 _GLOBAL = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _TOOLKIT)
 
-#: CUDA's numbering of devices must be NVML's, or an index means two devices.
+#: CUDA must number devices as NVML does, or one index would name two devices.
 _ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 #: Values that keep frameworks from taking the whole device at first use, or memory that cannot be
@@ -123,7 +123,7 @@ def _named(rows: tuple[Row, ...], name: str, text: str) -> tuple[Row, ...]:
     for entry in entries:
         matches = [row for row in rows if _names(entry, row)]
         if not matches:
-            break  # as for the driver, the list ends here
+            break  # the list ends here, as in the driver
         chosen += [row for row in matches if row not in chosen]
     return tuple(row for row in rows if row in chosen)
 

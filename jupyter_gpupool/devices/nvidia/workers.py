@@ -68,7 +68,7 @@ class Workers:
         self._locks.setdefault(uuid, asyncio.Lock())
 
     async def remove(self, uuid: str) -> None:
-        """End the worker of a device that is gone."""
+        """End the worker of a device that no longer exists."""
         await self.children.pop(uuid).close()
         self._locks.pop(uuid, None)
 
