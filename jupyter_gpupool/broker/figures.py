@@ -278,7 +278,7 @@ class Gauges:
             available = cgroups.available()
         except OSError:
             return
-        yield _gauge("pool_host_available_bytes", "Host memory that suspends could take now", available)
+        yield _gauge("pool_host_available_bytes", "Host memory free for suspends", available)
 
     def _devices(self, view: PoolView) -> Iterator[Metric]:
         families = {name: _gauge(f"device_{name}", what, None, "device") for name, what in _DEVICE}

@@ -58,7 +58,7 @@ class Snapshots:
         self._journal_note = journal_note
 
     def limits(self, owner: Owner) -> dict[str, Any]:
-        """Return the most that a session of ``owner`` may have: ``memory`` a device, ``devices``."""
+        """Return a session's limits for ``owner``: ``memory`` per device, number of ``devices``."""
         return self._limits(owner, self._core.recent_view())
 
     def _limits(self, owner: Owner, view: PoolView) -> dict[str, Any]:
