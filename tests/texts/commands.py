@@ -231,13 +231,13 @@ def configuration(sheet: Sheet) -> None:
         for line in WRONG:
             put(f"c.GPUPool.{line[:60]}", f"c.GPUPool.{line}")
         put("c.GpuPool.idle_timeout = 60", "c.GpuPool.idle_timeout = 60")
-        put("A file that is no Python", "c.GPUPool.idle_timeout =")
+        put("A file that is not Python", "c.GPUPool.idle_timeout =")
         put("A file that ends the program", "import sys; sys.exit(3)")
         path.unlink()
         try:
             load_settings([Path("/etc/gpupool.py")])
         except ConfigError as error:
-            sheet.put("A file that is not there", str(error), error.code)
+            sheet.put("A missing file", str(error), error.code)
     in_force: Mapping[str, Any] = {
         "config": {"options": {"idle_timeout": 60.0}, "origins": {"idle_timeout": "/etc/pool.py"}},
         "broker": {"problem": ""},

@@ -53,7 +53,7 @@ def socket(sheet: Sheet) -> None:
     _put(sheet, "A relative path", lambda: check_path(Path("broker.sock")))
     _put(sheet, "A path that is too long", lambda: check_path(Path("/" + "x" * 110)))
     _put(sheet, "No broker", lambda: check_socket(Path("/nowhere/broker.sock")))
-    _put(sheet, "Something that is no socket", lambda: check_socket(Path("/dev/null")))
+    _put(sheet, "A file that is no socket", lambda: check_socket(Path("/dev/null")))
 
 
 def _put(sheet: Sheet, situation: str, call: Callable[[], object]) -> None:
