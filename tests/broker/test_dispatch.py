@@ -126,7 +126,7 @@ def test_requests_of_two_users_are_handled_in_turn(folder, monkeypatch):
         before_his_last = service.handled[: service.handled.index((BEN, "ping")) + 1]
         last = max(n for n, (uid, _) in enumerate(service.handled) if uid == BEN)
         between = sum(uid == ADA for uid, _ in service.handled[len(before_his_last) : last])
-        # At equal prices, at most one quantum of her requests precedes each of his.
+        # At equal prices, at most one quantum of Ada's requests precedes each of Ben's.
         assert between <= 20 * (dispatch.QUANTUM + 1)
 
     run(folder, monkeypatch, scenario)

@@ -63,7 +63,7 @@ def ends(broker, number=signal.SIGTERM, within=WITHIN):
     wait_until(lambda: not any(p.is_running() for p in found), "the end of its children", 60)
 
 
-#: SIGTERM at each point. SIGINT has the same handler: test it before that exists, and at the end.
+#: SIGTERM at each point. SIGINT shares its handler, so two points: before and after it is set.
 CASES = [
     *((point, signal.SIGTERM) for point in POINTS),
     ("at once", signal.SIGINT),

@@ -121,7 +121,7 @@ def test_process_whose_number_the_driver_lists_is_not_ended(broker, program, bys
     two = program("two", memory=100 * MiB, limit=100 * MiB)
     one.begin(300 * MiB, byte=1)
     two.begin(byte=2)
-    # The numbers name the first as the second, and the second as a process outside the pool.
+    # NVML shows the first program under the second's number, and the second under the bystander's.
     broker.faults.set("nvml-host-pids", pid=one.process.pid, number=two.process.pid)
     broker.faults.set("nvml-host-pids", pid=two.process.pid, number=bystander.pid)
     looked(broker, one)

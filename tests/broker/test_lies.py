@@ -330,7 +330,7 @@ def test_owner_of_a_session_is_the_user_who_opened_it(machine_wide):
 
 
 @root_only
-def test_others_cannot_connect_to_a_users_own_broker(broker):
+def test_other_users_cannot_connect_to_a_users_own_broker(broker):
     with pytest.raises(AssertionError, match="BrokerUnavailable"):
         as_nobody(broker.socket, ("ping", {}))
 

@@ -55,7 +55,7 @@ def test_refused_and_ended_claims_leave_no_lock(folder):
 
 
 def test_lock_removed_as_it_was_taken_is_not_trusted(folder, monkeypatch):
-    """The old holder removes its file between our open and our lock: ours has no name."""
+    """The old holder removes the file between our open and our lock, so we lock a deleted file."""
     path = folder / "broker.sock"
     real, removed = fcntl.flock, []
 

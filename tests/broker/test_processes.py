@@ -74,7 +74,7 @@ def test_zombie_is_dead(child):
     assert procfs.identify(child.pid) is None
 
 
-def test_no_report_after_close(child):
+def test_closed_watch_reports_no_death(child):
     async def main():
         watch = sessions.Death(procfs.identify(child.pid), lambda: pytest.fail("reported"))
         watch.close()

@@ -175,7 +175,7 @@ def test_times_of_opening_and_of_idling_are_shown(make):
 
 
 def test_reason_for_a_missing_device_is_shown(make):
-    """The status has a problem if no device is there; this machine may have one."""
+    """The status names a problem only if no device exists, which depends on this machine."""
     status = make(emulate="").status()
     if status["devices"]:
         assert status["problem"] == ""

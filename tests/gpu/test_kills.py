@@ -120,7 +120,7 @@ async def test_monitor_killed_during_a_suspend_is_started_again(machine, note):
 
 @pytest.mark.parametrize("op", ["checkpoint", "restore"])
 async def test_worker_killed_in_the_middle_loses_nothing_silently(machine, op, note):
-    """Reported: after its caller's death a suspend completes; a resume leaves a locked process."""
+    """Reported: if the caller dies, a suspend completes, but a resume leaves the process locked."""
     async with bench(machine) as found:
         async with target("cuda-core", found.env) as process:
             await prepare(found, process)

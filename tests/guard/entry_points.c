@@ -107,7 +107,7 @@ typedef int (*everything)(long a, long b, long c, long d, long e, long f, double
                           double i, double j, double k, double l, double m, double n, long o,
                           long p, long q, long r, long s, long t, long u, long v, long w, long x);
 
-/* The emulated driver's part. */
+/* The driver's part: checks its arguments. */
 static int look(long a, long b, long c, long d, long e, long f, double g, double h, double i,
                 double j, double k, double l, double m, double n, long o, long p, long q, long r,
                 long s, long t, long u, long v, long w, long x)
@@ -190,7 +190,7 @@ int main(void)
     try(E_cuNever, (void *)cuNever, 0);
     try(E_COUNT + 7, (char *)guard_entry_at + guard_entry_at[E_COUNT + 7], 0);
     CHECK((char *)guard_entry_at + guard_entry_at[E_cuGate] == (char *)cuGate);
-    /* 24 integer arguments, 10 of them on the stack, so that these calls see the stack. */
+    /* These get 24 arguments, 10 of them on the stack, and must pass all of them on. */
     try(E_cuWait24, (void *)cuWait24, 1);
     try(E_cuWait17, (void *)cuWait17, 1);
     guard_real[E_cuWait3] = (void *)give_rax;

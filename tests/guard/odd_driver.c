@@ -121,7 +121,7 @@ EXPORT int cuMemPoolCreate(void **out, const void *props)
     return !initialised ? 3 : out && props ? 0 : 1;
 }
 
-/* A call that shares device memory with other devices: it fails only if all arguments are zero. */
+/* A call that shares device memory with other devices: it fails if it gets no memory. */
 EXPORT int cuMemGetHandleForAddressRange(void *handle, unsigned long long address, size_t bytes, int type,
                                          unsigned long long flags)
 {

@@ -554,7 +554,7 @@ static CUresult take_graphics(uint64_t n)
 enum kind {
     COUNTED,   /* refused beyond the limit, the limit fits, a free credits */
     REFUSED,   /* NOT_SUPPORTED always */
-    UNCOUNTED, /* succeeds beyond the limit: host memory */
+    UNCOUNTED, /* host memory: succeeds beyond the limit */
     PINNED,    /* takes only what it shares, and pins the session */
 };
 

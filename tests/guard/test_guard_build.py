@@ -107,7 +107,7 @@ def test_impossible_line_of_entries_is_refused(generator, tmp_path, line):
         generator.read(path)
 
 
-def test_functions_without_entries_and_the_reverse_are_refused(generator, entries):
+def test_each_function_needs_an_entry_and_each_entry_one(generator, entries):
     wraps = {e.symbol for e in entries if e.kind in ("wrap", "peek")}
     assert generator.generate(entries, wraps)
     with pytest.raises(generator.EntriesError, match=r"without a C function: .*cuInit"):
