@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What only a real GPU can answer: the suite under ``tests/gpu``, and benchmarks of its own.
+"""Questions for a real GPU: the suite under ``tests/gpu``, and benchmarks.
 
 =============  =================================================================================
 ``__main__``   the command line: ``make gpu``
