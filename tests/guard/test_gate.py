@@ -602,7 +602,7 @@ def test_guard_asks_again_after_a_refusal_of_a_lost_page(session, until):
 
 
 def test_guard_asks_for_a_lost_page_with_back_off(session, until):
-    """Each request waits for seconds: without pauses, a program that keeps calling would only wait."""
+    """Each request waits for seconds: without pauses, a program in a loop would only wait."""
     session.page_path.unlink()
     session.broker.stop()
     child = session.child()
