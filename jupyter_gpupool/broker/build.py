@@ -220,9 +220,9 @@ def _page_folder(configuration: Configuration) -> tuple[Path, str]:
 def _links(configuration: Configuration, pages: Path, journal: Path) -> Path:
     """Return the folder for the links to the guard's library.
 
-    A new process that does not find them runs without the guard. So they are beside the journal,
-    where a logout does not delete them, unless the broker serves several users, who may not enter
-    that folder, or its name has a space or colon, which would end ``LD_PRELOAD``.
+    A new process without them runs without the guard, so a user's broker has them beside its
+    journal, where a logout does not delete them. The others are in the folder of pages: of a
+    broker for all users, who must enter it, or if the path has a space or colon (LD_PRELOAD).
     """
     lasting = journal.with_suffix(".guard")
     plain = not set(str(lasting)) & set(": \t\n")

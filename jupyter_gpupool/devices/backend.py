@@ -277,7 +277,7 @@ class GuardedDevices(Devices, Protocol):
         """
 
 
-#: Opens a vendor. It searches no device yet, and touches no driver.
+#: Opens a vendor. It looks for no device yet, and touches no driver.
 OpenDevices = Callable[[Options], Devices]
 
 

@@ -117,7 +117,7 @@ def parse_cell_header(header: str, request: Mapping[str, Any]) -> CellRequest:
         words = words[1:]
     if not words:
         raise CommandError(
-            "%%gpu needs the device memory for its cell.",
+            "%%gpu needs the size of its cell's device memory.",
             next_step="Write for example %%gpu 16GiB.",
         )
     if words[0] in SUBCOMMANDS:

@@ -62,7 +62,7 @@ class Guard:
 
     @property
     def on(self) -> bool:
-        """Whether CUDA calls of this process pass the guard."""
+        """Whether CUDA calls of this process go through the guard."""
         return self._page is not None
 
     def close(self) -> None:

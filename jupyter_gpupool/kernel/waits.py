@@ -217,7 +217,7 @@ class WaitDisplay:
             kind,
             {
                 "data": {"text/plain": text, "text/html": markup},
-                # A front end removes the line itself by this after a restart of the kernel.
+                # By this mark, a front end removes the line after a restart of the kernel.
                 "metadata": {"gpupool": {"wait": True}},
                 "transient": {"display_id": self._id},
             },

@@ -105,7 +105,7 @@ def test_wrong_arguments_get_one_message(one_kernel: Kernel, line: str, message:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ("%%gpu", "%%gpu needs the device memory for its cell."),
+        ("%%gpu", "%%gpu needs the size of its cell's device memory."),
         ("%%gpu 12 parsecs", "'12 parsecs' is not a size."),
         ("%%gpu release", "write %gpu release, with one per cent sign"),
     ],

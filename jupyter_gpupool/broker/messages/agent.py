@@ -114,7 +114,7 @@ class AgentMessages:
             # The agent's lease has ended, but it has begun a cell, so the hold counts. Tell it of
             # the present lease.
             self._log.warning(
-                "Session %s took a hold in epoch %s and is in %d",
+                "Session %s took a hold in epoch %s, but its epoch is %d",
                 session.id, message.get("epoch"), record.epoch,
             )  # fmt: skip
             self._core.push_lease(session, "epoch")

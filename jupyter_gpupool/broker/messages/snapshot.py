@@ -308,7 +308,7 @@ class _Answer:
     made_at: float
     #: Whether it depends on pages of attached sessions, which change without an event.
     volatile: bool
-    #: Without the opening brace.
+    #: The encoded answer without its opening brace.
     rest: bytes
 
 

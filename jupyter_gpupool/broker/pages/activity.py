@@ -77,7 +77,7 @@ class Activity:
         return self._configuration.settings.quiet_after
 
     def lease(self, session: LiveSession, attached: bool) -> None:
-        """Read a session's page from now on while it has a lease, else no longer."""
+        """Read a session's page from now on if it has a lease; otherwise stop reading it."""
         if attached and session.page is not None:
             if session.id not in self.attached:
                 self.attached[session.id] = session

@@ -189,7 +189,7 @@ def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) ->
         for suffix in ("-wal", "-shm", ""):
             with suppress(OSError):  # nothing reads it again
                 old.with_name(old.name + suffix).unlink()
-        log.info("The journal %s goes on as %s", old, path)
+        log.info("The journal %s continues as %s", old, path)
         return
 
 

@@ -211,7 +211,7 @@ class Connection(asyncio.BufferedProtocol):
         self.waiting += 1
 
     def end_wait(self) -> None:
-        """Note that one of them is answered."""
+        """Note that a hold request has its answer."""
         self.waiting -= 1
 
     def begin_read(self) -> None:

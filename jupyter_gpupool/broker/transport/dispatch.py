@@ -126,7 +126,7 @@ class Dispatcher:
         account.end_long(connection)
         self._count_unread(account, -connection.unread)
         if not account.connections:
-            # The account stays until its budgets are full again, for a connection before that.
+            # The account stays until its budgets are full: a new connection must not reset them.
             self._arm(account)
 
     def ready(self, connection: Requester) -> None:

@@ -258,7 +258,7 @@ class Numbers:
     """
 
     def __init__(self, log: logging.Logger, known: bool | None = None) -> None:
-        #: Whether they are processes of this namespace; None: not known yet.
+        #: Whether the numbers are processes of this namespace; None: not known yet.
         self.proven: bool | None = None
         self._initial = pid_namespace() == FIRST_NAMESPACE
         self._log = log

@@ -171,7 +171,7 @@ class Aside:
             raise DriverError(self._reasons[uuid], code=Code.PAUSED)
 
     def put(self, uuids: Iterable[str], reason: str, machine: Iterable[str]) -> bool:
-        """Set devices of this ``machine`` aside; return False if all were already."""
+        """Set devices of this ``machine`` aside; return False if all were aside before."""
         fresh = {*uuids} - self._reasons.keys()
         self._reasons.update(dict.fromkeys(fresh, reason))
         self._see(machine)
