@@ -22,7 +22,7 @@ class Durations:
             )
 
         self.wait = histogram(
-            "wait", "From asking for a slice to having it, state restored", _WAITS
+            "wait", "Time from a request to its slice, with restored state", _WAITS
         )
         self.suspend = histogram(
             "suspend", "Time to move a kernel's state from a device to host memory", _MOVES

@@ -65,8 +65,8 @@ def in_force(settings: BrokerSettings, status: Mapping[str, Any]) -> list[Findin
     for d in differences(settings, status.get("config") or {}):
         text = f"c.GPUPool.{d.option} is {d.here} here ({d.here_from}) and {d.in_force} in force"
         todo = (
-            f"The running broker has it from {d.in_force_from}. Change that and send it SIGHUP, or "
-            "end it, so that a new one starts."
+            f"The running broker read it from {d.in_force_from}. Change it there and send SIGHUP, "
+            "or end the broker, so that a new one starts."
         )
         found.append(Finding("warn", "config", text, todo))
     return found

@@ -73,7 +73,7 @@ def _connect(path: Path) -> Client:
             raise BrokerUnavailable(
                 error.message,
                 code=error.code,
-                next_step="It is the machine's: the service manager starts it again, and cells "
+                next_step="It is the machine's broker: the service manager restarts it, and cells "
                 "that need a GPU wait until then. If it stays away: systemctl status gpupool.",
             ) from None
         if not startrecord.can_revive(path) and not startrecord.can_restore(path):

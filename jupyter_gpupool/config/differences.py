@@ -130,7 +130,7 @@ def sentence(found: Sequence[Difference], status: Mapping[str, Any], *, who: str
         change = "It is the broker of the whole machine: ask your admin to change it."
     else:
         change = (
-            f"To change it, edit what it comes from and send SIGHUP to the broker (process "
+            f"To change it, edit it there and send SIGHUP to the broker (process "
             f"{status.get('pid')}); or shut down all Pooled GPU kernels, wait until it has ended, "
             "and start one here."
         )

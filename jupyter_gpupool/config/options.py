@@ -115,7 +115,7 @@ class GPUPool(Configurable):
     emulate = _option(
         Unicode(""),
         "Emulate these GPUs in host memory, for machines without one. The environment variable "
-        "GPUPOOL_EMULATE fills this in where no configuration sets it.",
+        "GPUPOOL_EMULATE is used if no configuration sets this option.",
         unit="machine, as COUNTxSIZE with options after commas",
         default="'' (use the real driver)",
         example='emulate = "2x16GiB"',
@@ -133,8 +133,8 @@ class GPUPool(Configurable):
         Bool(True),
         "Start kernels under the guard, a library between them and the CUDA driver: it holds their "
         "CUDA calls while they have no slice, and refuses allocations beyond it as the driver "
-        "would. A limit for well-behaved programs, not a security boundary. Without it a slice is "
-        "a promise, and 'lazy' acts as 'cell'.",
+        "would. A limit for well-behaved programs, not a security boundary. Without it nothing "
+        "enforces a slice, and 'lazy' acts as 'cell'.",
         unit="True or False",
         default="True",
         example="guard = False",
@@ -142,25 +142,25 @@ class GPUPool(Configurable):
     )
     allow_unguarded = _option(
         Bool(False),
-        "Start a kernel without the guard where the page that it shares with the broker cannot be "
-        "made, which mostly means that shared memory is full. Otherwise it is refused: nothing "
-        "would keep its CUDA calls within the slice.",
+        "Start a kernel without the guard if the page that it shares with the broker cannot be "
+        "made (usually because shared memory is full). By default the broker refuses such a "
+        "kernel, because nothing would keep its CUDA calls within the slice.",
         unit="True or False",
         default="False",
         example="allow_unguarded = True",
     )
     default_memory = _option(
         Size(_POOL.default_memory),
-        "Device memory that a kernel is guaranteed when it does not ask, CUDA context included. "
-        "Where the largest GPU, or max_memory_per_kernel, has less, it is that much.",
+        "Guaranteed device memory of a kernel that does not ask, with its CUDA context. At most "
+        "the size of the largest GPU, and max_memory_per_kernel.",
         unit="bytes, or text such as '4GiB'",
         default="4 GiB",
         example='default_memory = "6GiB"',
     )
     default_limit = _option(
         Size(None, allow_none=True),
-        "Device memory up to which a kernel that does not ask may grow while the GPU has memory "
-        "free, beyond what it is guaranteed. Without the guard nothing grows.",
+        "A kernel that does not ask may grow beyond its guarantee to this device memory, while "
+        "the GPU has free memory. Only kernels under the guard can grow.",
         unit="bytes, or text such as '12GiB'",
         default="None (the same as default_memory)",
         example='default_limit = "12GiB"',
@@ -174,9 +174,9 @@ class GPUPool(Configurable):
     )
     quotas = _option(
         Dict(),
-        "Limits per user; '*' is every user who is not named. Of each user's kernels together: "
-        "memory (granted device bytes), devices (GPUs), leases (kernels attached at once), "
-        "suspended (host bytes of suspended state). What is left out has no limit.",
+        "Limits per user; '*' stands for all users who are not named. For all kernels of a user "
+        "together: memory (granted device bytes), devices (GPUs), leases (kernels attached at "
+        "once), suspended (host bytes of suspended state). A missing limit means no limit.",
         unit="dict of user name to dict",
         default="{} (no limits)",
         example='quotas = {"*": {"memory": "16GiB", "leases": 2}, "ada": {"memory": "48GiB"}}',
@@ -184,8 +184,8 @@ class GPUPool(Configurable):
     )
     max_sessions_per_user = _option(
         Int(256),
-        "Kernels that one user may have in the pool, with a slice or without. Not a quota of GPUs "
-        "but a bound on what one user can cost the broker.",
+        "Kernels that one user may have in the pool, with a slice or without. This is not "
+        "a quota of GPUs: it bounds the broker's work for one user.",
         unit="whole number, 1 at least",
         default="256",
         example="max_sessions_per_user = 50",
@@ -256,10 +256,10 @@ class GPUPool(Configurable):
     host_reserve = _option(
         AnyTrait("10%"),
         "Host memory that a suspend leaves free, of the machine and of each control group "
-        "(cgroup) above the kernel. A percentage counts from each of these limits and is 1 GiB at "
-        "least, but at most a quarter of a small limit; of a control group, a size is a quarter at "
-        "most, too. Where less than this is free and kernels are suspended, the largest suspended "
-        "state that has room on a GPU goes back there, and its user is warned.",
+        "(cgroup) above the kernel. A percentage counts from each of these limits. It is at least "
+        "1 GiB, but at most a quarter of a small limit; a size is also at most a quarter of a "
+        "control group. If less is free while kernels are suspended, the largest suspended state "
+        "that has room on a GPU goes back there, and its user gets a warning.",
         unit="bytes, text such as '4GiB', or per cent such as '10%'; 0 for none",
         default="'10%'",
         example='host_reserve = "8GiB"',
@@ -268,9 +268,9 @@ class GPUPool(Configurable):
     resume_headroom = _option(
         Size(_POOL.resume_headroom, zero=True),
         "Device memory that must be free beyond what a suspended kernel held before it is resumed, "
-        "at most a sixteenth of the GPU. A driver may need more to bring a process back than it "
-        "freed, and a resume without room can cost the process; it goes back to the pool as soon "
-        "as the kernel is resumed.",
+        "at most a sixteenth of the GPU. A resume may need more memory than the suspend freed, "
+        "and without room it can kill the process. The extra memory goes back to the pool once "
+        "the kernel is resumed.",
         unit="bytes, or text such as '512MiB'",
         default="256 MiB",
         example='resume_headroom = "512MiB"',
@@ -278,9 +278,9 @@ class GPUPool(Configurable):
     max_swap_overhead = _option(
         Share(_POOL.max_swap_overhead, zero=True),
         "The part of the time that moving kernels may take while they contend for a GPU. A kernel "
-        "with short pauses stays until it has used its GPU for so long that its move is this part "
-        "of it. A kernel that computes nothing stays no longer than its move takes while somebody "
-        "waits. 0: a waiting kernel gets an idle slice at once, whatever moving it costs.",
+        "with short pauses stays until its move takes only this part of the time for which it has "
+        "used its GPU. While another kernel waits, an idle kernel stays no longer than its move "
+        "takes. 0: a waiting kernel gets an idle slice at once, even if the move takes long.",
         unit="number from 0 to below 1, or per cent such as '10%'",
         default="0.1",
         example="max_swap_overhead = 0.05",
@@ -319,9 +319,9 @@ class GPUPool(Configurable):
     )
     foreign_processes = _choice(
         ForeignPolicy,
-        "Processes on a pool GPU that are not of the pool: 'count' takes their memory off what can "
-        "be granted, 'report' also logs each one, 'end' also ends those that belong to a user who "
-        "has a kernel in the pool.",
+        "Processes on a pool GPU that do not belong to the pool: 'count' subtracts their memory "
+        "from the pool's, 'report' also logs each one, 'end' also ends those of users who have a "
+        "kernel in the pool.",
         example='foreign_processes = "report"',
     )
     socket = _option(

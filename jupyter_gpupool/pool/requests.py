@@ -216,8 +216,8 @@ def _growth_bounds(
             int(most) - s.lease.granted,
             Refusal(
                 Code.NO_MEMORY,
-                "an idle kernel must fit in host memory, of which it may use "
-                f"{format_bytes(int(most))}.",
+                "an idle kernel must fit in host memory, and this one may use "
+                f"{format_bytes(int(most))} of it.",
                 "Free memory in the kernel, or ask an admin for more host memory.",
                 {**numbers, "most": most},
             ),
@@ -353,9 +353,7 @@ def _release_note(facts: Facts, s: Session) -> str:
         why = s.pinned_reason or "the last attempt failed"
         left = format_seconds(leaves - facts.now)
         return f"The slice cannot be given back now ({why}); the pool tries again in {left}."
-    return why or (
-        "There is no room for its state in host memory; the slice goes back once there is."
-    )
+    return why or ("Host memory has no room for its state now; the slice goes back once it has.")
 
 
 def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
@@ -364,7 +362,7 @@ def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
     s.release_asked = False
     left = event.until - facts.now
     if left <= 0:
-        note = "The slice is not kept any longer when idle."
+        note = "The slice is no longer kept when idle."
     elif s.state in HAS_LEASE:
         note = f"The slice stays for {format_seconds(left)}, even when idle."
     else:

@@ -60,14 +60,14 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     idle_warning = Float(
         20.0,
         min=0.0,
-        help="""Seconds before an idle slice goes back to the pool at which users are told.
+        help="""Users are warned so many seconds before an idle slice goes back to the pool.
         Example: c.GPUPoolExtension.idle_warning = 60""",
     ).tag(config=True)
     slow_resume = Float(
         2.0,
         min=0.0,
-        help="""Seconds from which on bringing a kernel's state back counts as slow: users are told
-        before it leaves only then, or if no speed was measured yet. Example:
+        help="""A resume of at least so many seconds counts as slow. Users are warned only before
+        a slow resume, or if no speed was measured yet. Example:
         c.GPUPoolExtension.slow_resume = 0""",
     ).tag(config=True)
 

@@ -26,8 +26,8 @@ _FIELDS = {"memory": True, "limit": True, "devices": False, "compute": False}
 #: The next step after an HTTP error that does not come from the pool.
 _NEXT_STEPS = {
     403: "Log in to this Jupyter server, or give its token.",
-    404: "See gpupool/api/openapi.json for what there is.",
-    405: "See gpupool/api/openapi.json for what there is.",
+    404: "See gpupool/api/openapi.json for all requests.",
+    405: "See gpupool/api/openapi.json for all requests.",
 }
 
 

@@ -85,7 +85,7 @@ export function addCommands(options: IOptions): void {
             kernelId: {
               type: 'string',
               description: trans.__(
-                'The kernel; if absent that of the document in front'
+                'The kernel; by default that of the document in front'
               )
             },
             ...more

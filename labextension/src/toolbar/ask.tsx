@@ -67,7 +67,7 @@ export function Ask(props: IProps): React.JSX.Element {
       setTyped(null);
       say({
         refused: false,
-        text: trans.__('This notebook asks for %1 already.', exact(request.memory))
+        text: trans.__('This notebook already asks for %1.', exact(request.memory))
       });
       return;
     }

@@ -151,7 +151,7 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
   if (session === null) {
     return [
       trans.__(
-        'The pool does not know this kernel yet. If that stays so, restart the kernel.'
+        'The pool does not know this kernel yet. If this lasts, restart the kernel.'
       )
     ];
   }

@@ -518,7 +518,7 @@ describe('my kernels', () => {
   it('of another server are named, without actions', () => {
     show(pool([device(0)], [mine('a', { here: false })]));
     kernels().getByText('No kernel of this server is in the pool.');
-    kernels().getByText(/^Yours too, but of another server/);
+    kernels().getByText(/^Also yours, on another server/);
     expect(kernels().getByRole('listitem').textContent).toBe(
       '1kernel-a.ipynb6 of 8 GiB on GPU 0'
     );

@@ -296,7 +296,7 @@ describe('a request for memory', () => {
     card(model);
     type('8 GiB');
     press('Ask for it');
-    expect(status()).toContain('This notebook asks for 8 GiB already.');
+    expect(status()).toContain('This notebook already asks for 8 GiB.');
     expect(model.client.change).not.toHaveBeenCalled();
   });
 
