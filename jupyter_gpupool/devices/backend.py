@@ -131,7 +131,7 @@ class Devices(Protocol):
     def environment(self, devices: Sequence[str]) -> dict[str, str]:
         """Return the variables by which a new program sees these devices, in order, and no other.
 
-        Variables that make frameworks use memory that can be suspended belong here, too.
+        They also make frameworks use only memory that the driver can suspend.
         """
 
     # ------------------------------------------------------------------ move the state of a session

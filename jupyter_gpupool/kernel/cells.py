@@ -391,7 +391,7 @@ class CellGate:
             self.publisher()("stream", {"name": "stderr", "text": line + "\n"})
 
     async def _word(self, refusals: int) -> None:
-        """Wait a moment for the broker's reason for the refusal that has just ended a call."""
+        """Wait a moment for the broker to explain the refusal that has just ended a call."""
         alarm = Alarm()
         deadline = time.monotonic() + WORD
         with self.interrupts.watch(alarm.ring):  # an interrupt must not reach the event loop

@@ -169,8 +169,8 @@ class Monitor:
         """Take one sample and tell the pool."""
         waited_for = "queued" in self._core.busy.values()
         available = await self._room.read(self._room.machine)
-        # The pool subtracts each suspend from the last figure until it gets a new one, even if the
-        # session has resumed meanwhile: without new figures no room would be left in the end.
+        # The pool subtracts each suspend from the last figure until it gets a new one, even after
+        # a resume. So it needs new figures, or no room would be left in the end.
         moved = self._core.changes != self._told_changes
         if waited_for or moved or abs(available - self._told_host) >= HOST_STEP:
             self._told_host = available

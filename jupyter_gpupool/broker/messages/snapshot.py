@@ -295,7 +295,7 @@ def measured(record: SessionRecord, cuda: bool | None) -> int | None:
     return None
 
 
-#: Seconds for which to repeat an answer: its times and the guards' counts become outdated.
+#: Seconds for which an answer is repeated; then its times and the guards' counts are too old.
 LASTS = 0.25
 
 #: Viewers whose last answer is kept.

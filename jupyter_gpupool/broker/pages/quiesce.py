@@ -23,8 +23,8 @@ from ...guard.page import Reading
 #: Seconds for calls inside the driver to return once the gate is shut, and between checks.
 DRAIN, DRAIN_POLL = 1.0, 0.003
 
-#: Nanoseconds of running after which a thread is past the way: the way takes nanoseconds, but the
-#: kernel's figure may be a tick old.
+#: Nanoseconds of run time after which a thread must have left the way, which takes a few. The
+#: kernel updates its figure only once per tick.
 PASSED = 10_000_000
 
 #: Seconds between two checks, and the longest wait for a thread: if it gets no processor for

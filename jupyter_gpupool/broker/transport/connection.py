@@ -431,7 +431,7 @@ class Connection(asyncio.BufferedProtocol):
         return PRICES[message["type"]]
 
     def _take_line(self) -> Message | float:
-        """Return the next request, or a price: of an invalid line, or 0.0 without a line."""
+        """Return the next request, or the price of an invalid line, or 0.0 without a line."""
         end = self._buffer.find(b"\n", self._scanned)
         if end < 0:
             if self._ended and not self._read_state:

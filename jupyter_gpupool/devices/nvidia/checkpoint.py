@@ -174,8 +174,8 @@ def checkpoint(process: ProcessId) -> Answer:
 def restore(process: ProcessId, mapping: Mapping[str, str] | None) -> Answer:
     """Bring a checkpointed process back, locked. Too little memory on the device is fatal to it.
 
-    ``mapping`` names for *every* GPU of the machine the GPU that replaces it, by UUID as NVML
-    shows it; None: each GPU stays.
+    ``mapping`` maps the UUID (as NVML shows it) of *every* GPU of the machine to that of the GPU
+    that replaces it; None: each GPU stays.
     """
     pairs = None
     if mapping is not None:

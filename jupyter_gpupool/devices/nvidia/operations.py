@@ -63,7 +63,7 @@ class Operation:
         self._sampler = sampler
         self._root = root
         self._begin = time.perf_counter()
-        #: Processes that this operation has, or may have, stopped from running, in that order.
+        #: Processes that this operation has, or may have, locked or suspended, in that order.
         self.touched: list[ProcessId] = []
         self._before: list[DeviceSample] = []
         #: Processes that could not be brought back to running because they are stopped.
@@ -401,7 +401,7 @@ class Operation:
             return refused
 
     async def _no_room(self, need: Mapping[str, int]) -> str:
-        """Return why a restore must not be tried now; it is fatal without room."""
+        """Return why a restore must not be tried now; without room, it would be fatal."""
         try:
             samples = await self._sampler.sample([*need])
         except DriverError as error:
