@@ -4,7 +4,7 @@
 
 A benchmark's result is a dict of JSON values. Under ``budgets`` it may have a list of
 :func:`budget`; the runner's table shows these. ``emulated`` (a bool) or ``device_names`` (from the
-pool) tell the hardware. No result names a host, a user or a path.
+pool) name the hardware. No result names a host, a user or a path.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class Lab:
         self.now = max(self.now, when)
         getattr(self, what)(*args)
 
-    # ------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ the simulated world
 
     def hold(self, name: str) -> None:
         if name not in self.pool:

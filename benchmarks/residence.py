@@ -6,7 +6,7 @@
 (``jupyter_gpupool/pool/residence.py``) and writes the figures; ``docs/make_residence.py`` makes the
 page of the documentation from them. No GPU and no kernel: the pool itself is driven by a simulated
 clock. ``python -m benchmarks.residence --kernels`` measures two real kernels instead, on an
-emulated GPU, and runs with an older version of the package as well.
+emulated GPU, and also runs with an older version of the package.
 
 Each of two sessions needs the whole device. It runs a cell of half a second (times 0.5 to 1.5, at
 random), thinks for the time of the row (likewise), and wants the device again. A suspend takes 0.3

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool demo``: three notebooks, too few GPUs, nothing lost.
 
-Runs ``examples/pooled_gpu.ipynb`` on the Pooled GPU kernel with a broker of its own, makes two
-neighbours take the GPU away in the middle, and prints the events from the broker's journal.
-Notebook, neighbours and broker are real; only the driver is emulated, if there is no NVIDIA driver
-or emulation was requested.
+Runs ``examples/pooled_gpu.ipynb`` on the Pooled GPU kernel with its own broker, lets two neighbours
+take the GPU in between, and prints the events from the broker's journal. Notebook, neighbours and
+broker are real; only the driver is emulated, if there is no NVIDIA driver or emulation was
+requested.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _show_outputs(cell: Any) -> None:
 
 
 def choose_machine(emulate: str) -> tuple[str, str]:
-    """Return the machine to emulate ("": use the real driver), and a sentence that says why.
+    """Return the machine to emulate ("": use the real driver), and the reason as a sentence.
 
     ``emulate`` comes from the command line, and overrides the environment.
     """

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The door to the emulated NVIDIA driver: the only module of the product that imports ``emucuda``.
 
-``emucuda``, beside this package, knows nothing of the pool. Everything above the driver is the same
-as with a real driver: a process uses the emulated driver if its environment has the variables that
+``emucuda``, beside this package, does not know the pool. Everything above the driver is the same as
+with a real one: a process uses the emulated driver if its environment has the variables that
 :func:`environment` returns.
 """
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterable, Iterator, Literal
 
-#: Set in the environment of a session's kernel; whatever it starts inherits it.
+#: Set in the environment of a session's kernel; its child processes inherit it.
 SESSION_VARIABLE = "GPUPOOL_SESSION"
 
 Presence = Literal["alive", "stopped", "gone"]
@@ -377,7 +377,7 @@ def open_pidfd(pid: int) -> int | None:
     """Return a descriptor that is readable when the process has ended; the caller closes it.
 
     None before Linux 5.3, without a free descriptor, or if the process is gone. Compare the start
-    time after this call: only that proves that the descriptor does not mean a later process.
+    time after this call: only then it cannot belong to a later process.
     """
     try:
         return os.pidfd_open(pid)

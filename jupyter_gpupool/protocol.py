@@ -11,9 +11,9 @@ than 19 digits. Sizes are bytes, times seconds.
 
 ``status``, ``journal``, ``watch`` and ``ping`` are *reads*, all others are *acts*. Each has a
 price, and each user (by user id, over all connections) has one budget for reads and another for
-acts. The broker delays what is over the budget; it refuses a read that waited for 2 s with the code
-``busy`` and the seconds until a retry in ``details.retry_after``. It never refuses acts for that
-reason. Acts of one connection are handled in their order; they may overtake one read.
+acts. The broker delays requests beyond the budget; it refuses a read that waited for 2 s with the
+code ``busy`` and the seconds until a retry in ``details.retry_after``. It never refuses acts for
+that reason. Acts of one connection are handled in their order; they may overtake one read.
 
 ===========  =====================================================================================
 ``ok``       ``id`` and the fields of the answer
@@ -51,8 +51,8 @@ from typing import Any, Mapping, Protocol
 from .errors import Code, GPUPoolError, ProtocolError, RefusedError
 
 # ---------------------------------------------------------------------- fields of a request
-# Every value that a client sends passes through one of these types, so nothing behind the decoder
-# meets a number, a text or a nesting that it does not expect.
+# Every value that a client sends passes through one of these types, so the code behind the decoder
+# gets no unexpected number, text or nesting.
 
 
 class OutOfRange(ValueError):
@@ -262,7 +262,7 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # the kernel has ended or was never started; idempotent. ok: -
     "close": ({"session": Text()}, {"reason": _WORDS}),
     # ---- the agent inside the kernel process (identified by SO_PEERCRED and the token)
-    # after a reconnect: epoch and holds as the agent knows them.
+    # after a reconnect: the agent's own epoch and holds.
     # ok: session, state, epoch, slices, attach, request, limits
     "hello": (
         {"session": Text(), "token": Text(500)},

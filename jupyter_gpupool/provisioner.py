@@ -263,7 +263,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             await self._release("restart" if restart else "shutdown")
 
     async def get_provisioner_info(self) -> dict[str, Any]:
-        """Return what a new server would need to take over this kernel."""
+        """Return the data with which a new server can take over this kernel."""
         info = await super().get_provisioner_info()
         socket = str(self._socket) if self._socket else ""
         info.update({"gpupool_session": self._session, "gpupool_socket": socket})
@@ -366,7 +366,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         if client is not None:
             client.close()
 
-    # ------------------------------------------------------------------ what is asked for, of whom
+    # ------------------------------------------------------------------ requests and addresses
 
     def _wanted(self) -> dict[str, Any]:
         if self._request is not None:

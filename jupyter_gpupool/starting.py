@@ -218,7 +218,7 @@ def _write_config(path: Path, section: Mapping[str, Any]) -> Path:
     return path
 
 
-# ---------------------------------------------------------------------- one that has died
+# ---------------------------------------------------------------------- a dead broker
 
 
 def answers(path: Path) -> bool:

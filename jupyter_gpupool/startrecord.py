@@ -285,7 +285,7 @@ def can_revive(socket: Path) -> bool:
     return not is_machine_path(socket) and record_path(socket).exists()
 
 
-# ---------------------------------------------------------------------- what came of it
+# ---------------------------------------------------------------------- outcomes
 
 
 def read_failures(socket: Path) -> Failures:
@@ -384,9 +384,9 @@ def being_started(socket: Path) -> bool:
 
 # ---------------------------------------------------------------------- the second copy
 # A logout or a clean-up can delete the folder of the socket while no broker lives to put it back.
-# The journal is elsewhere, and a copy of the record beside it: kernels know its path, the server
-# and the commands of the same user find it. Without the journal a new broker would know none of the
-# sessions, so the copy need not outlive it.
+# The journal is in another folder, with a copy of the record: kernels have its path, and the server
+# and the commands of the same user find it. Without the journal a new broker would lose all
+# sessions, so a copy beside it is enough.
 
 
 def copy_path(journal: Path) -> Path:

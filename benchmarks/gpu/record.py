@@ -93,7 +93,7 @@ class Record:
     def claimed(self) -> Iterator[bool]:
         """Prevent other runs of the plan meanwhile; yield False if one is under way.
 
-        Two at once would measure each other.
+        Two runs at once would disturb each other's figures.
         """
         with self.path.open("rb") as file:
             try:

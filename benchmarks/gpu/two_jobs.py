@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Two jobs that each want nearly all of a GPU's memory and compute half of their time.
 
-A job fills its state on the device, then waits (for data, as it were) and computes on all of it in
-turns, and checks at its end that the state is right. *Serial*: two of them one after the other in a
-plain ipykernel. *Shared*: both at once in Pooled GPU kernels that each ask for a share of the
-device; one computes while the other waits, if both states fit or a move costs less than it saves.
+A job fills its state on the device, then in turns waits (as if for data) and computes on all of it,
+and checks the state at its end. *Serial*: two of them one after the other in a plain ipykernel.
+*Shared*: both at once in Pooled GPU kernels that each ask for a share of the device; one computes
+while the other waits, if both states fit or a move costs less than it saves.
 
 A slice of 90 % keeps the other job off the device even if the slice is empty, so a move copies the
 bytes that the job *holds*. Here host memory (which has both states during an exchange) and the time

@@ -14,7 +14,7 @@ from ..units import format_bytes, format_seconds, format_wait
 
 Snapshot = Mapping[str, Any]
 
-#: SGR colours (ECMA-48) by what they mean here.
+#: SGR colours (ECMA-48) by their meaning here.
 _COLOURS = {
     "running": "32",
     "idle": "33",
@@ -27,7 +27,7 @@ _COLOURS = {
     "emulated": "1;36",
 }
 
-#: Fill of a bar by what it means: (any terminal that knows Unicode, any terminal).
+#: Fill of a bar by its meaning: (for a terminal with Unicode, for any terminal).
 _FILLS = {
     "running": ("█", "#"),
     "idle": ("▒", "="),

@@ -45,14 +45,14 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the driver shows of one device."""
+    """The driver's figures of one device."""
 
     used: int
     listed: Sequence[Listed] = ()
     #: Bytes that the driver takes by itself beyond those it reports as reserved. The device's
     #: capacity does not contain them.
     driver: int = 0
-    #: What a process's first context takes there.
+    #: Bytes that a process's first context takes there.
     context: int = 0
 
 
@@ -61,7 +61,7 @@ class Holder:
     """A session that has a slice of the device."""
 
     granted: int
-    #: What the guard counts in the session's processes; 0 without a guard.
+    #: Bytes that the guard counts in the session's processes; 0 without a guard.
     counted: int = 0
     #: False: none of its processes has called cuInit.
     cuda: bool | None = None
@@ -269,10 +269,9 @@ def excused(total: int) -> int:
 
 # ---------------------------------------------------------------------- overuse
 
-#: Bytes beyond a slice that no kernel is blamed for: a part of the device, within bounds. The
-#: driver takes memory for the local arrays of every thread that can run at once, which no
-#: allocation asked for; the larger the device, the more. What the driver takes for each process
-#: (see :class:`Overhead`) is explained there, and comes on top.
+#: Tolerated bytes beyond a slice: a part of the device, within bounds. Without a call for it, the
+#: driver takes memory for the local arrays of every thread that can run at once, more on a larger
+#: device. Its memory for each process (see :class:`Overhead`) is tolerated in addition.
 TOLERATED_LEAST, TOLERATED_MOST, TOLERATED_PART = 64 * MiB, 512 * MiB, 16
 
 #: Samples in a row that must agree: one may fall between a suspend and its record.
@@ -280,7 +279,7 @@ SAMPLES = 3
 
 
 def tolerated(total: int) -> int:
-    """Return the bytes that a kernel may have beyond its slice; ``total`` 0: size not known."""
+    """Return the tolerated bytes beyond a slice; ``total`` 0: the device's size is not known."""
     return min(max(TOLERATED_LEAST, total // TOLERATED_PART), TOLERATED_MOST)
 
 

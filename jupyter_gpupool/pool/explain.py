@@ -47,7 +47,7 @@ class HeldLease:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What the plan holds about one session."""
+    """The plan for one session, as data."""
 
     session: str
     #: Why it waits (an attached session: for growth); None if it does not.

@@ -85,7 +85,7 @@ class Lease:
     rose_at: float = NEVER
     #: How the session used it since the resume, in the terms of :mod:`.residence`.
     stay: Stay = field(default_factory=Stay)
-    #: The session knows that another session waits for its slice.
+    #: Whether the session was told that another one waits for its slice.
     told_wanted: bool = False
 
 
@@ -162,7 +162,7 @@ class Session:
     #: After a failed try: no suspend (if idle) or attach (if queued) before this time.
     retry_at: float = 0.0
     failures: int = 0
-    #: Why its last suspend was refused for want of host memory.
+    #: Why its last suspend was refused for lack of host memory.
     roomless: str = ""
     #: Its machine or control group is short of memory: it must not be suspended.
     pressed: bool = False
@@ -330,7 +330,7 @@ def charge_of(s: Session, slices: Sequence[Slice]) -> int:
 
 
 class Facts:
-    """Everything the pool knows."""
+    """All facts of the pool."""
 
     def __init__(self, settings: PoolSettings) -> None:
         self.settings = settings

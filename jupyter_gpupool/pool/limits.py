@@ -254,9 +254,9 @@ def most_devices(owner: Owner, settings: PoolSettings, devices: int) -> int:
     return devices if quota is None else min(devices, quota)
 
 
-# --------------------------------------------------------------------------- unasked sizes
+# --------------------------------------------------------------------------- default sizes
 
-#: Codes of refusals that are about how much memory was asked for.
+#: Codes of refusals about the requested amount of memory.
 _ABOUT_SIZE = frozenset({Code.OVER_KERNEL_LIMIT, Code.OVER_DEVICE, Code.OVER_QUOTA, Code.OVER_HOST})
 
 

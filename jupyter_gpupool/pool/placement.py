@@ -385,7 +385,7 @@ class Promise:
 
 @dataclass(slots=True)
 class Draft:
-    """What is left for later sessions of the pass."""
+    """The devices and budgets as they are for later sessions of the pass."""
 
     facts: Facts
     rooms: dict[str, Room] = field(default_factory=dict)
@@ -406,7 +406,7 @@ class Draft:
                 self.rooms[x.device].leases.append((s, x.bytes))
         self.host = self.facts.host_room
 
-    # ------------------------------------------------------------------ what is left
+    # ------------------------------------------------------------------ free bytes
 
     def usage(self, owner: str) -> OwnerUsage:
         """Return the owner's leases and promises in this draft, in all."""
@@ -481,7 +481,7 @@ class Draft:
                 return False
         return True
 
-    # ------------------------------------------------------------------ what is taken
+    # ------------------------------------------------------------------ changes
 
     def take(self, s: Session, takes: Iterable[Slice], charge: Charge) -> None:
         """Grant ``takes`` to ``s``: later sessions cannot have them."""
@@ -504,7 +504,7 @@ class Draft:
         self.usage(s.owner.name).add(promise.charge)
 
     def unpromise(self, s: Session) -> Promise:
-        """Take back what ``s`` was promised, and return it."""
+        """Take the promise of ``s`` back, and return it."""
         promise = self.promises.pop(s.id)
         for x in promise.takes:
             self.rooms[x.device].promise(-x.bytes)

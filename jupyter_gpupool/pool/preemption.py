@@ -47,11 +47,11 @@ WAITS = "another kernel waits for memory"
 OWN = "another kernel of the same owner waits and the owner's quota is in use"
 
 
-# --------------------------------------------------------------------------- from when on
+# --------------------------------------------------------------------------- times
 
 
 def suspendable(s: Session, facts: Facts) -> bool:
-    """Return whether an idle session can be suspended at all.
+    """Return whether the devices of an idle session allow its suspend.
 
     On a device that cannot suspend, only a lease without used memory can be preempted, because it
     has no state to move. Any other lease stays until its kernel frees the memory or ends.

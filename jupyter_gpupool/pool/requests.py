@@ -138,10 +138,10 @@ def _what_became(facts: Facts, s: Session, plan: Plan) -> str:
 #
 # Burst: a lease is guaranteed ``request.memory`` and may grow to ``request.limit`` out of free
 # memory: no lease is preempted for it, and it takes nothing that the plan promises or reserves. It
-# grows in steps, so that a program which allocates little by little does not ask each time; while a
-# session waits, in steps of just what is missing. Grown bytes that are not in use are the first to
-# be reclaimed: at once when a session waits, else after ``UNUSED`` seconds. Those in use come back
-# like all others, when the idle session is suspended.
+# grows in steps, so that a program with many small allocations does not ask each time; while a
+# session waits, a step is only the missing bytes. Grown bytes that are not in use are the first to
+# be reclaimed: at once when a session waits, else after ``UNUSED`` seconds. Used bytes go back like
+# all others, when the idle session is suspended.
 
 
 def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:

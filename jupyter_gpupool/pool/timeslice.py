@@ -17,8 +17,8 @@ are in proportion to its share (start-time fair queueing):
 * A session that is not busy loses nothing: its turn goes to others. It is not paused either, so
   that its next call, which starts its busy time, is seen.
 
-Shares are proportions among those that contend, not a cap: alone, 10 is as good as 100. If all
-contenders have asked for ``FULL``, none is paused: the driver's own time slices are enough.
+Shares are proportions among those that contend, not a cap: alone, a session gets all the time. If
+all contenders have asked for ``FULL``, none is paused: the driver's own time slices are enough.
 """
 
 from __future__ import annotations

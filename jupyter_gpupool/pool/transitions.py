@@ -60,9 +60,8 @@ class Step(NamedTuple):
 
 
 # --------------------------------------------------------------------------- what the steps do
-#
-# Each gets the facts, the session as it was, and what the event tells; it runs inside
-# ``Facts.change``. What it returns comes after the StateChanged of the step.
+# Each gets the facts, the session as it was, and the data of the event; it runs inside
+# ``Facts.change``. Its actions come after the StateChanged of the step.
 
 
 def _join(facts: Facts, s: Session, since: float) -> Actions:

@@ -141,7 +141,7 @@ class KernelHistory:
 
 # ---------------------------------------------------------------------- how much was used
 
-#: Sessions to remember; beyond that the oldest ended ones are dropped.
+#: Most sessions to keep; beyond that the oldest ended ones are dropped.
 MOST = 2000
 
 

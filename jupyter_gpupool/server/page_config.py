@@ -22,7 +22,7 @@ _NEXT_STEP = "`jupyter gpupool doctor` says more."
 
 
 def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -> View:
-    """Return what is known without asking a broker: the machine's driver, or what to emulate.
+    """Return the page's data without a broker: from the machine's driver, or the emulation.
 
     ``config`` is the server's section ``GPUPool``. It overrides the environment, as in the broker.
     A broker that listens at ``socket`` has its own configuration, and may have devices that this

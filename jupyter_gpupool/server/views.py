@@ -96,7 +96,7 @@ def session_of(view: Mapping[str, Any], kernel_id: str) -> View | None:
 
 
 def wait_of(view: Mapping[str, Any], session: Mapping[str, Any]) -> View:
-    """Return why a session waits, and how many sessions of which class are ahead of it."""
+    """Return why a session waits, and the number of sessions ahead of it by class."""
     position = session.get("queue_position")
     ahead = [
         other

@@ -119,7 +119,7 @@ class Watch:
         #: The broker's clock minus our monotonic clock; None before the first snapshot.
         self._offset: float | None = None
 
-    # ------------------------------------------------------------------ who needs it
+    # ------------------------------------------------------------------ kernels and clients
 
     @property
     def needed(self) -> bool:

@@ -44,7 +44,7 @@ export interface IRequest {
   readonly priority: string;
 }
 
-/** What a session has on one device. */
+/** A session's slice on one device. */
 export interface ISlice {
   /** The device's UUID. */
   readonly device: string;

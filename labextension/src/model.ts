@@ -178,7 +178,7 @@ export class PoolModel implements IPoolModel {
         this._warned.emit(message.data);
         break;
       case 'broker':
-        // If it is back, the next snapshot tells that.
+        // If it is back, the next snapshot shows it.
         if (!message.available) {
           const { code = '', message: why = '', next_step: next = '' } = message;
           this._setAway(why, nextStep(this._trans, code, next), code);

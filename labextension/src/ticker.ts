@@ -22,7 +22,7 @@ export class Ticker {
     });
   }
 
-  /** Whether the owner shows the count-down; the page's visibility is checked as well. */
+  /** Whether the owner shows the count-down; the ticker also checks the page's visibility. */
   set shown(value: boolean) {
     this._shown = value;
     this._adjust();

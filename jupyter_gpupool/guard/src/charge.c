@@ -78,7 +78,7 @@ static bool take_locked(struct page_slot *slot, int ordinal, uint64_t bytes, boo
     return taken;
 }
 
-/* What is missing, or 0 if a request of that size can never be met. */
+/* The missing bytes, or 0 if a request of that size can never be met. */
 static uint64_t missing(int ordinal, uint64_t bytes)
 {
     uint64_t wanted, granted = LOAD(guard_page->granted[ordinal]);

@@ -17,7 +17,7 @@ struct devices {
         uint32_t live;     /* contexts, the primary one included */
         bool charged;
         CUcontext primary; /* while it is active */
-        uint64_t bytes;    /* what was charged */
+        uint64_t bytes;    /* bytes that were charged */
     } device[PAGE_DEVICES];
 };
 
@@ -35,7 +35,7 @@ static __thread uint32_t remembered_at;
 static uint64_t number_of(struct devices *d, CUcontext context, CUdevice device)
 {
     struct own own, stale;
-    own_lock(&d->lock); /* two threads may meet a context at once */
+    own_lock(&d->lock); /* two threads may add a context at once */
     if (!table_get(OWN_CONTEXT, (uint64_t)context, &own)) {
         own = (struct own){.key = (uint64_t)context, .kind = OWN_CONTEXT, .owner = ++d->numbers,
                            .extra = (uint32_t)device};
@@ -255,7 +255,7 @@ CUresult wrap_cuVDPAUCtxCreate_v2(CUcontext *out, unsigned flags, CUdevice devic
     CREATE(pinned(REAL(cuVDPAUCtxCreate_v2)(out, flags, device, vdp, get)), device);
 }
 
-/* A green context is a part of the primary one, which it brings to life. */
+/* A green context is a part of the primary context, which it creates if needed. */
 CUresult wrap_cuGreenCtxCreate(CUgreenCtx *out, void *resources, CUdevice device, unsigned flags)
 {
     ENTER;

@@ -72,7 +72,7 @@ void settle_stale(const struct own *own);
 void capture_over(const struct own *own);
 /* Host memory was unregistered (registered.c). */
 void registered_over(const struct own *own);
-/* Whether any stream of this process may be recording: one recording may take in other streams. */
+/* Whether any stream of this process may be recording: one recording may include other streams. */
 bool capture_any(void);
 
 /* ---- charge.c */
@@ -93,7 +93,7 @@ struct reserve {
     uint64_t unseen;  /* bytes allocated since the driver was last asked */
     uint32_t ended;   /* ALIVE, ENDING or ENDED: allocations from it remain until they are freed */
     CUmemoryPool pool;
-    uint64_t charged; /* what the page was charged for it */
+    uint64_t charged; /* bytes charged to the page for it */
     uint64_t live;    /* bytes allocated from it */
 };
 

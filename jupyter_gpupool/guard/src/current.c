@@ -104,7 +104,7 @@ void current_apply(void)
     changed();
 }
 
-/* ---- what the driver knows */
+/* ---- the driver's current context */
 
 CUcontext current_context(void) { return top(&mine.wanted); }
 

@@ -117,7 +117,7 @@ void gate_at_exit(void)
     atexit(end);
 }
 
-/* ---- what the process owes the driver: noted calls, and contexts that threads have made current */
+/* ---- calls that the process owes the driver: noted calls, and contexts that threads have made current */
 
 uint32_t guard_arrears;
 static uint32_t arrears_lock;
@@ -422,7 +422,7 @@ void gate_step_back(void)
         __atomic_add_fetch(inside.inflight, 1, __ATOMIC_SEQ_CST);
 }
 
-/* ---- what the process has done */
+/* ---- after the first calls */
 
 bool guard_initialised(void)
 {

@@ -95,7 +95,7 @@ bool gate_closed(void);
 /* Around a wait for the broker inside a counted call, so that a suspend need not wait for the call. */
 void gate_step_out(void);
 CUresult gate_step_in(void);
-/* Let the entry points look at the gate again: a landing has begun or ended. */
+/* Make the entry points check the gate again: a landing has begun or ended. */
 void gate_point(void);
 /* In place of gate_step_in where the call returns an error without entering the driver again. */
 void gate_step_back(void);
@@ -169,7 +169,7 @@ void page_reap(void);
 /* Whether that may find any slot: exact for processes that were waited for, 10 ms late for others. */
 bool page_deaths(void);
 
-/* ---- what is owed to the driver once the gate is open (gate.c, later.c, current.c) */
+/* ---- calls owed to the driver once the gate is open (gate.c, later.c, current.c) */
 
 enum arrears { ARREARS_CALLS = 1, ARREARS_CONTEXTS = 2 /* for each thread */ };
 /* Zero: nothing. Otherwise every entry point takes its slow path. */

@@ -17,7 +17,7 @@ static uint64_t extent(uint64_t bytes)
     return __builtin_add_overflow(bytes, unit - 1, &up) ? UINT64_MAX : up / unit * unit;
 }
 
-/* ---- what all wrappers do */
+/* ---- common steps of all wrappers */
 
 void settle_stale(const struct own *own)
 {

@@ -89,7 +89,7 @@ struct page {
     uint64_t epoch;
     uint64_t pause_until;           /* CLOCK_MONOTONIC, ns; later a paused gate counts as open */
     uint64_t limit;                 /* bytes per device up to which the grant may grow */
-    uint64_t context_bytes;         /* what is charged for the first context of a process on a device */
+    uint64_t context_bytes;         /* bytes charged for the first context of a process on a device */
     uint64_t lock;                  /* guard: the process that changes slots: pid | start_time << 32; 0: free */
     uint64_t slots_used;            /* guard: one more than the highest slot that has had bytes; only grows */
     uint64_t granted[PAGE_DEVICES]; /* bytes of the lease; 0 without one */

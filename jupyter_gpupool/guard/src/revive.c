@@ -94,7 +94,7 @@ static bool given_up(const char *socket)
 }
 
 /* No allocation and no handlers of fork(): this process may have many threads, and much memory
- * mapped. The shell returns at once, and what it starts is no child of ours. */
+ * mapped. The shell returns at once, and the broker does not become our child. */
 static void start(void)
 {
     char *arguments[] = {"/bin/sh", "-c", command, NULL};

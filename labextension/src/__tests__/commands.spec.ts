@@ -247,7 +247,7 @@ describe('the commands', () => {
     press(open, '.jp-mod-accept');
     expect(await done).toBe(true);
     const memory = 4.5 * 1024 ** 3;
-    // The limit follows by the broker's rule.
+    // The broker derives the limit from the memory.
     expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${memory}}`]);
   });
 

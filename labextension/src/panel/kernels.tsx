@@ -125,7 +125,7 @@ interface ILinesProps {
   readonly number: number;
 }
 
-/** Drawn again when there is another history, not when the pool changes. */
+/** Drawn again only for a new history, not when the pool changes. */
 const Lines = React.memo(function Lines(props: ILinesProps): React.ReactElement | null {
   const { trans } = useTools();
   const history = useHistory();

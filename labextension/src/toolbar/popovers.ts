@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The one popover of a page, and the places where it can open. */
+/** The only popover of a page, and the places where it can open. */
 import type { CommandRegistry } from '@lumino/commands';
 import { Token } from '@lumino/coreutils';
 import { DisposableDelegate, type IDisposable } from '@lumino/disposable';

@@ -66,7 +66,7 @@ export class KernelWatch implements IDisposable {
     Signal.clearData(this);
   }
 
-  /** Look again. */
+  /** Read the situation again. */
   readonly refresh = (): void => {
     if (this._isDisposed) {
       return;
