@@ -88,7 +88,7 @@ def _serve(commands: int) -> None:
             if line == "take\n":
                 client.start("hold", hold="cell", kind="cell", wait=True)
             else:
-                client.start("cancel", hold="cell")  # of a present slice: the same as a drop
+                client.start("cancel", hold="cell")  # after the grant this is a drop
                 client.start("release")
 
 

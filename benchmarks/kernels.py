@@ -59,7 +59,7 @@ def private_pool(**options: Any) -> Iterator[list[str]]:
 
 
 def driver_environment() -> dict[str, str]:
-    """Return what leads a process outside of the pool to the driver of :func:`private_pool`."""
+    """Return the variables with which any process finds the driver of :func:`private_pool`."""
     names = ("EMUCUDA_MACHINE", "EMUCUDA_STATE")
     with Client(os.environ["GPUPOOL_SOCKET"]) as client:
         # Only a kernel's environment has them.

@@ -3,7 +3,7 @@
 """The code of the pool that one event runs: Python calls, functions, files, changes of file.
 
 ``python -m benchmarks.pool_trace`` prints a JSON object per event of a short story on two GPUs with
-two sessions. A reader who follows an event goes through as many files, as often.
+two sessions. A reader who follows an event through the code opens these files, in as many changes.
 """
 
 from __future__ import annotations

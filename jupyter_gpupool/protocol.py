@@ -279,7 +279,7 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # a thread waits at the gate. ok, once the gate is open: epoch
     "attach": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
     # the process calls cuInit without a lease: set the page's devices to those of the lease that
-    # the session would get now. ok, whether or not there are any: -
+    # the session would get now. ok, even if there are none: -
     "home": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
     # the session's page was deleted: put it back. ok, once it is there: -
     "page": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),

@@ -540,7 +540,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _files(socket: Path, command: Sequence[str]) -> dict[str, str]:
-    """Return the small files in the socket's folder that ``command`` names, by name."""
+    """Return the small files in the socket's folder that ``command`` names; the keys are names."""
     found: dict[str, str] = {}
     for path in map(Path, command):
         with contextlib.suppress(OSError, ValueError):

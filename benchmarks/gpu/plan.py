@@ -50,7 +50,7 @@ PLAN = (
 
 
 def named(names: list[str]) -> tuple[Item, ...]:
-    """Return the items with these names, all items without a name.
+    """Return the items with these ``names``; all items if there are none.
 
     Raises
     ------

@@ -154,7 +154,7 @@ CUresult gate_enter(int *passed);
 void gate_leave(const int *passed);
 bool gate_close(uint64_t deadline); /* false: work was still running at the deadline (0: none) */
 void gate_open(void);
-bool sync_returns_early(void); /* crashes while CHECKPOINTED, true while LOCKED */
+bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the call crashes */
 
 /* At the head of every call that reaches a device: waits while the process is locked. */
 #define GATED                                                          \

@@ -341,7 +341,7 @@ EXPORT CUresult cuEventQuery(CUevent e)
 
 static CUresult event_time(CUevent e, uint64_t *time)
 {
-    GATED; /* blocks while locked, but does not delay the drain while waiting */
+    GATED; /* the call blocks while locked, but its wait does not delay the drain */
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
     if (e->captured)

@@ -247,7 +247,7 @@ def journal(status: Mapping[str, Any]) -> list[Finding]:
 
 
 def journal_place(settings: BrokerSettings, path: Path) -> list[Finding]:
-    """Where a broker at the socket ``path`` would keep its journal; for when none runs."""
+    """The place of the journal of a broker at the socket ``path``, if none runs."""
     from ..broker.store.journal_file import place
 
     try:

@@ -269,9 +269,9 @@ def excused(total: int) -> int:
 
 # ---------------------------------------------------------------------- overuse
 
-#: Tolerated bytes beyond a slice: a part of the device, within bounds. Without a call for it, the
-#: driver takes memory for the local arrays of every thread that can run at once, more on a larger
-#: device. Its memory for each process (see :class:`Overhead`) is tolerated in addition.
+#: Tolerated bytes beyond a slice: a part of the device, within bounds. The driver itself takes
+#: memory for the local arrays of all threads that can run at once, more on a larger device. Its
+#: memory for each process (see :class:`Overhead`) is tolerated in addition.
 TOLERATED_LEAST, TOLERATED_MOST, TOLERATED_PART = 64 * MiB, 512 * MiB, 16
 
 #: Samples in a row that must agree: one may fall between a suspend and its record.
@@ -347,7 +347,7 @@ def state_moved(
 ) -> tuple[Slice, ...]:
     """Return the state that a suspend has moved off ``slices``, one part for each of them.
 
-    That is what it ``freed``. 0 freed bytes mean that the driver cannot tell. Then the estimate of
+    This is the number of ``freed`` bytes. If it is 0, the driver cannot tell; then the estimate of
     :func:`state_to_move` (``before``) counts, or else the whole slice.
     """
     return tuple(

@@ -530,8 +530,8 @@ class Facts:
         """Bytes that a new suspend may take; may be negative."""
         room = self.settings.host_memory - self.host_used - self.host_going
         if self.host_available is not None:
-            # The sample excludes states suspended before it. It may exclude a part of those under
-            # way; this counts as none.
+            # The sample already lacks the states suspended before it. It may also lack parts of
+            # those under way, but this assumes that it does not.
             room = min(room, self.host_available - self.host_taken)
         return room
 

@@ -227,7 +227,7 @@ def _bound_need(memory: int, ledger: DeviceLedger, s: Session) -> Need:
 
 
 def _state_needs(s: Session, facts: Facts) -> tuple[Need, ...]:
-    """Return the needs of suspended state: at least the state, and as much headroom as there is.
+    """Return the needs of suspended state: at least the state, and as much headroom as possible.
 
     A display server, for example, always takes a little of its device. State that filled the rest
     of it must not wait for headroom that no device has. So the largest state gets at most the

@@ -135,8 +135,8 @@ def victim_tier(asker: Session, holder: Session, facts: Facts) -> int | None:  #
 def asker_kind(asker: Session) -> Any:  # noqa: ARG001
     """Return everything that :func:`victim_tier` reads of an asker that has no lease.
 
-    The pass skips a request if one of the same kind, and no larger, found nothing. Today only the
-    fact that the session has no lease counts.
+    The pass skips a request if a request of the same kind that is no larger found nothing. Today
+    all sessions without a lease are of one kind.
     """
     return None
 

@@ -150,8 +150,8 @@ def kept_idle(stay: Stay, gap: Gap, now: float) -> Stay:
 def taken(gap: Gap, stay: Stay, habits: Habits, now: float, *, cost: float, share: float) -> Gap:
     """Return ``gap`` with the slice preempted ``now`` for a waiting session.
 
-    If the allowance ended before patience, use has paid for the move. The gap then does not show
-    how good the guess was, and is not accounted for.
+    If the allowance ended before patience, use has paid for the move. Then the gap does not show
+    whether the guess was good, and does not count.
     """
     start = max(gap.began, gap.wanted)
     if share <= 0 or cost <= 0 or start == math.inf:

@@ -247,7 +247,7 @@ class _Pass:
     # ------------------------------------------------------------------ 1. promises
 
     def _keep_promises(self, but: str) -> None:
-        """Keep each promise that is still what its session needs, as far as the bytes will come."""
+        """Keep each promise that still fits its session, if suspends free enough bytes."""
         facts, draft = self.facts, self.draft
         for name, promise in self.before.promises.items():
             if name not in self.turn or name == but:
@@ -297,7 +297,7 @@ class _Pass:
     def _suspend(self, v: Session, reason: str) -> None:
         self.draft.suspend(v)
         self.plan.suspends.append((v, reason))
-        # More bytes will come free there than the failed requests could use.
+        # The suspend frees more bytes than the failed requests could use.
         self.failed.clear()
 
     # ------------------------------------------------------------------ 3. the queue

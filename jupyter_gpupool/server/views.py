@@ -192,7 +192,7 @@ def _queue(session: Mapping[str, Any]) -> View:
 
 
 def leaves_at(session: Mapping[str, Any], settings: Mapping[str, Any]) -> float | None:
-    """Return when the pool suspends an idle session without a reason to wait; None if never.
+    """Return when the idle time of a session ends and the pool suspends it; None if never.
 
     On the broker's clock. The suspend may come sooner if another kernel waits. A session that is
     pinned or has a ``stays_reason`` stays.

@@ -160,7 +160,7 @@ void current_fork(enum fork_when when)
 
 /* ---- the calls. If the driver would not block, they pass on to it at the cost of a few instructions. */
 
-/* Whether to answer from here. Otherwise the call may go to the driver, or *error is the answer. */
+/* Whether to answer from this stack. If not, return *error, or call the driver if it is 0. */
 static bool blocked(uint32_t entry, CUresult *error)
 {
     *error = CUDA_SUCCESS;

@@ -208,7 +208,7 @@ static bool in(enum purpose purpose, bool gated)
 {
     struct page_slot *slot = guard_slot();
     uint32_t *inflight = guard_first ? &slot->first : &slot->inflight;
-    /* Each of the two is a full barrier before the load of the gate. */
+    /* Both operations are full barriers before the load of the gate. */
     if (guard_first)
         __atomic_exchange_n(inflight, 1, __ATOMIC_SEQ_CST);
     else

@@ -166,7 +166,7 @@ void page_lock(void);
 void page_unlock(void);
 /* Under the lock: free the slots of processes that have ended. Reads /proc for each: slow. */
 void page_reap(void);
-/* Whether that may find any slot: exact for processes that were waited for, 10 ms late for others. */
+/* Whether page_reap() may find a slot: exact for processes reaped by their parent, else 10 ms late. */
 bool page_deaths(void);
 
 /* ---- calls owed to the driver once the gate is open (gate.c, later.c, current.c) */
@@ -233,7 +233,7 @@ void guard_at_fork(void); /* registers them */
 /* ---- bytes (charge.c) */
 
 /* Take `bytes` of the session's grant on `ordinal`; asks the broker for growth if they do not fit.
- * CUDA_ERROR_OUT_OF_MEMORY if refused. Before the driver is asked. */
+ * CUDA_ERROR_OUT_OF_MEMORY if refused. Callers do this before the driver's call. */
 CUresult guard_charge(int ordinal, uint64_t bytes);
 /* Give them back. */
 void guard_credit(int ordinal, uint64_t bytes);

@@ -124,7 +124,7 @@ static bool next(struct later *l, struct noted *out, bool *left)
     return found;
 }
 
-/* The calls of several threads, each in the context that was current there. */
+/* The calls of several threads, each in the context that was current in its thread. */
 static void make_current(CUcontext wanted, CUcontext *pushed)
 {
     CUcontext popped;

@@ -235,8 +235,8 @@ __attribute__((destructor)) static void give_back(void)
         return;
     /* Other threads, and destructors of other libraries, may still call. */
     __atomic_store_n(&guard_the_slot, &leftover, __ATOMIC_SEQ_CST);
-    /* A thread that has found this slot may count its calls there at any time, so no other process may have it
-     * before. The slot is reaped once this process has ended. */
+    /* A thread that has found this slot may count its calls there at any time, so no other process may take the
+     * slot while this process lives. It is reaped afterwards. */
     if (__atomic_load_n(&users, __ATOMIC_SEQ_CST) == (guard_slot_user ? 1 : 0) &&
         !__atomic_load_n(&s->inflight, __ATOMIC_SEQ_CST) && !__atomic_load_n(&s->first, __ATOMIC_SEQ_CST) &&
         !__atomic_load_n(&s->waiting, __ATOMIC_SEQ_CST))

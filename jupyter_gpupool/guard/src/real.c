@@ -161,7 +161,7 @@ static enum page_state look(void)
             state = PAGE_REFUSED;
         } else if (!handed_over) {
             state = page_settle();
-            /* The page may have its name again; but the call has already waited long for the broker. */
+            /* The page may have its name again, but this call has waited long enough for the broker. */
             if (state == PAGE_LOST && monotonic() < away_until)
                 state = PAGE_REFUSED;
             if (state == PAGE_REFUSED)

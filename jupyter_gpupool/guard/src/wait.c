@@ -39,8 +39,8 @@ static bool find_python(struct python *py)
 }
 
 /* PyGILState_Check() is true for every thread once there was a second interpreter, and up to 3.11 the current
- * state may be another thread's. If both are true, the answer is right; a wrong "no" only makes the other
- * threads wait, too. */
+ * state may be another thread's. If both tests are true, this thread has the lock. If they are wrongly false,
+ * the other threads also wait. */
 static void *release_interpreter(void)
 {
     struct python py;

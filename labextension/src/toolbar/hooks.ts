@@ -50,7 +50,7 @@ export const OLD_REFUSAL = 60_000;
 /** Runs one action at a time, and keeps the last answer while it may be true. */
 export function useAnswer(
   trans: TranslationBundle,
-  /** The state to which answers belong: after a change they disappear once they could be read. */
+  /** The state to which answers belong: after a change they disappear, once read. */
   state: string,
   /** Whether the pool can be reached. */
   up: boolean
