@@ -19,8 +19,8 @@ from pathlib import Path
 
 from .errors import Code, GPUPoolError
 
-#: ``f_type`` of statfs(2), of file systems that other machines may also mount, or on which SQLite's
-#: locks and shared memory maps are not reliable.
+#: Unsuitable file systems, by ``f_type`` of statfs(2): other machines may also mount them, or
+#: SQLite's locks and shared memory maps are not reliable there.
 NETWORK = {
     0x6969: "NFS",
     0x517B: "SMB",

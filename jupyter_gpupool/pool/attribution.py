@@ -69,7 +69,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """The memory of one device, by its users."""
+    """The memory of one device, divided among its users."""
 
     #: Bytes of processes that are outside the pool.
     foreign: int

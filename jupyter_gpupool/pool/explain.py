@@ -55,7 +55,7 @@ class Explanation:
     #: Its place in the queue for a lease (1: the first), and all sessions before it.
     position: int | None
     ahead: tuple[str, ...]
-    #: What it gets once suspends under way are done.
+    #: The slices that it gets once suspends under way are done.
     promised: tuple[Slice, ...]
     #: Its reservation as the head of the queue: bytes wanted, by device.
     reserved: tuple[Slice, ...]

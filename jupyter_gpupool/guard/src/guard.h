@@ -259,8 +259,8 @@ void broker_home(void); /* the page's devices are those of the next lease, or un
 /* ---- a broker that has died (revive.c) */
 
 void revive_remember(void);
-/* How many nanoseconds to wait in all if no broker listens; 0: none can be started. Meanwhile
- * starts the user's own broker if it has died, one attempt at a time. */
+/* Starts the user's own broker if it has died, one attempt at a time. Returns how many nanoseconds to wait in
+ * all while no broker listens; 0: none can be started. */
 uint64_t revive(const char *socket);
 
 #pragma GCC visibility pop

@@ -71,7 +71,7 @@ struct page_slot {
     uint32_t flags;
     uint32_t pins;
     uint64_t used[PAGE_DEVICES];    /* counted bytes, with contexts */
-    uint64_t context[PAGE_DEVICES]; /* of these: the constant for contexts */
+    uint64_t context[PAGE_DEVICES]; /* the part of the used bytes that contexts are charged */
     uint32_t captures;              /* streams that record a graph: a suspend must not fall inside */
     uint32_t first;                 /* 1: one more call inside, of the process's first thread */
     uint64_t sees[PAGE_DEVICES];

@@ -10,7 +10,7 @@
 #include "wraps.h"
 
 struct vmm {
-    uint32_t lock; /* over the entries of a block, its handles and its maps, together */
+    uint32_t lock; /* protects the entries of a block, its handles and its maps together */
     uint64_t blocks;
 };
 

@@ -41,7 +41,7 @@ export function parseSize(text: string): number | null {
   return value >= LEAST ? Math.min(value, MOST) : null;
 }
 
-/** The least size with three decimals; and the text of all larger ones. */
+/** The least size with three decimals, and the text for sizes beyond all bounds. */
 const LEAST = Math.ceil(MIB / 1000);
 export const MOST = Number.MAX_SAFE_INTEGER;
 
