@@ -47,7 +47,7 @@ ALLOWED: dict[str, str] = {
     "kernelspecs launcher protocol provisioner starting startrecord timeline",
 }
 
-#: The only third-party packages a part may name; other parts may name none.
+#: The only third-party packages that a part may import; other parts may import none.
 THIRD_PARTY = {
     "durations": {"prometheus_client"},
     "config": {"traitlets", "jupyter_core"},
@@ -216,7 +216,7 @@ def test_broker_parts_do_not_set_each_others_attributes():
     assert found == []
 
 
-#: Modules that know each other's type only: a session has connections, and they have a session.
+#: Pairs that import only each other's type: a session has connections, a connection a session.
 KNOWN_PAIR = {"transport.connection", "sessions"}
 
 

@@ -274,7 +274,7 @@ class Kernel:
 
 
 class Pool:
-    """One private broker with its folder, and the queries of a test."""
+    """One private broker with its folder, and the questions that a test asks it."""
 
     def __init__(self, folder: Path, machine: str, config: dict[str, Any]) -> None:
         self.folder = folder
@@ -343,7 +343,7 @@ class Pool:
         self._before = self._there()
 
     def again(self) -> None:
-        """Begin another test: forget what happened before."""
+        """Begin another test: ignore all that happened before."""
         self._after = self.call("journal", limit=0)["seq"]
 
     def _there(self) -> tuple[Any, ...]:
@@ -356,7 +356,7 @@ class Pool:
     def rests(self) -> bool:
         """Return whether the broker is as good as a new one, and all else has ended.
 
-        The test has passed, its kernels are gone, and nothing is granted any more.
+        The test has passed, its kernels have ended, and the broker grants no memory.
         """
         if self.disturbed or os.environ.get("GPUPOOL_E2E_KEEP"):
             return False

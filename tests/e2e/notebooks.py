@@ -102,7 +102,7 @@ def _named(label: str) -> dict[str, str]:
 
 
 def _kernel(client: Any, label: str) -> Any:
-    """Run the client's kernel; unless told, nbclient does not end a kernel of our manager."""
+    """Run the client's kernel; ``cleanup_kc`` makes nbclient end it, though we own its manager."""
     return client.async_setup_kernel(cleanup_kc=True, env=_named(label))
 
 

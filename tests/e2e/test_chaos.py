@@ -193,7 +193,7 @@ class Chaos:
         return kernel
 
     async def bury(self, kernel, cell=None):
-        """Wait until nothing of a killed kernel is left, then close our end."""
+        """Wait until a killed kernel has no process or session, then close the client."""
         pid, name = kernel.pid, kernel.kernel_id
         begun = time.monotonic()
         reap(pid)

@@ -89,7 +89,7 @@ def test_cells_do_not_wait_for_the_broker_under_manual(pool):
 
 
 def test_kernel_without_cuda_returns_its_lease_under_cell(pool):
-    """Under ``cell`` the lease begins with the cell: the agent cannot know what it will do."""
+    """Under ``cell`` the lease begins with the cell: the agent does not know the cell's code."""
     pool = pool(ONE, default_memory=SLICE, idle_timeout=0.5)
 
     async def scenario():

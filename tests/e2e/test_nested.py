@@ -37,7 +37,7 @@ def test_broker_outlives_the_notebook_that_started_it(pool):
         old = psutil.Process(pool.status()["pid"])
         old.send_signal(signal.SIGTERM)
         await until(lambda: not pool.socket.exists(), "the broker's end")
-        # The inner notebook takes the slice of the outer one, which runs a cell off the GPU.
+        # The inner notebook takes the slice of the outer one, whose cell makes no CUDA call.
         done = (await outer.run(RUN)).check()
         assert done.text.endswith("ran\n"), done
         pid = pool.status()["pid"]

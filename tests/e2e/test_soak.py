@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Eight notebooks of 600 MiB on two devices of 1.6 GiB: each gets its turn, every byte stays.
+"""Eight notebooks of 600 MiB on two devices of 1.6 GiB: each gets its turn, and no byte changes.
 
 The short form has a sixth of the bytes. Four fit at a time. Each kernel loops: it checks what the
 last round left on the device, frees it, allocates again, writes every byte, computes, checks.

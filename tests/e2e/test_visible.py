@@ -42,7 +42,7 @@ def test_index_beyond_the_slice_selects_its_own_gpu(pool, value):
         again = await kernel.run("block = Block(16).allocate().write(1).verify()\nprint(count())")
         assert "names a GPU" not in again.check().text
         assert again.text.strip() == "1"
-        # After the import the variable changes nothing, and the message is the same.
+        # After the import the variable has no effect, and the message is the same.
         late = (
             await kernel.run("os.environ['CUDA_VISIBLE_DEVICES'] = '5'\nblock.verify()")
         ).check()

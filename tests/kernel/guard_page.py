@@ -17,7 +17,7 @@ from jupyter_gpupool.guard import page as layout
 from jupyter_gpupool.guard.page import CLOSED, UNUSED, Page
 from jupyter_gpupool.procfs import identify
 
-#: ``struct page_slot``, up to the charge for its contexts.
+#: The fields of ``struct page_slot`` up to the charge for its contexts.
 _SLOT = struct.Struct("<IIQIIII8Q8Q")
 
 

@@ -87,7 +87,7 @@ def gone(cell: Execution, what: str, timeout: float = 20) -> None:
         cell.kernel.read(deadline, cell)
 
 
-# ---------------------------------------------------------------------- nothing is sent
+# ---------------------------------------------------------------------- cells send nothing
 
 
 def test_cells_and_widgets_send_nothing(
@@ -103,7 +103,7 @@ def test_cells_and_widgets_send_nothing(
     kernel.run("x = 2", metadata={"tags": ["no-gpu"]})
     kernel.run("x", metadata={"tags": ["gpu"]}, silent=True)
     assert kernel.value("seen") == "[{'n': 1}]"
-    # State in host memory changes nothing: a CUDA call would wait in the guard.
+    # Suspended state makes no difference: a CUDA call would wait in the guard.
     page.process(pid_of(kernel), flags=SLOT_CUDA | SLOT_CONTEXT, used=1 << 20)
     comm_done(kernel, send_comm(kernel, "comm_msg", data={"n": 2}))
     kernel.run("x = 3", silent=True)
@@ -248,7 +248,7 @@ def test_cells_run_without_a_broker_and_show_no_message(
     assert kernel.run("print(1)").outputs == [{"name": "stdout", "text": "1\n"}]
 
 
-# ---------------------------------------------------------------------- what is set in the process
+# ---------------------------------------------------------------------- variables of the process
 
 
 SEE = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['GPUPOOL_VISIBLE'])"
@@ -443,7 +443,7 @@ def test_waiting_call_names_a_broker_that_is_away(
     assert cell.done().outputs == [{"name": "stdout", "text": "hi\n"}]
 
 
-# ---------------------------------------------------------------------- what was refused
+# ---------------------------------------------------------------------- refusals
 
 
 def raising(kernel: Kernel, broker: ScriptedBroker, flag: Path, text: str, push: Any) -> str:

@@ -45,7 +45,7 @@ def test_kernel_starts_a_dead_broker_once_and_waits_for_it(socket: Path, started
     assert one.describe() == "The GPU pool's broker ended; it is being started again."
 
 
-def test_broker_that_keeps_dying_is_described_with_its_log(socket: Path, started: Path) -> None:
+def test_message_about_a_dying_broker_names_its_log(socket: Path, started: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
     for _ in range(startrecord.MANY_STARTS):
         startrecord.note_start(socket, startrecord.read_failures(socket))

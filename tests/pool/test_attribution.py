@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which session uses which GPU memory, the driver's own, overhead, overuse, state. Plain values."""
+"""How GPU memory is attributed to sessions, driver and others; overhead, overuse, state."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_attribution_gives_no_byte_twice_and_no_unused_byte(device, holders, lan
 
 @given(used=st.integers(0, 60), holders=HOLDERS, driver=st.integers(0, 10))
 def test_slices_and_driver_cover_all_memory_without_a_list(used, holders, driver):
-    """In a container NVML lists no process, or the host's numbers."""
+    """In a container NVML lists no process, or process numbers of the host."""
     slices = sum(holder.granted for holder in holders.values())
     found = attribute(Observed(used, (), driver, 3), holders)
     assert found.foreign == max(0, used - slices - driver)
@@ -182,13 +182,13 @@ def test_growth_of_a_listed_stranger_is_foreign_memory(device, holders, more):
 # ---------------------------------------------------------------------- the driver's own memory
 
 
-def test_unlisted_memory_is_what_no_process_has():
+def test_unlisted_memory_belongs_to_no_process():
     assert unlisted(100, [30, 20]) == 50
     assert unlisted(40, [30, 20]) == 0
     assert unlisted(100, [30, None]) == 0, "it may have all of it"
 
 
-def test_driver_has_its_reserve_its_residue_and_room_to_vary():
+def test_share_of_the_driver_includes_reserve_and_variation():
     total = 64 * GiB
     assert driver_share(300 * MiB, 100 * MiB, total) == 400 * MiB + slack(total)
     assert driver_share(0, 0, total) == 0, "a driver that shows none is exact"
@@ -227,7 +227,7 @@ def test_same_measurement_again_changes_nothing(looks, reserved):
 
 
 def looks(*figures, constant=32, complete=True):
-    """Return what is known after samples (counted, shown), and what the last one shows beyond."""
+    """Feed samples (counted, shown); return what is known, and the last sample's excess."""
     known, more = Overhead(), 0
     for counted, shown in figures:
         known, more = known.look(constant, counted, shown, complete=complete)
@@ -252,7 +252,7 @@ def test_small_context_is_credited_if_the_list_is_complete():
     assert known.beyond(32) == 0
 
 
-def test_context_that_costs_more_is_charged_once():
+def test_extra_cost_of_a_context_is_charged_once():
     known, more = looks(*[(32, 50)] * AGREE)
     assert (known.context, known.learnt, known.beyond(32), more) == (50, 0, 18, 18)
 
@@ -363,7 +363,7 @@ def test_state_moved_is_what_came_free_else_the_measured_size():
 
 
 @given(state=st.integers(0, 100), granted=st.integers(0, 100), headroom=st.integers(0, 50))
-def test_restore_has_room_for_all_of_its_state(state, granted, headroom):
+def test_restore_reserves_room_for_the_whole_state(state, granted, headroom):
     room = restore_room(state, granted, headroom)
     assert state <= room <= max(state, granted)
     assert room <= state + headroom

@@ -12,7 +12,7 @@ from jupyter_gpupool.pool.model import Hold, Slice
 from .builders import all_of, device, got, none
 
 
-def test_a_session_that_never_takes_a_hold_never_has_a_byte(lab):
+def test_session_without_a_hold_never_has_a_slice(lab):
     assert lab.open("a") == []
     assert lab.after(10_000) == []
     assert lab.state("a") == "detached"

@@ -111,11 +111,11 @@ def test_new_kernel_sees_the_device_that_the_fewest_kernels_see():
     assert home(view(0), view(1), view(2), kernels=(2, 1, 1)) == "1"
 
 
-def test_room_now_counts_more_than_few_kernels():
+def test_device_with_room_comes_before_one_with_few_kernels():
     assert home(view(0, free=4), view(1), kernels=(0, 9)) == "1"
 
 
-def test_device_that_is_large_enough_counts_more_than_room_now():
+def test_large_enough_device_comes_before_one_with_room():
     assert home(view(0, free=0), view(1, capacity=8, free=8)) == "0"
 
 

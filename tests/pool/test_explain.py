@@ -152,7 +152,7 @@ def test_pool_does_what_the_example_on_the_page_shows():
 
 
 def test_wait_for_memory_and_quota_at_once_is_stable(make):
-    """The quota needs its owner's idle lease to go, and even then there is too little memory."""
+    """The quota requires the owner's idle lease to end; even then there is too little memory."""
     lab = make(device(0), device(1), quotas={"ann": Quota(leases=1)})
     lab.idle("a", 10, owner="ann")
     lab.release("a")

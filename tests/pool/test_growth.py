@@ -241,7 +241,7 @@ def test_used_grown_bytes_are_reclaimed_by_a_suspend(make):
     assert suspends(lab.drop("a")) == ["a"]
     assert attaches(lab.suspended("a", ("G0", 12))) == ["w"]
     lab.end("w")
-    # It comes back with what it used, and with headroom for a moment.
+    # The resume takes the used bytes, and the headroom for a moment.
     assert got(lab.hold("a"), ev.Attach).slices == (Slice("G0", 13),)
     assert got(lab.done("a"), ev.Resize).slices == (Slice("G0", 12),)
 
@@ -362,7 +362,7 @@ def test_growth_ages_like_a_wait(make):
 
 
 def test_growth_at_the_head_reserves_bytes_of_other_leases(make):
-    """Sessions behind it get only what it can spare; its own lease does not end for it."""
+    """Sessions behind it get only what it can spare; it reserves nothing of its own lease."""
     lab = make(device(0))
     lab.running("a", 8)
     lab.running("b", 4)

@@ -28,7 +28,7 @@ def asked(lab, name, *bound, memory=10, lands=True):
     return lab.send(ev.HoldTaken, session=name, hold="device", kind="device", bound=bound)
 
 
-def test_room_for_a_context_is_in_no_slice():
+def test_no_slice_uses_the_room_for_a_landing_context():
     lab = Lab(landing(0), landing(1))
     assert [view.capacity for view in lab.pool.view(lab.now).devices] == [16, 16]
 
@@ -232,7 +232,7 @@ def test_gpu_that_binds_a_process_is_named_as_too_small():
     assert "that GPU can give at most 16 B" in refused.refusal.message
 
 
-def test_two_gpus_of_a_model_count_by_the_second_largest():
+def test_second_largest_gpu_limits_a_request_for_two():
     lab = Lab(
         landing(0), device(1, 31, model="A", landing_bytes=1), landing(2, "B"), landing(3, "B")
     )

@@ -49,7 +49,7 @@ def test_several_devices_are_named_in_order(lab):
     assert sorted(lab.pool.preferred("a")) == ["G0", "G1"]
 
 
-def test_asking_promises_nothing_and_changes_nothing(lab):
+def test_query_for_preferred_devices_changes_nothing(lab):
     lab.idle("b", 16)
     lab.open("a", 10)
     before, records = lab.pool.view(lab.now), lab.pool.records()

@@ -40,7 +40,7 @@ def test_lease_with_most_bytes_times_idle_time_yields_first(make):
     lab.idle("large-new", 20)
     lab.after(10)
     lab.open("w", 7)
-    # 4 x 110 < 20 x 10 does not hold, but 4 bytes and the 6 free ones suffice.
+    # 4 x 110 < 20 x 10 is false, but the 4 bytes and the 6 free ones are enough.
     assert suspends(lab.hold("w")) == ["small-old"]
 
 
@@ -421,7 +421,7 @@ def test_state_waits_if_no_other_device_can_take_it(make):
     assert attaches(lab.send(ev.DeviceAppeared, device=device(0))) == ["a"]
 
 
-def test_a_process_that_has_called_cuinit_goes_only_where_it_was(lab):
+def test_process_after_cuinit_returns_only_to_its_device(lab):
     lab.running("a", 10)
     lab.drop("a", cuda=True)
     lab.release("a")
@@ -433,7 +433,7 @@ def test_a_process_that_has_called_cuinit_goes_only_where_it_was(lab):
     assert got(lab.suspended("b", ("G0", 1)), ev.Attach, session="a").slices[0].device == "G0"
 
 
-def test_two_states_of_one_session_land_on_two_devices(make):
+def test_two_states_of_a_session_resume_on_two_devices(make):
     lab = make(device(0, 32), device(1, 32), device(2, 32))
     lab.idle("a", 8, devices=2)
     lab.release("a")
@@ -478,7 +478,7 @@ def test_overuse_is_not_granted_again(make):
 # --------------------------------------------------------------------------- news
 
 
-def test_waiting_session_hears_only_of_changes(make):
+def test_waiting_session_is_told_only_of_changes(make):
     lab = make(device(0))
     lab.running("a", 16)
     lab.open("w1", 16)
@@ -518,7 +518,7 @@ def test_a_wait_that_has_outlived_its_estimate_has_none(make):
     lab.after(51)
     lab.open("third", 16)
     moved = {m.session: m.eta for m in all_of(lab.hold("third"), ev.QueueMoved)}
-    # The time that it has already waited is no evidence of how long it is going to wait.
+    # The past wait is no evidence for the length of the rest.
     assert moved["w"] is None
     # It came later, but it has already waited for longer than its two turns of 10 s.
     assert moved["other"] is None

@@ -25,7 +25,7 @@ def test_session_behind_gives_up_promised_quota():
 
 
 def test_request_beyond_all_idle_leases_waits_for_memory():
-    """It waits for memory although a session ahead of it, which needs less, waits for it too."""
+    """A session ahead of it needs less and waits for host memory; this one waits for GPU memory."""
     lab = Lab(device(0), device(1))
     lab.running("c", 9)
     lab.idle("d", 5)
@@ -44,7 +44,7 @@ def test_request_beyond_all_idle_leases_waits_for_memory():
 
 
 def test_lease_granted_in_the_same_pass_counts_for_the_head(make):
-    """The head may start when that lease ends: the pool does not backfill bytes it would give."""
+    """The head may start when that lease ends: its bytes are not for backfilling."""
     lab = make(device(0, 9))
     lab.running("a", 4)
     lab.seen("G0", foreign=5)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Questions to the pool never change it, whatever they name."""
+"""Queries never change the pool, with any argument."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def test_slice_does_not_shrink_below_its_use(lab):
     assert lab.record("a").request.memory == 12
 
 
-def test_suspended_state_is_a_floor_too(lab):
+def test_slice_does_not_shrink_below_suspended_state(lab):
     lab.parked("a", used=9)
     assert got(lab.change("a", 6), ev.Answer).refusal.code == "in-use"
     assert got(lab.change("a", 9), ev.Answer).refusal is None

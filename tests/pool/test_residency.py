@@ -189,7 +189,7 @@ def test_lazy_kernel_is_told_once_that_a_session_waits(make):
     got(lab.hold("w"), ev.Wanted, session="a")
     lab.open("v", 10)
     assert not all_of(lab.hold("v"), ev.Wanted)
-    # The lease is over: with the next one the pool tells it again.
+    # The lease has ended: during the next one the pool tells the kernel again.
     got(lab.drop("a"), ev.Suspend, session="a")
     lab.suspended("a", ("G0", 10))
     lab.done("w")
@@ -413,7 +413,7 @@ def test_two_loops_spend_at_most_the_share_on_moves(seed, share, rule):
 
 @pytest.mark.parametrize("swap", [0.4, 2.4, 16.0])
 @pytest.mark.parametrize("think", [1.1, 3.0, 40.0])
-def test_two_people_in_turns_wait_for_the_move_only(swap, think):
+def test_two_users_in_turns_wait_only_for_the_move(swap, think):
     """They think for longer than the move takes: no cell waits for an idle GPU."""
     rng = random.Random(int(10 * swap))
     lab = Loops(rng, swap, 0.1, 2 * think * swap)
@@ -424,11 +424,11 @@ def test_two_people_in_turns_wait_for_the_move_only(swap, think):
         late = sorted(waits[10:])
         assert len(late) > 5
         assert late[len(late) // 2] <= 2.5 * swap + 0.2
-        # While the other's state moves in, its cell runs, and then both move.
+        # One cell runs while the other's state moves in, and then both states move.
         assert late[-1] <= 4 * swap + 0.2
 
 
-def test_two_people_in_strict_turns_wait_for_the_move(make):
+def test_two_users_in_strict_turns_wait_only_for_the_move(make):
     """Each begins when the other is done: after three gaps, neither is protected."""
     lab = make(device(0))
     for name in ("a", "b"):

@@ -118,7 +118,7 @@ def test_pinned_session_shows_its_own_reason(make):
     lab.refused("a", "pinned", "it shares memory")
     assert lab.record("a").pinned_reason
     assert told(lab) == ""
-    # Due again, and now there is no room either: the first reason is the one to show.
+    # The retry is due, and now host memory is full too: the first reason is shown.
     lab.send(ev.SettingsChanged, settings=dataclasses.replace(lab.pool.settings, host_memory=5))
     lab.after(60.0)
     assert lab.state("a") == "idle"

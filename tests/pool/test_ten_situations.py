@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a reader of ``pool/schedule.py`` alone expects of ten situations, and what the pool does.
+"""What a reader of ``pool/schedule.py`` expects in ten situations, and what the pool does.
 
 Each docstring quotes or sums up what the planner's module says. If one of these fails, either the
 plan is wrong or the module's comments are.
@@ -54,7 +54,7 @@ def test_session_ahead_takes_over_a_promise_made_before():
 
 
 def test_head_accumulates_after_ageing_seconds():
-    """After ``ageing`` seconds the head accumulates: idle leases yield although not enough."""
+    """After ``ageing`` seconds the head collects memory: idle leases yield before it has enough."""
     lab = Lab()
     lab.running("a")
     lab.idle("b")
@@ -151,7 +151,7 @@ def test_promise_on_a_paused_device_is_replaced():
     assert lab.where("c") == [("G1", 10)]
 
 
-def test_slice_just_moved_is_preempted_after_its_cost():
+def test_slice_just_moved_stays_as_long_as_the_move_took():
     """An idle lease yields once nothing protects it: here, residence after a resume."""
     lab = Lab(device(0))
     lab.idle("a")

@@ -175,7 +175,7 @@ def test_new_session_starts_without_credit_or_debt():
         assert got == pytest.approx(1 / 3, abs=0.05)
 
 
-def test_session_that_was_away_does_not_catch_up():
+def test_session_gets_no_credit_for_idle_time():
     m = Machine(a=Program(50), b=Program(50, work=5, pause=10**9))
     m.run(1000)
     m.programs["b"].pause = 0

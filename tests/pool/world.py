@@ -401,7 +401,7 @@ class World:
         self.send(ev.SettingsChanged(now=self.now, settings=self.settings))
 
     def restart(self) -> None:
-        """Kill the broker; a new pool gets what the journal and the driver know."""
+        """Kill the broker; a new pool gets the data of the journal and of the driver."""
         old = self.pool
         records = old.records()
         self.pool = Pool(self.settings)

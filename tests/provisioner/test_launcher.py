@@ -220,7 +220,7 @@ def test_refused_kernel_runs_without_a_gpu_and_says_why(
     assert line in kernel.stderr
     assert f"This kernel runs without a GPU: {why}" in kernel.run("%gpu")
     assert broker.seen("hello") == []
-    # A process that starts anew from this kernel gets the original environment.
+    # A new session that starts from this kernel gets the original environment.
     assert "GPUPOOL_NO_SESSION" not in kernel.run("%env")
     assert "CUDA_VISIBLE_DEVICES" not in without_guard(environ(kernel.pid))
 

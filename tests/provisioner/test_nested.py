@@ -115,7 +115,7 @@ def test_kernel_inside_a_session_has_its_own_page_and_slice(
             assert mine["pid"] == inner["pid"]
             assert mine["granted_bytes"] == 256 << 20
             assert mine["used_bytes"] == (8 + 16) << 20
-            # The outer session made no CUDA call: it has no slice, and no figure shows use.
+            # The outer session made no CUDA call: it has no slice and uses no memory.
             assert (other["pid"], other["granted_bytes"]) == (outer["pid"], 0)
             assert other["used_bytes"] == 0
             code = "inner.communicate('go on\\n', timeout=60); print(inner.returncode)"

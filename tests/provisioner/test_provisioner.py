@@ -212,7 +212,7 @@ def test_refused_session_prevents_the_start_of_the_kernel(broker: ScriptedBroker
     )
 
 
-def test_a_kernel_that_cannot_be_registered_is_not_left_running(broker: ScriptedBroker) -> None:
+def test_kernel_ends_if_it_cannot_be_registered(broker: ScriptedBroker) -> None:
     pids: list[int] = []
 
     def refuse(message: Any) -> None:

@@ -48,7 +48,7 @@ def server_environment(folder, socket, home=None):
 
 
 def as_user(user):
-    """Return the command that runs another one as a user id, for root.
+    """Return the command prefix with which root runs a program as another user id.
 
     The interpreter may be below a folder that only root may enter. The right to read everything
     lets the user start it, and does not change which user the broker and the kernel see.

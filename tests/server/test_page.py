@@ -23,7 +23,7 @@ def bare(monkeypatch):
     monkeypatch.setattr(emulation, "real_driver_present", lambda: False)
 
 
-def test_driver_counts_as_a_gpu_until_the_broker_answers(monkeypatch):
+def test_page_assumes_a_gpu_if_there_is_a_driver(monkeypatch):
     monkeypatch.setattr(emulation, "real_driver_present", lambda: True)
     assert page.first({}, {}, NOBODY) == SOME
 
@@ -54,7 +54,7 @@ def test_page_shows_why_a_machine_cannot_be_emulated(bare, monkeypatch):
     assert page.first({"emulate": "2x16GiB"}, {}, NOBODY)["reason"].startswith("Not compiled. ")
 
 
-def test_existing_socket_counts_as_a_gpu(bare, tmp_path):
+def test_page_assumes_a_gpu_if_the_socket_exists(bare, tmp_path):
     socket = tmp_path / "broker.sock"
     assert not page.first({"emulate": ""}, {}, socket)["found"]
     socket.touch()

@@ -278,7 +278,7 @@ def test_view_has_admin_orders_without_private_fields():
 
 
 def test_delta_has_orders_and_the_configuration_notice():
-    """Otherwise an open page would show both as they were when it was opened."""
+    """Otherwise an open page would keep showing the old ones."""
     old = snapshot()
     new = {**snapshot(maintenance=[ORDER]), "configuration_notice": "another one"}
     assert views.delta(old, new) == {

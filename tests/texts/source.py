@@ -27,7 +27,7 @@ INTERNAL = (
     "pool/invariants.py",
 )
 
-#: Calls whose first argument is no prose.
+#: Calls whose first argument is not a text for people.
 _NO_PROSE = ("compile", "match", "search", "sub", "fullmatch", "execute", "executescript")
 
 _SQL = re.compile(r"^\s*(SELECT|CREATE|INSERT|PRAGMA|UPDATE|DELETE|REPLACE)\b|^(\w+, )+\w+$")
@@ -111,7 +111,7 @@ def _coded(tree: ast.AST) -> Iterator[tuple[int, str]]:
         texts = [a for a in node.args if not list(_codes(a))]
         if found[0] and texts:
             message = next((a for a in texts if _is_literal(a)), None)
-            # A message that is no literal was made before: the call itself stands in its place.
+            # The message was made elsewhere, not as a literal: the call stands in its place.
             yield id(node if message is None else message), "] [".join(dict.fromkeys(found))
 
 
