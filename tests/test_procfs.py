@@ -148,7 +148,7 @@ def test_kernel_started_by_a_notebook_has_its_own_session(spawn):
     assert [member.process.pid for member in members] == [inner]
 
 
-def test_broker_of_a_notebook_is_no_member_of_its_session(spawn):
+def test_broker_of_a_notebook_is_not_in_its_session(spawn):
     _, pids = spawn(CHAIN, "2", CHAIN, count=3, env={"GPUPOOL_SESSION": "mine"})
     root, broker, _ = pids
     members = session_members(procfs.identify(root), "mine", broker)

@@ -34,7 +34,7 @@ FRAMEWORKS = (
     "numba-cuda[cu13]",
 )
 
-#: The Python of the resolution; every framework above has wheels for it.
+#: The Python version for the resolver; every framework above has wheels for it.
 PYTHON = "3.12"
 
 

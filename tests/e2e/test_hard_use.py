@@ -301,7 +301,7 @@ def test_kernels_killed_by_their_user_leave_nothing(pool):
 
 
 def test_a_kernel_that_fills_a_whole_device_comes_back(pool):
-    """No room is left for headroom above its own bytes, and there is no larger device."""
+    """Its bytes leave no room for headroom, and there is no larger device."""
     pool = pool("1x640MiB,context=32MiB", default_memory=640 * MiB)
 
     async def scenario():

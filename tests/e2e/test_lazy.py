@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Policy ``lazy``, the default: a kernel has a slice only while it makes CUDA calls."""
+"""Policy ``lazy``, the default: a CUDA call brings a slice; without calls it goes if needed."""
 
 from __future__ import annotations
 

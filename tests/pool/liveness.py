@@ -60,7 +60,7 @@ class Look:
         return sum(s.lease.get(uuid, 0) for s in sessions if s.state == "detaching")
 
     def leases(self, uuid: str) -> list[int]:
-        """The leases on a device that may end for the head: all but its own."""
+        """Return the leases on a device whose end helps the head: all except the head's own."""
         sessions = self.naive.sessions
         return [s.lease[uuid] for n, s in sessions.items() if uuid in s.lease and n != self.head]
 
@@ -272,8 +272,8 @@ def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
 def check_backfill(look: Look, before: dict[str, Explanation], actions: list[ev.Action]) -> None:
     """Check that no session that was attached from behind the head delays it.
 
-    The head must start no later in any order in which the leases on the reserved devices may end.
-    A promise was checked when it was made: the pool may keep it without this proof.
+    The attached session must not make the head start later, in any order in which the leases on the
+    reserved devices end. The pool checks a promise when it makes it, and may keep it without this.
     """
     if not look.head or look.naive.sessions[look.head].state != "queued":
         return

@@ -26,7 +26,7 @@ class NaiveSession:
     lease: dict[str, int] = field(default_factory=dict)
     suspended: dict[str, int] = field(default_factory=dict)
     bound: tuple[str, ...] = ()
-    #: At their first context, the guard can move its processes to another device of this model.
+    #: The guard can move its processes, at their first context, to another device of this model.
     lands: bool = False
     #: The driver refused to move its state.
     immovable: bool = False

@@ -205,7 +205,7 @@ def test_device_is_at_rest_without_slices_and_without_strangers():
     assert not at_rest([], leased=True)
 
 
-def test_driver_is_measured_again_when_samples_at_rest_agree():
+def test_driver_share_is_measured_again_at_rest():
     total, was = 64 * GiB, 100 * MiB + slack(64 * GiB)
     grown = 300 * MiB
     assert measured_again([grown] * (REST_LOOKS - 1), 0, total, was) is None

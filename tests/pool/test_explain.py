@@ -97,7 +97,7 @@ def test_explanation_has_the_time_of_the_retry(make):
 # --------------------------------------------------------------------------- stability
 
 
-def test_promise_stays_although_a_better_place_appears(make):
+def test_promise_stays_when_a_better_place_appears(make):
     """Another plan could use another device; the suspends under way must not be wasted."""
     lab = make(device(0), device(1))
     lab.idle("a", 16)

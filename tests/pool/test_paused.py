@@ -36,7 +36,7 @@ def test_lease_leaves_a_paused_gpu_after_the_running_cell():
     got(lab.drop("a"), ev.Suspend, session="a", reason=WHY)
 
 
-def test_attach_under_way_is_finished_and_leaves_when_idle():
+def test_attach_under_way_ends_before_the_lease_leaves():
     lab = Lab(device(0))
     lab.open("a")
     lab.hold("a")

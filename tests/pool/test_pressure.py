@@ -503,7 +503,7 @@ def test_the_eta_comes_from_observed_busy_times(make):
     assert got(lab.hold("w"), ev.QueueMoved).eta == 15.0
 
 
-def test_a_wait_that_has_outlived_its_estimate_has_none(make):
+def test_wait_longer_than_its_estimate_has_no_estimate(make):
     lab = make(device(0))
     lab.running("a", 16)
     lab.after(10)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Turns of computing: shares over time, no starvation, no lost turn, deterministic results."""
+"""Turns of computing: shares over time, no starvation, no lost turn, the same result each time."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_own_kernels_are_shown_under_any_owner_name():
     assert found["here"]
 
 
-def test_kernel_of_my_other_server_is_mine_but_not_here():
+def test_kernel_of_my_other_server_is_marked_as_mine_only():
     (found,) = snapshot(session("z"))["sessions"]
     assert found["mine"]
     assert not found["here"]

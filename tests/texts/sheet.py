@@ -30,7 +30,7 @@ class Sheet:
             self._lines += [f"    {part}".rstrip() for part in whole]
 
     def list(self, texts: list[str]) -> None:
-        """Add texts that have no situation."""
+        """Add texts without a situation."""
         for text in texts:
             self._lines += textwrap.wrap(
                 text, 100, initial_indent="  - ", subsequent_indent="    ",

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "jupyter_gpupool"
 EMULATOR = ROOT / "emucuda"
 LABEXTENSION = ROOT / "labextension"
 
-#: Modules whose sentences no user or admin reads, and the one with a chapter of its own.
+#: Modules with sentences that users and admins never read, and a module with its own chapter.
 INTERNAL = (
     "emucuda/kernels.py",
     "errors.py",
