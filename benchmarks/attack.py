@@ -177,6 +177,8 @@ class Attack:
         """Two hundred requests of 250 kB that never end."""
         made = [one for _ in range(200) if (one := self.connect())]
         for one in made:
+            if self.over:
+                break  # the broker reads no more: each of them would wait
             one.settimeout(0.5)
             with contextlib.suppress(OSError):
                 one.sendall(b'{"v":1,"x":"' + b"x" * 250_000)
