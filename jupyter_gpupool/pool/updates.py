@@ -142,7 +142,7 @@ def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Act
     if not held:
         return []
     lease.sampled_at = facts.now
-    if size and not s.bound:
+    if size:
         s.bound = tuple(x.device for x in lease.slices)
     actions: Actions = []
     if held > s.request.memory:

@@ -55,6 +55,17 @@ def test_sessions_that_saw_one_device_share_the_model():
     got(lab.end("d"), ev.Attach, session="w2")
 
 
+def test_session_is_bound_to_where_its_memory_was_seen():
+    """Settled on 0 and moved to 1, which keeps no room for a context: it is there now."""
+    lab = Lab(landing(0), device(1, 17, model="A"))
+    lab.running("b", 16)  # on 0
+    asked(lab, "a", "G0")
+    lab.done("a")
+    assert lab.where("a") == [("G1", 10)]
+    lab.seen("G1", a=10)
+    assert lab.pool.record("a").bound == ("G1",)
+
+
 def test_session_does_not_go_to_another_model_and_says_why():
     lab = Lab(landing(0), landing(1), landing(2, "B"))
     lab.running("b", 16)
