@@ -69,7 +69,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     rounds = options.rounds or (5 if options.quick else 100)
     sizes = [64, 256] if options.quick else [64, 256, 1024]
     with ExitStack() as stack:
-        devices = stack.enter_context(private_pool())
+        slice_ = (max(sizes) + 512) * MiB  # and a CUDA context
+        devices = stack.enter_context(private_pool(default_memory=slice_, default_limit=slice_))
         client = stack.enter_context(Client(os.environ["GPUPOOL_SOCKET"]))
         rows = [swap(client, size * MiB, rounds) for size in sizes]
     budgets = []

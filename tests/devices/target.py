@@ -35,6 +35,11 @@ def context():
     call(driver.cuCtxSetCurrent, call(driver.cuDevicePrimaryCtxRetain, device))
 
 
+def leave():
+    """Destroy the context of :func:`context`."""
+    call(driver.cuDevicePrimaryCtxRelease, call(driver.cuDeviceGet, 0))
+
+
 def fill(size, seed):
     """Allocate, write known bytes, and return their hash."""
     data = random.Random(seed).randbytes(size)

@@ -74,6 +74,20 @@ async def test_session_moves_although_nvml_lists_other_pids(emulated, bystander,
     assert bystander.poll() is None
 
 
+async def test_process_that_is_not_listed_has_nothing_to_free(emulated):
+    """Waiting for free memory to rise took all of the time, and its memory was said to be there."""
+    machine = emulated(MACHINE)
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        await target.do("leave")
+        (sample, _) = await service.sample()
+        assert sample.processes == ()
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert (outcome.status, outcome.message) == ("suspended", "")
+        assert outcome.freed == {uuid: 0}
+
+
 # ------------------------------------------------------------------ evidence
 
 

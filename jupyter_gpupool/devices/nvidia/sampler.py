@@ -33,6 +33,8 @@ SAMPLE_TIMEOUT = 5.0
 #: Seconds for the memory of a suspended process to show as free, and between checks.
 FREED_TIMEOUT = 2.0
 _FREED_POLL = 0.02
+#: The same where a list of known numbers does not show the process: it has no context.
+_UNLISTED_TIMEOUT = 0.25
 
 
 #: Memory that a suspended process may still hold: bytes, and at most this part of its former use.
@@ -171,12 +173,15 @@ class Sampler:
         """Wait (bounded) until the devices of ``before`` hold nothing of ``pids``.
 
         Return new samples and whether this happened. If NVML's lists did not show these
-        processes (another PID namespace), an increase of free memory is the sign.
+        processes, an increase of free memory is the sign. Numbers of another PID namespace are
+        never shown. Numbers that are known here are shown while the process has a context, and
+        without one there is nearly nothing to wait for.
         """
         uuids = [sample.uuid for sample in before]
         shown = any(process.pid in pids for sample in before for process in sample.processes)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + FREED_TIMEOUT
+        nothing = not shown and self.numbers.proven
+        deadline = loop.time() + (_UNLISTED_TIMEOUT if nothing else FREED_TIMEOUT)
         while True:
             after = await self.sample(uuids)
             if shown:
@@ -184,7 +189,7 @@ class Sampler:
             else:
                 freed = any(a.free > b.free for a, b in zip(after, before, strict=True))
             if freed or loop.time() >= deadline:
-                return after, freed
+                return after, freed or bool(nothing)
             await asyncio.sleep(_FREED_POLL)
 
     async def renew(self, uuids: Collection[str]) -> None:
