@@ -107,7 +107,7 @@ def test_lost_broker_is_started_again_without_an_agent(pool):
     async def scenario():
         kernel = await pool.kernel()
         (await kernel.run(cells.setup(1, DATA))).check()
-        # The rest is a Python that does not know of the pool.
+        # Without the agent, this Python does not know of the pool.
         (await kernel.run("%unload_ext jupyter_gpupool.kernel")).check()
         await release(pool, kernel)
         os.kill(pool.status()["pid"], signal.SIGKILL)

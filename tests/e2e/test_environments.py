@@ -36,7 +36,7 @@ class Blocker:
 sys.meta_path.insert(0, Blocker)
 """
 
-#: Two notebooks on a GPU that has room for one. The Python without the packages runs it.
+#: Two notebooks on a GPU that has room for one. The Python without the packages runs this code.
 NOTEBOOKS = """
 import sys
 from jupyter_client.manager import start_new_kernel

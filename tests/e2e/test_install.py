@@ -41,7 +41,7 @@ def command(*arguments, cwd=None, env=None, check=True):
 
 
 def source(folder: Path) -> Path:
-    """Copy the files that git knows of this checkout, so that the wheel has nothing built here."""
+    """Copy all files that git does not ignore, so that the wheel builds its own libraries."""
     names = command("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in names.stdout.split():
         if (ROOT / name).is_file():

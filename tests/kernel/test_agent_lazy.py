@@ -210,7 +210,7 @@ def test_kernel_reports_after_each_cell_while_a_session_waits(
     broker.wait_for("resting", count=2)
 
 
-def test_widget_callback_counts_as_a_cell_for_these_reports(
+def test_kernel_reports_after_a_widget_callback_too(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()

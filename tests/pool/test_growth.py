@@ -144,7 +144,7 @@ def test_growth_leaves_bytes_promised_to_waiting_sessions(make):
     lab.idle("i", 8)
     lab.running("a", 4, limit=12)
     lab.open("w", 12)
-    # 4 are free and 8 on their way: all are promised.
+    # 4 bytes are free and a suspend frees 8: all are promised.
     assert suspends(lab.hold("w")) == ["i"]
     assert code(lab.grow("a", 1)) == "no-memory"
     assert attaches(lab.suspended("i", ("G0", 2))) == ["w"]
@@ -349,7 +349,7 @@ def test_growth_does_not_starve_behind_short_cells(make):
 
 
 def test_growth_ages_like_a_wait(make):
-    """The growth overtakes a higher class that has waited for less time, point by point."""
+    """Points count: the growth has waited for longer and so overtakes a higher class."""
     lab = make(device(0), ageing=1.0)
     lab.running("a", 8)
     lab.running("b", 8)
@@ -362,7 +362,7 @@ def test_growth_ages_like_a_wait(make):
 
 
 def test_growth_at_the_head_reserves_bytes_of_other_leases(make):
-    """Sessions behind it get only what it can spare; it reserves nothing of its own lease."""
+    """Sessions behind the head get what it can spare; the head does not reserve its own lease."""
     lab = make(device(0))
     lab.running("a", 8)
     lab.running("b", 4)

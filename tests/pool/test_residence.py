@@ -53,7 +53,7 @@ def test_gaps_cost_at_most_twice_the_best_and_one_move(cost, gaps):
 
 
 def test_adversary_gains_no_more_than_twice_the_best():
-    """The adversary returns just before or just after the move, or late, whichever costs most.
+    """The adversary returns just before or just after the move, or much later, as it costs most.
 
     It plans two gaps ahead and takes the worst pair, over 400 gaps.
     """

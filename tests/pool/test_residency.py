@@ -429,7 +429,7 @@ def test_two_users_in_turns_wait_only_for_the_move(swap, think):
 
 
 def test_two_users_in_strict_turns_wait_only_for_the_move(make):
-    """Each begins when the other is done: after three gaps, neither is protected."""
+    """Each user starts after the other one ends: after three gaps, neither is protected."""
     lab = make(device(0))
     for name in ("a", "b"):
         lab.open(name, 10)

@@ -85,7 +85,7 @@ def test_wait_for_a_quota_reserves_nothing():
 
 
 def test_victim_is_a_session_whose_state_fits_host_memory():
-    """The least disruptive victims yield, if host memory has room; else it is the reason."""
+    """The least disruptive victims yield if host memory has room; if not, the reason says so."""
     lab = Lab(device(0))
     lab.idle("a")
     lab.seen("G0", a=8)
@@ -125,7 +125,7 @@ def test_growth_of_a_busy_lease_takes_its_turn_in_the_queue():
 
 
 def test_old_wait_goes_before_a_higher_class():
-    """One point for every ``ageing`` seconds; the order of two sessions never changes."""
+    """A wait earns a point every ``ageing`` seconds; the order of two sessions never changes."""
     lab = Lab(device(0), ageing=1.0)
     lab.running("a", 16)
     ask(lab, "batch", 16, priority="batch")
