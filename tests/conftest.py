@@ -135,7 +135,7 @@ def pytest_configure(config: pytest.Config) -> None:
     paths = [str(LIGHT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
-    # xdist would begin with the file that has the most tests, but their number is not their time.
+    # xdist would begin with the file that has the most tests, which need not be the slowest.
     config.option.loadscopereorder = False
 
 

@@ -80,7 +80,7 @@ class PlainKernel:
         return "".join(text)
 
     def states(self, request: str) -> list[str]:
-        """Return the kernel's states for a request since the last call."""
+        """Return the states that the kernel has reported for a request since the last call."""
         found = []
         while self.client.iopub_channel.msg_ready():
             message = self.client.get_iopub_msg(timeout=1)

@@ -37,7 +37,7 @@ ALLOWED: dict[str, str] = {
     "ipykernel_launcher": "launcher",
     "provisioner": "__init__ client config endpoint guard kernelspecs "
     "launcher protocol starting startrecord",
-    # emulation: whether a machine is emulated, and has a driver, is known without a broker.
+    # emulation: the server finds out without a broker whether there is a driver, real or emulated.
     "server": "__init__ client config durations emulation endpoint protocol starting startrecord",
     "kernelspecs": "launcher",
     "emulation": "",

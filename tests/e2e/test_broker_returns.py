@@ -101,7 +101,7 @@ def test_suspended_kernel_continues_after_its_broker_was_killed(pool, attach):
 
 
 def test_lost_broker_is_started_again_without_an_agent(pool):
-    """As in a kernel that is not IPython: no agent helps."""
+    """The kernel has no agent that could start one, like a kernel that is not IPython."""
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():

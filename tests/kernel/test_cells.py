@@ -34,7 +34,7 @@ def test_an_attached_cell_makes_no_round_trip(broker: ScriptedBroker, kernel: Ke
     broker.wait_for("drop", count=2)
 
 
-def test_cells_wait_is_shown_and_leaves_no_trace(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_wait_in_a_cell_is_shown_and_removed(broker: ScriptedBroker, kernel: Kernel) -> None:
     broker.hold_back()
     cell = kernel.start("print('hi')")
     hold = broker.wait_for("hold")["hold"]

@@ -43,7 +43,7 @@ class NaiveSession:
     suspend_mean: float = 0.0
     resume_mean: float = 0.0
     resumed_at: float = float("-inf")
-    #: When the lease last grew, and the last sample of each device where it had grown.
+    #: When the lease last grew, and the last sample of each device on which it has grown.
     grown_at: float = float("-inf")
     sampled: dict[str, float] = field(default_factory=dict)
     #: A suspend was refused, or the broker restarted: the pool may leave it alone for a while.

@@ -127,7 +127,7 @@ def test_state_resumes_without_headroom_if_its_device_goes(make):
 
 
 def test_two_nearly_full_states_resume_on_their_own_devices(make):
-    """Before, both slices asked again and again for headroom that only the roomier device had."""
+    """Before, the session waited for headroom that only the roomier of its two devices had."""
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.idle("a", memory=50, devices=2)
     lab.release("a")

@@ -195,7 +195,7 @@ def test_rows_newer_than_the_snapshot_count_with_the_next():
 def test_killed_broker_does_not_reduce_the_usage():
     found = KernelUsage(50.0)
     found.take(view(100.0, kernel(attached_seconds_total=8.0)), ())
-    # The journal does not have the running lease, which counts again for two seconds now.
+    # The journal has nothing of the lease that ran then; its count began again two seconds ago.
     found.take(view(110.0, kernel(attached_seconds_total=2.0)), ())
     assert found.shown()["attached_seconds"] == 8.0
     found.take(view(113.0, kernel(attached_seconds_total=5.0)), ())
