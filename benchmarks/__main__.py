@@ -22,10 +22,10 @@ from .common import RESULTS, machine_facts, write_result
 
 HERE = Path(__file__).parent
 
-#: Seconds for one benchmark; a hang is a failure.
+#: Longest time of a benchmark in seconds; a hang is a failure.
 TIMEOUT = 1800
 
-#: Runs in the child: prints nothing of its own, hands the dict over in a file.
+#: Runs in the child: prints nothing itself, and writes the dict to a file.
 CHILD = """
 import importlib, json, sys
 name, out, *argv = sys.argv[1:]
@@ -69,7 +69,7 @@ def run(name: str, quick: bool) -> dict[str, Any] | str:
 
 
 def verdict(line: dict[str, Any]) -> str:
-    """Return ``met`` or by how much not."""
+    """Return ``met``, or by how much the figure misses the budget."""
     if line["met"]:
         return "met"
     if line["at_least"]:

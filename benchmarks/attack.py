@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a user with bad intent can send to the broker: one kind of attack for some seconds.
+"""Messages of a hostile user to the broker: one kind of attack for some seconds.
 
 ``python benchmarks/attack.py SOCKET KIND SECONDS``; the standard library only, so that it runs as
-any user. The last line on stdout is JSON: what was sent and what came back. For the benchmark
-``neighbours`` and the tests of it; only ever against a broker of one's own.
+any user. The last line on stdout is JSON: counts of requests and answers. For the benchmark
+``neighbours`` and its tests; use it only against your own broker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def line(kind: str, **fields: Any) -> bytes:
 
 
 class Attack:
-    """One attacker: its connections until ``seconds`` are over, and what it saw."""
+    """One attacker: its connections until ``seconds`` are over, and its counts."""
 
     def __init__(self, path: str, seconds: float) -> None:
         self.path = path
@@ -36,7 +36,7 @@ class Attack:
         self.received = 0
         self.closed = 0
         self.failed = 0
-        #: Codes of the errors that came back; "ok" for the others.
+        #: Answers by error code; "ok" for the others.
         self.codes: Counter[str] = Counter()
 
     @property
@@ -73,7 +73,7 @@ class Attack:
         return answer
 
     def flood(self, payload: bytes, *, connections: int = CONNECTIONS) -> None:
-        """Write ``payload`` again and again, read what comes, connect again where it is closed."""
+        """Write ``payload`` repeatedly, read all answers, reconnect after a close."""
         selector = selectors.DefaultSelector()
 
         def add() -> None:
@@ -96,7 +96,7 @@ class Attack:
                         self.received += len(data)
                         state[1] = self._look_at(state[1] + data)
                     if events & selectors.EVENT_WRITE:
-                        # What was cut goes on where it was cut: half a line is another attack.
+                        # Continue a partly sent payload: half a line is another attack.
                         rest = state[0] or payload
                         count = connection.send(rest)
                         self.sent += count
@@ -136,7 +136,7 @@ class Attack:
         self.flood(line("journal", id=1, limit=10000, session="nobody") * 64)
 
     def rubbish(self) -> None:
-        """What is no request: numbers that are too long, nesting, no JSON."""
+        """Invalid requests: numbers that are too long, deep nesting, no JSON."""
         self.flood(
             b'{"v":1,"type":"keep","id":1,"session":"x","seconds":' + b"9" * 400 + b"}\n"
             b'{"v":1,"type":"keep","id":1,"session":"x","seconds":1e999}\n'
@@ -177,6 +177,8 @@ class Attack:
         """Two hundred requests of 250 kB that never end."""
         made = [one for _ in range(200) if (one := self.connect())]
         for one in made:
+            if self.over:
+                break  # the broker reads no more: each of them would wait
             one.settimeout(0.5)
             with contextlib.suppress(OSError):
                 one.sendall(b'{"v":1,"x":"' + b"x" * 250_000)
@@ -194,7 +196,7 @@ class Attack:
                     self.ask(connection, "close", session=answer["session"], reason="z" * 200)
 
     def opens(self) -> None:
-        """As many sessions as there may be."""
+        """As many sessions as the broker allows."""
         connection = self.connect()
         with contextlib.suppress(OSError):
             while not self.over and connection is not None:
@@ -202,7 +204,7 @@ class Attack:
                     time.sleep(0.05)
 
     def early(self) -> None:
-        """Greetings of a process that the broker does not know yet, with a lot in them."""
+        """Long greetings of a process that the broker does not know yet."""
         connection = self.connect()
         if connection is None:
             return
@@ -231,7 +233,7 @@ KINDS: dict[str, Callable[[Attack], None]] = {
 
 
 def main_attack(path: str, kind: str, seconds: float) -> dict[str, Any]:
-    """Attack; return what was seen."""
+    """Attack; return the counts."""
     attack = Attack(path, seconds)
     KINDS[kind](attack)
     return {

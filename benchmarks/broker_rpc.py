@@ -1,16 +1,16 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The broker's answers: how long they take, and what a session costs it, with 1 to 1,000 sessions.
+"""Latency of the broker's answers, and its cost of a session, with 1 to 1,000 sessions.
 
 A real broker process on an emulated machine of 16 devices, and one real process with its own
-connection per session. Each figure is set against a bare asyncio echo server on a unix socket, in
-a process of its own, asked by the same client code in the same run.
+connection per session. The baseline is a bare asyncio echo server on a unix socket, in its own
+process, called by the same client code in the same run.
 
-``hold_drop``: what a cell on an attached session sends, a hold and a drop without an answer, then
-a ping to see the end of it. ``grant``: a hold of a detached session until its answer, from free
-memory, journal included. Its baseline is ``cold_ping``: one ping of each session's process in turn,
-which wakes as many processes and has nothing to decide. What the broker costs at rest is measured
-with a thousand idle sessions on 8 devices, with its children.
+``hold_drop``: the messages of a cell on an attached session, a hold and a drop without an answer,
+then a ping to time their end. ``grant``: a hold of a detached session until its answer, from free
+memory, with the journal. Its baseline is ``cold_ping``: one ping of each session's process in turn,
+which wakes as many processes and needs no decision. The cost of the broker at rest is measured with
+a thousand idle sessions on 8 devices, with its children.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from jupyter_gpupool.client import Client
 MiB = 1 << 20
 DEVICES = 16
 
-#: Milliseconds, p99, end to end, and for how many sessions.
+#: Milliseconds (p99, end to end), and the number of sessions.
 GRANT_BUDGET_MS, GRANT_SESSIONS = 2.0, 300
 
-#: Of the broker and its children at rest: bytes (PSS) and share of one core, and on what.
+#: The broker and its children at rest: bytes (PSS), share of one core, and the load.
 MEMORY_BUDGET = 500e6
 CPU_BUDGET = 0.01
 IDLE_SESSIONS, IDLE_DEVICES = 1000, 8
 
-#: Grants that are timed at least.
+#: Least number of timed grants.
 GRANTS = 600
 
-#: Of a session here: all of them fit on the machine at once.
+#: Size of a session here: all sessions fit on the machine at once.
 SLICE = 64 * MiB
 
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 @contextmanager
 def echo_server(folder: Path) -> Iterator[Path]:
-    """Serve lines back from another process: what a round trip costs at least."""
+    """Echo lines from another process: the least cost of a round trip."""
     path = folder / "echo.sock"
     ready, child = os.pipe()
     pid = os.fork()
@@ -119,7 +119,7 @@ def echo_server(folder: Path) -> Iterator[Path]:
 
 
 class Echo(asyncio.Protocol):
-    """Sends what it gets."""
+    """Sends back what it gets."""
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -175,7 +175,7 @@ def broker(folder: Path, devices: int) -> Iterator[int]:
 
 
 class Peer:
-    """One connection, blocking, without a thread: the least that a client can be."""
+    """One blocking connection without a thread: the smallest possible client."""
 
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -187,13 +187,13 @@ class Peer:
         self.socket.sendall(json.dumps({"v": 1, "type": kind, **fields}).encode() + b"\n")
 
     def call(self, kind: str, /, **fields: Any) -> dict[str, Any]:
-        """Return the answer; what comes before it is thrown away."""
+        """Return the answer; earlier messages are dropped."""
         self.ids += 1
         self.send(kind, id=self.ids, **fields)
         return self.until(lambda m: m.get("id") == self.ids)
 
     def until(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Return the first message that is wanted; answer a yield on the way."""
+        """Return the first matching message; answer a ``yield`` before it."""
         while True:
             message: dict[str, Any] = json.loads(self.file.readline())
             if message["type"] == "yield":
@@ -220,7 +220,7 @@ def timed(act: Callable[[], Any]) -> float:
 
 
 class Member:
-    """A forked process that is one session, steered through a pipe."""
+    """A forked process that is one session, controlled through a pipe."""
 
     def __init__(self, path: Path, server: Client, number: int) -> None:
         answer = server.call("open", kernel_id=f"k{number}", label=f"n{number}", timeout=60)
@@ -243,16 +243,16 @@ class Member:
         server.call("launched", session=answer["session"], pid=self.pid, timeout=60)
 
     def do(self, what: str) -> Any:
-        """Have the process do something and return its result."""
+        """Run a command in the process and return its result."""
         self.tell(what)
         return self.told()
 
     def tell(self, what: str) -> None:
-        """Have the process begin something."""
+        """Begin a command in the process."""
         os.write(self._tell, what.encode() + b"\n")
 
     def told(self) -> Any:
-        """Return the result of what it was told."""
+        """Return the result of the command."""
         data = b""
         while not data.endswith(b"\n"):
             chunk = os.read(self._hear, 1 << 20)
@@ -269,7 +269,7 @@ class Member:
 
 
 def serve(path: Path, session: str, token: str, commands: int, results: int) -> None:
-    """Be a session: greet, then do what is asked."""
+    """Act as a session: send ``hello``, then obey commands."""
     peer = Peer(path)
     peer.call("hello", session=session, token=token)
 
@@ -306,12 +306,12 @@ def serve(path: Path, session: str, token: str, commands: int, results: int) -> 
 
 
 def measure(folder: Path, pid: int, steps: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Return one dict per number of sessions."""
+    """Return one dict for each number of sessions."""
     path = folder / "b.sock"
     empty = rss(pid)
     members: list[Member] = []
     found = []
-    # Made before the thread of Client could be caught by a fork: none is.
+    # Fork before a thread of Client exists.
     try:
         for count in steps:
             with Client(path) as server:
@@ -332,7 +332,7 @@ def measure(folder: Path, pid: int, steps: Sequence[int], rounds: int) -> list[d
 
 
 def measure_rest(path: Path, pid: int, count: int) -> dict[str, Any]:
-    """Return what a broker and its children cost with so many sessions that do nothing."""
+    """Return the cost of a broker and its children with so many idle sessions."""
     members: list[Member] = []
     try:
         with Client(path) as server:
@@ -358,7 +358,7 @@ def measure_rest(path: Path, pid: int, count: int) -> dict[str, Any]:
 
 
 def measure_step(path: Path, pid: int, members: Sequence[Member], rounds: int) -> dict[str, Any]:
-    """Measure with the sessions there are; all are detached again afterwards."""
+    """Measure with these sessions; all are detached again afterwards."""
     grants: list[float] = []
     spent = 0.0
     wanted = min(rounds, max(GRANTS, len(members)))
@@ -377,7 +377,7 @@ def measure_step(path: Path, pid: int, members: Sequence[Member], rounds: int) -
         "hold_drop": summary(hold_drop),
         "cold_ping": summary(cold),
         "grant": summary(grants),
-        #: The broker's own, with all that it does in these moments.
+        #: The broker's own CPU time, with everything that it does meanwhile.
         "grant_cpu_us": spent / len(grants) * 1e6,
     }
     all_give_back(members)
@@ -385,7 +385,7 @@ def measure_step(path: Path, pid: int, members: Sequence[Member], rounds: int) -
 
 
 def all_give_back(members: Sequence[Member]) -> None:
-    """Have all sessions detached."""
+    """Detach all sessions."""
     for member in members:
         member.tell("give_back")
     for member in members:
@@ -401,7 +401,7 @@ def rss(pid: int) -> int:
 
 
 def pss(pid: int) -> int:
-    """Return the bytes of a process, its part of what it shares with others."""
+    """Return the bytes of a process, with its part of shared memory."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024

@@ -4,14 +4,14 @@
 
 Five kernels run at the same time and take turns in random order, one ``pass`` cell each:
 
-- *plain* and *plain again*: ipykernel. The difference of these two is what a difference is worth.
+- *plain* and *plain again*: ipykernel. Their difference is the noise of all differences.
 - *attached*: policy ``lazy``, the default, with a context and device memory, on its slice.
 - *without CUDA*: policy ``lazy``, a kernel that never touched CUDA. The broker counts its messages.
 - *per cell*: policy ``cell``, which takes a hold for each cell, on its slice.
 
 A round trip ends when the client has the reply and the kernel is idle again. The difference at p50
-is the median of the differences within each round; at p99 it is that of the two p99. What the agent
-itself does for a cell is measured inside the kernels, where no other process disturbs the figure.
+is the median of the differences within each round; at p99 it is that of the two p99. The agent's
+own work for a cell is measured inside the kernels, where no other process disturbs it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.common import budget, percentile, summary
 from benchmarks.kernels import Kernel, private_pool
 from jupyter_gpupool.client import Client
 
-#: Milliseconds that a cell may take more than in plain ipykernel.
+#: Most milliseconds of a cell beyond plain ipykernel.
 ATTACHED_P50_MS, ATTACHED_P99_MS, CPU_P50_MS = 0.05, 0.5, 0.05
 
 #: A context and a little device memory, which stay.
@@ -43,7 +43,7 @@ call(driver.cuCtxSetCurrent(call(driver.cuDevicePrimaryCtxRetain(call(driver.cuD
 kept = call(driver.cuMemAlloc(1 << 20))
 """
 
-#: Runs in a kernel: microseconds of everything the agent's gate does around one cell.
+#: Runs in a kernel: microseconds of the agent's gate around one cell.
 INSIDE = """
 import time
 from jupyter_gpupool.kernel import _agents
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     plain = took["plain"]
     more = {
         name: {
-            # Of the same round: what else the machine did then has disturbed both.
+            # Within a round: other work of the machine has disturbed both.
             "p50_ms": median(mine - base for mine, base in zip(values, plain, strict=True)),
             "p99_ms": percentile(values, 99) - percentile(plain, 99),
         }

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""One page of JupyterLab in a Chromium of its own, spoken to in the DevTools protocol.
+"""One page of JupyterLab in its own Chromium, controlled by the DevTools protocol.
 
-Not a benchmark itself. Chromium's times are seconds of the clock of ``time.monotonic``.
+Not a benchmark itself. Chromium's times are seconds of ``time.monotonic``'s clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import requests
 import websocket
 
-#: As the browser tests start it.
+#: As in the browser tests.
 OPTIONS = (
     "--headless=new",
     "--disable-gpu",
@@ -36,8 +36,8 @@ OPTIONS = (
     "--window-size=1280,800",
 )
 
-#: Of a trace: in these a page's JavaScript runs, or what runs for it. What a script makes the
-#: browser do at once (style, layout) counts, too.
+#: Events of a trace in which a page's JavaScript runs, or work for it. Work that a script forces at
+#: once (style, layout) also counts.
 SCRIPT = frozenset(
     {
         *("EvaluateScript", "EventDispatch", "FireAnimationFrame", "FireIdleCallback"),
@@ -46,14 +46,14 @@ SCRIPT = frozenset(
     }
 )
 
-#: In these the whole page's garbage is collected, if they are not within one of the above.
+#: Events in which the whole page's garbage is collected, if not within one of the above.
 COLLECTION = frozenset(
     {"MajorGC", "MinorGC", "V8.GCScavenger", "V8.GCFinalizeMC", "V8.GCIncrementalMarking"}
 )
 
 
 class Span(NamedTuple):
-    """When a script or a collection ran, and the seconds of a processor that it took meanwhile."""
+    """The time of a script or a collection, and its processor seconds."""
 
     begin: float
     end: float
@@ -62,7 +62,7 @@ class Span(NamedTuple):
 
 
 class Page:
-    """See the module. Ends, with all its processes, by :meth:`close`."""
+    """The browser and its page. :meth:`close` ends it with all its processes."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="gpb-", dir="/tmp"))
@@ -87,7 +87,7 @@ class Page:
             raise
 
     def _address(self) -> str:
-        """Return where the first page is spoken to, once there is one."""
+        """Return the DevTools address of the first page, once there is one."""
         told = self.folder / "DevToolsActivePort"
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -117,7 +117,7 @@ class Page:
     # ------------------------------------------------------------------ the protocol
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Return the answer; what happens before it is handed to ``on``."""
+        """Return the answer; events before it go to ``on``."""
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         deadline = time.monotonic() + 60
@@ -136,18 +136,18 @@ class Page:
         while not (found := condition()):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not within {seconds:g} s: {what}")
-            # What is waited for may come another way.
+            # The condition may become true without an event.
             self._receive(min(deadline, time.monotonic() + 0.02))
         return found
 
     def listen(self, seconds: float) -> None:
-        """Hand on what happens meanwhile."""
+        """Dispatch events for a while."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self._receive(deadline)
 
     def _receive(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next message, None if there is none in time; events are handed on."""
+        """Return the next message, None if there is none in time; events are dispatched."""
         self._socket.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             message: dict[str, Any] = json.loads(self._socket.recv())
@@ -159,7 +159,7 @@ class Page:
         return message
 
     def run(self, script: str) -> Any:
-        """Return what the body of an asynchronous function returns in the page."""
+        """Run the body of an asynchronous function in the page; return its result."""
         answer = self.call(
             "Runtime.evaluate", expression=f"(async () => {{ {script} }})()",
             awaitPromise=True, returnByValue=True,
@@ -217,7 +217,7 @@ class Page:
 
 
 class Trace:
-    """What a page's main thread does, from now until :meth:`end`."""
+    """The work of a page's main thread, from now until :meth:`end`."""
 
     def __init__(self, page: Page) -> None:
         self._page = page
@@ -236,24 +236,24 @@ class Trace:
                 self._main.add(thread)
             elif event["name"] in SCRIPT | COLLECTION and event.get("dur"):
                 begin, wall = event["ts"] / 1e6, event["dur"] / 1e6
-                # Not always said; it is not more.
+                # Sometimes missing; then the duration is an upper bound.
                 cpu = event.get("tdur", event["dur"]) / 1e6
                 span = Span(begin, begin + wall, cpu, event["name"] in COLLECTION)
                 self._spans.setdefault(thread, []).append(span)
 
     def end(self) -> list[Span]:
-        """Return when scripts and collections ran, in order, none within another."""
+        """Return the spans of scripts and collections, in order, without nested ones."""
         ended: list[bool] = []
         self._page.on["Tracing.tracingComplete"] = lambda _: ended.append(True)
         self._page.call("Tracing.end")
         self._page.wait(lambda: ended, "the trace")
-        # A browser keeps a spare renderer, which does nothing.
+        # A browser keeps an idle spare renderer.
         busiest = max(self._main, key=lambda thread: len(self._spans.get(thread, ())))
         return merged(self._spans.get(busiest, []))
 
 
 def merged(spans: list[Span]) -> list[Span]:
-    """Return those that are not within another one, in order."""
+    """Return the spans that are not within another one, in order."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda one: (one.begin, -one.end)):
         if not found or span.begin >= found[-1].end:
@@ -262,10 +262,10 @@ def merged(spans: list[Span]) -> list[Span]:
 
 
 def costs(spans: list[Span], times: list[float]) -> list[dict[str, float]]:
-    """Return milliseconds of what began between two successive ``times``.
+    """Return milliseconds of the spans that began between two successive ``times``.
 
-    ``script``, the processor's time in it (``cpu``), the ``longest`` one, and what collections
-    took besides. ``spans`` as :func:`merged` returns them.
+    ``script``, its processor time (``cpu``), the ``longest`` one, and the time of collections.
+    ``spans`` as :func:`merged` returns them.
     """
     begins = [span.begin for span in spans]
     found = []

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Percentiles, facts about the machine, and how a result is written.
+"""Percentiles, facts about the machine, and the format of results.
 
 A benchmark's result is a dict of JSON values. Under ``budgets`` it may have a list of
-:func:`budget`; the runner's table shows these. ``emulated`` (a bool) or ``device_names`` (as the
-pool names them) say what it ran on. Nothing written names a host, a user or a path.
+:func:`budget`; the runner's table shows these. ``emulated`` (a bool) or ``device_names`` (from the
+pool) name the hardware. No result names a host, a user or a path.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 
-#: Packages whose versions say what was measured.
+#: Packages whose versions belong to a result.
 PACKAGES = (
     "jupyter_gpupool",
     "cuda-bindings",
@@ -96,9 +96,9 @@ def _memory_total() -> int:
 
 
 def machine_facts(devices: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what a reader must know of the machine: never its name, its users or its paths.
+    """Return the facts of the machine for readers, without its name, users and paths.
 
-    ``devices``: names of the GPUs that were used, as the pool names them; emulated ones say so.
+    ``devices``: the pool's names of the used GPUs; those of emulated GPUs contain the word.
     """
     versions = {}
     for name in PACKAGES:
@@ -139,7 +139,7 @@ def host_kind(facts: Mapping[str, Any]) -> str:
 def write_result(name: str, result: Mapping[str, Any], folder: Path = RESULTS) -> Path:
     """Write ``result`` as ``<name>-<kind of host>-<date>.json`` into ``folder``; return the file.
 
-    ``result["machine"]`` is filled in if it is not there.
+    A missing ``result["machine"]`` is filled in.
     """
     complete = {"benchmark": name, "machine": machine_facts(), **result}
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Sessions of a broker, each a small process that holds what it is told to. Not a benchmark."""
+"""Sessions of a broker, each a small process that holds a slice on command. Not a benchmark."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Member:
-    """One process. Make all of them before anything that starts threads: it is a fork."""
+    """One forked process. Make all of them before any thread starts."""
 
     def __init__(self) -> None:
         parent = os.getpid()
@@ -29,7 +29,7 @@ class Member:
         if self.pid == 0:
             status = 1
             try:
-                # Also when we are killed.
+                # Also if this process is killed.
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
                 os.close(self._tell)
                 if os.getppid() == parent:
@@ -41,11 +41,11 @@ class Member:
                 os._exit(status)
         os.close(reading)
         self.session = ""
-        #: Whether it holds a slice, or waits for one.
+        #: Whether it holds or waits for a slice.
         self.wants = False
 
     def join(self, client: Client, socket: Path, label: str) -> None:
-        """Be a session from now on."""
+        """Become a session."""
         opened = client.call("open", kernel_id=f"bench-{label}", label=f"{label}.ipynb", request={})
         self.session = opened["session"]
         client.call("launched", session=self.session, pid=self.pid)
@@ -57,7 +57,7 @@ class Member:
         self._say("take")
 
     def leave(self) -> None:
-        """Give it back at once, or wait no more."""
+        """Give the slice back at once, or stop waiting."""
         self.wants = False
         self._say("leave")
 
@@ -88,12 +88,12 @@ def _serve(commands: int) -> None:
             if line == "take\n":
                 client.start("hold", hold="cell", kind="cell", wait=True)
             else:
-                client.start("cancel", hold="cell")  # of a slice that it has: the same as a drop
+                client.start("cancel", hold="cell")  # after the grant this is a drop
                 client.start("release")
 
 
 def settle(client: Client, wanted: dict[str, set[str]], seconds: float = 60) -> dict[str, Any]:
-    """Return the broker's status once each of these sessions is in one of its states."""
+    """Return the broker's status once each of these sessions has one of its expected states."""
     deadline = time.monotonic() + seconds
     while True:
         status = client.call("status")

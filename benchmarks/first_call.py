@@ -3,15 +3,14 @@
 """From the first CUDA call to the grant, on an idle pool with nothing to copy.
 
 Timed inside the kernel, around one CUDA call that reaches the device (it makes a context): with the
-gate closed, and with the slice at hand. The difference is the attach: the question to the broker,
-the decision, its journal, the page and the way back. Two cases:
+gate closed, and with an attached slice. The difference is the attach: the request to the broker,
+its decision, its journal, the page and the answer. Two cases:
 
-- *new kernel*: the first call of a kernel's life. Each round starts a kernel; its second call,
-  after the context was destroyed again, is the baseline. The driver's own start (``cuInit``) comes
-  before the clock starts, in both.
+- *new kernel*: the first call of a new kernel. Each round starts a kernel; its second call, after
+  the context was destroyed, is the baseline. In both, the driver's start (``cuInit``) is not timed.
 - *again*: the first call after the kernel gave its slice back without device memory.
 
-Where the time goes is in the result as well: ``legs`` has the milliseconds from one row of the
+The result also has the parts of the time: ``legs`` are the milliseconds from one row of the
 broker's journal to the next, for the attaches of the second case.
 """
 
@@ -29,7 +28,7 @@ from benchmarks.common import budget, percentile, summary
 from benchmarks.kernels import Kernel, private_pool
 from jupyter_gpupool.client import Client
 
-#: Milliseconds. Nobody notices less, and a grant happens once after each idle time.
+#: Milliseconds. Users do not notice less, and a grant happens once after each idle time.
 GRANT_P50_MS, GRANT_P99_MS = 10.0, 30.0
 
 SETUP = """
@@ -103,7 +102,7 @@ def timed(kernel: Kernel) -> tuple[float, float]:
 
 
 def first_of_a_kernel() -> tuple[float, float]:
-    """Return the milliseconds of the first two calls in a new kernel's life."""
+    """Return the milliseconds of the first two calls of a new kernel."""
     with Kernel("gpupool-python3", attach="lazy") as kernel:
         kernel.run(SETUP)
         return timed(kernel)
@@ -114,7 +113,7 @@ def session_of(client: Client, session: str) -> dict[str, Any]:
 
 
 def detach(client: Client, session: str) -> int:
-    """Have the slice given back; return the number of the journal's last row after that."""
+    """Release the slice; return the number of the journal's last row after that."""
     client.call("release", session=session)
     deadline = time.monotonic() + 30
     while session_of(client, session)["state"] != "detached":

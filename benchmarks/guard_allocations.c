@@ -56,7 +56,7 @@ static void check(int error)
 
 static void *stream;
 
-/* More than there is: nanoseconds of a refusal. */
+/* More bytes than exist: nanoseconds of a refusal. */
 static double refused(const struct calls *c)
 {
     address p;
@@ -106,7 +106,7 @@ int main(int argc, char **argv)
     for (size_t r = 0; r < sizeof rows / sizeof *rows; r++)
         for (int i = 0; i < rounds; i++) {
             double t[4];
-            /* Who goes first changes: the second finds the driver's tables warm. */
+            /* Guard and driver take turns as the first: the second one has warm tables. */
             for (int half = 0; half < 2; half++)
                 if ((i + half) % 2)
                     round_of(&through, rows[r].bytes, rows[r].async, &t[0], &t[2]);

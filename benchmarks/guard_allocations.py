@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the guard adds to an allocation and to a free, against the bare driver.
+"""The time that the guard adds to an allocation and to a free.
 
 A C program of a session allocates and frees in turns through the guard and straight through the
 driver that the guard has opened: one process, one run, the same tables of the driver. Alone in its
-session, and beside seven other processes of the session, whose accounts are then summed at each
-allocation. On the emulated driver, whose own allocation takes some 100 ns; a real one takes longer.
+session, and beside seven other processes, whose accounts the guard then sums at each allocation.
+The emulated driver's own allocation takes some 100 ns; a real one takes longer.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from benchmarks.common import budget, percentile
 MiB = 1 << 20
 SOURCE = Path(__file__).with_suffix(".c")
 
-#: Nanoseconds that the guard may add to one allocation, and to one free.
+#: Most nanoseconds that the guard may add to an allocation, and to a free.
 BUDGETS_NS = {"alloc": 80.0, "free": 100.0}
 
-#: Nanoseconds in all for an allocation that the broker has refused a moment before.
+#: Most nanoseconds in all for an allocation that the broker has just refused.
 REFUSED_NS = 5000.0
 
-#: Another process of the session: has a context and some memory, and waits.
+#: Another process of the session: it makes a context, allocates a little, and waits.
 NEIGHBOUR = """
 import ctypes, sys
 L = ctypes.CDLL("libcuda.so.1")
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         for row in results:
             name = f"guard, {what}, {row['call']}, {row['processes']} process(es)"
             budgets.append(budget(name, row[f"{key}_added_ns"], BUDGETS_NS[key], "ns"))
-    # Beside others it looks whether they live: that is not bounded.
+    # Beside others it checks whether they live: this has no budget.
     budgets.append(
         budget("guard, a refused allocation, 1 process", refusals[0]["guard_ns"], REFUSED_NS, "ns")
     )
@@ -108,7 +108,7 @@ def session(folder: Path) -> tuple[dict[str, str], str]:
     page.set_devices([done.stdout.strip()])
     page.set_grant([4 << 30], 4 << 30, 1)
     page.set_policy(managed=False, context_bytes=32 * MiB)
-    # As after a refusal, which the broker withdraws when anything changes.
+    # The state after a refusal, which the broker withdraws at any change.
     page.set_vain([(4 << 30) + 1], time.monotonic_ns() + 3600 * 10**9)
     page.set_gate(pages.OPEN)
     page.close()
@@ -130,14 +130,14 @@ def neighbour(stack: ExitStack, env: dict[str, str]) -> None:
 
 
 def refusal(text: str, processes: int) -> dict[str, Any]:
-    """Return what a refused allocation takes, out of the program's lines."""
+    """Return the time of a refused allocation, from the program's lines."""
     rows = [line.split()[1:] for line in text.splitlines() if line.startswith("refused ")]
     guard, bare = (median(float(row[i]) for row in rows) for i in (0, 1))
     return {"processes": processes, "guard_ns": guard, "bare_ns": bare}
 
 
 def summarise(text: str, processes: int) -> list[dict[str, Any]]:
-    """Return one row for each call out of the program's lines."""
+    """Return one row for each call, from the program's lines."""
     rounds: dict[str, list[list[float]]] = defaultdict(list)
     for line in text.splitlines():
         name, *numbers = line.split()

@@ -40,7 +40,7 @@ static double now(void)
 
 typedef int (*function)(void *, long);
 
-/* Every call takes what it understands of these two, and answers 0. */
+/* Every call accepts these two arguments, and returns 0. */
 static double round_of(function call, void *a, long b)
 {
     double begin = now();

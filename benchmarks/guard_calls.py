@@ -1,12 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the guard adds to a call of each kind, and to the start of a program that calls nothing.
+"""The time that the guard adds to each kind of call, and to the start of a program without CUDA.
 
 A C program of a session calls through the guard and straight to the driver that the guard has
 opened: one process, one run. ``ls`` is started in turns with the guard preloaded and without.
-Another way of doing this is HAMi-core's: it replaces ``dlsym``, and is thus asked at every look-up
-of every library of the process, and each call of the driver that it knows passes through a function
-of C. It is not measured here.
+HAMi-core works differently: it replaces ``dlsym``, and so serves every look-up of every library of
+the process, and each known call of the driver passes through a C function. It is not measured here.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from benchmarks.guard_allocations import session
 
 SOURCE = Path(__file__).with_suffix(".c")
 
-#: Nanoseconds that the guard may add to a call that it does not count, and to one that it counts.
+#: Most nanoseconds that the guard may add to an uncounted call, and to a counted one.
 BUDGETS_NS = {"free": 2.0, "gate": 2.0, "peek": 2.0, "wait": 10.0, "wrap": 10.0}
-#: Milliseconds that it may add to the start of a program that calls nothing.
+#: Most milliseconds that it may add to the start of a program without CUDA.
 START_BUDGET_MS = 0.5
 
 
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def summarise(text: str) -> list[dict[str, Any]]:
-    """Return one row for each call out of the program's lines."""
+    """Return one row for each call, from the program's lines."""
     rounds: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for line in text.splitlines():
         kind, call, guard, bare = line.split()
@@ -116,7 +115,7 @@ def start(env: Mapping[str, str], rounds: int) -> dict[str, Any]:
         "guard_ms": summary(seconds["guard"]),
         "bare_ms": summary(seconds["bare"]),
         "added_ms": median(added),
-        #: Between the fastest of each: what is left where nothing else disturbs.
+        #: Difference of the fastest starts, with the least disturbance.
         "added_least_ms": min(seconds["guard"]) - min(seconds["bare"]),
         "ratio": median(seconds["guard"]) / median(seconds["bare"]),
         "page_faults": {name: median(values) for name, values in faults.items()},

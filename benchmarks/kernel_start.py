@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Start of a kernel, from the request to its first answer, against plain ipykernel.
 
-Starts of both kinds take turns, with a broker that runs already.
+Starts of both kinds take turns, with a running broker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.common import budget, percentile, summary
 from benchmarks.kernels import Kernel, private_pool
 
-#: Milliseconds that a start may take more than that of plain ipykernel.
+#: Most milliseconds of a start beyond that of plain ipykernel.
 BUDGET_MS = 20.0
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Real kernels and a broker of one's own, for benchmarks. Not a benchmark itself."""
+"""Real kernels and a private broker for benchmarks. Not a benchmark itself."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from jupyter_gpupool.starting import ensure_broker
 def private_pool(**options: Any) -> Iterator[list[str]]:
     """Run a broker for this benchmark alone; yield the names of its devices.
 
-    ``options`` are of ``c.GPUPool``, and replace what is chosen here.
+    ``options`` are those of ``c.GPUPool``, and replace the defaults here.
     """
-    # The broker may still write there when it is told to end.
+    # A broker that is ending may still write there.
     with tempfile.TemporaryDirectory(prefix="gpb", ignore_cleanup_errors=True) as folder:
         socket = Path(folder) / "broker.sock"
         config: dict[str, Any] = {
@@ -59,10 +59,10 @@ def private_pool(**options: Any) -> Iterator[list[str]]:
 
 
 def driver_environment() -> dict[str, str]:
-    """Return what leads a process outside of the pool to the driver of :func:`private_pool`."""
+    """Return the variables with which any process finds the driver of :func:`private_pool`."""
     names = ("EMUCUDA_MACHINE", "EMUCUDA_STATE")
     with Client(os.environ["GPUPOOL_SOCKET"]) as client:
-        # What a kernel is started with is the only place where that is told.
+        # Only a kernel's environment has them.
         opened = client.call("open", kernel_id="benchmark", label="benchmark", request={})
         client.call("close", session=opened["session"], reason="not needed")
     found = {name: opened["env"][name] for name in names if name in opened["env"]}
@@ -72,7 +72,7 @@ def driver_environment() -> dict[str, str]:
 
 
 class Kernel:
-    """A kernel that is ready when the ``with`` block begins, and gone when it ends.
+    """A kernel that is ready at the start of the ``with`` block, and ends with it.
 
     ``env`` is added to our own environment.
     """
@@ -101,7 +101,7 @@ class Kernel:
         return self.run("import os; print(os.environ['GPUPOOL_SESSION'])").strip()
 
     def run(self, code: str, timeout: float = 120) -> str:
-        """Run a cell to its end and return what it has printed.
+        """Run a cell to its end and return its output.
 
         Raises
         ------
@@ -113,13 +113,13 @@ class Kernel:
         return self.finish(self.begin(code), timeout)
 
     def begin(self, code: str) -> str:
-        """Send a cell; return what :meth:`finish` takes. One at a time."""
+        """Send a cell; return the argument for :meth:`finish`. One cell at a time."""
         return str(self._client.execute(code, allow_stdin=False))
 
     def finish(self, msg_id: str, timeout: float = 120) -> str:
         """Wait for the end of a cell that was sent; as :meth:`run`."""
         text = ""
-        # Not for each message: a cell that waits for its slice says so again and again.
+        # Not for each message: a cell that waits for its slice sends many.
         deadline = time.monotonic() + timeout
         while True:
             message = self._next(self._client.get_iopub_msg, deadline)
@@ -140,7 +140,7 @@ class Kernel:
         return text
 
     def _next(self, get: Callable[..., dict[str, Any]], deadline: float) -> dict[str, Any]:
-        """Return the next message; nobody waits for one from a kernel that has ended."""
+        """Return the next message; raise if the kernel has ended."""
         while True:
             left = deadline - time.monotonic()
             try:

@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What one user's attack costs the others: their p99 under it against their p99 without it.
+"""The effect of one user's attack on the others: their p99 with and without it.
 
 A broker for the whole machine on emulated devices, and two users of it, so this needs root. One
 user asks for ``status`` on a new connection every 20 ms, and has one session that gets a slice and
-gives it back. The other does what ``attack.py`` knows, each kind for some seconds, with quiet
-seconds before each. The ratio is of the same run.
+gives it back. The other runs each kind of attack of ``attack.py`` for some seconds, with quiet
+seconds before each. Both parts of the ratio are from the same run.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from benchmarks.common import budget, percentile, summary
 
 ROOT = Path(__file__).parents[1]
 
-#: User ids without an account: to the broker they are users as all others.
+#: User ids without an account: for the broker they are normal users.
 VICTIM, ATTACKER = 21001, 21002
 
-#: Times the quiet p99, of one kind and of all; bytes.
+#: Multiples of the quiet p99, for one kind and for all; bytes.
 RATIO_BUDGET = 3.0
 MEMORY_BUDGET = 100e6
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
                       one["attacker"], flush=True)  # fmt: skip
             calm = measure(path, seconds)
             rss_after = rss(pid)
-    # What came before and after all attacks: the machine itself is not always the same.
+    # Quiet figures before and after all attacks, because the machine itself varies.
     base = {what: [*quiet[what], *calm[what]] for what in quiet}
     result: dict[str, Any] = {
         "emulated": True,
@@ -142,7 +142,7 @@ def broker(folder: Path) -> Iterator[tuple[Path, int]]:
 
 
 def measure(path: Path, seconds: float) -> dict[str, list[float]]:
-    """Be the victim in a process of its own; return milliseconds of what it asked."""
+    """Run the victim in its own process; return the milliseconds of its requests."""
     process = start(["-m", "benchmarks.neighbours", "--victim", str(path), str(seconds)], VICTIM)
     output, _ = process.communicate(timeout=seconds + 120)
     if process.returncode != 0:
@@ -152,7 +152,7 @@ def measure(path: Path, seconds: float) -> dict[str, list[float]]:
 
 
 def attacked(path: Path, pid: int, kind: str, seconds: float) -> dict[str, Any]:
-    """Measure under an attack, and the broker's memory at its worst."""
+    """Measure under an attack, with the broker's highest memory."""
     attack = start([str(ROOT / "benchmarks" / "attack.py"), str(path), kind, str(seconds + 2)],
                    ATTACKER)  # fmt: skip
     time.sleep(1.0)
@@ -173,7 +173,7 @@ def start(arguments: Sequence[str], user: int) -> subprocess.Popen[str]:
     setpriv = shutil.which("setpriv")
     if setpriv is None:
         raise SystemExit("setpriv (util-linux) is needed to be two users.")
-    # The interpreter may be where only root may look; to the broker this is the user all the same.
+    # Only root may be able to read the interpreter's folder; the broker still sees this user.
     who = [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
     may = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
     return subprocess.Popen(
@@ -184,7 +184,7 @@ def start(arguments: Sequence[str], user: int) -> subprocess.Popen[str]:
 
 
 def be_victim(path: Path, seconds: float) -> dict[str, list[float]]:
-    """Ask as a kernel and a page would; return milliseconds."""
+    """Send the requests of a kernel and a page; return milliseconds."""
     server = Peer(path)
     opened = server.call("open", kernel_id="victim")
     server.call("launched", session=opened["session"], pid=os.getpid())

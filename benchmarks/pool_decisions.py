@@ -1,18 +1,17 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How long the pool takes for a decision, by the number of sessions, on 16 devices.
+"""The time of a pool decision, by the number of sessions, on 16 devices.
 
 ``python -m benchmarks.pool_decisions [--seconds 2] [--sizes 10,100,300,1000]`` prints JSON.
 
-A decision is one event handled: everything that follows from it (grants, suspends, queue news) is
-part of its time; the effects themselves take no time here, but end as late as real ones would.
-Samples of devices are handled in between and reported apart: they are no decisions. The
-workload is a day in a busy lab, replayed as fast as the pool can: every session runs cells (log
-normal, median 20 s) with pauses in between (median 60 s), so that with enough sessions many more
-want a slice than there are; five request sizes, three priority classes, 50 owners, one of
-them with a quota; suspends and resumes at 4 and 7 GB/s; ticks when the pool asks for them; device
-samples every 5 s, and now and then a kernel ends and another one starts. Two devices in
-five are of another model.
+A decision is the handling of one event: its time contains all consequences (grants, suspends, queue
+news). The effects themselves take no time here, but complete as late as real ones. Samples of
+devices come in between and are reported apart: they are no decisions. The workload is a day in a
+busy lab, replayed as fast as the pool can: every session runs cells (log normal, median 20 s) with
+pauses in between (median 60 s), so that many sessions want far more slices than exist; five request
+sizes, three priority classes, 50 owners, one of them with a quota; suspends and resumes at 4 and 7
+GB/s; ticks when the pool asks for them; device samples every 5 s, and sometimes a kernel ends and
+another one starts. Two devices in five are of another model.
 
 ``exponent`` is the slope of log(time per decision) over log(sessions), by least squares: 0 means
 that the cost does not depend on the number of sessions.
@@ -50,13 +49,13 @@ SIZES = (2, 4, 8, 16, 40)
 WEIGHTS = (20, 45, 20, 10, 5)
 SAMPLE = 5.0
 
-#: By sessions: milliseconds of a decision, p50 and p99. One machine has at most 16 devices and
-#: 1,000 sessions.
+#: By number of sessions: milliseconds of a decision, p50 and p99. One machine has at most 16
+#: devices and 1,000 sessions.
 BUDGETS_MS = {300: (0.3, 2.0), 1000: (3.0, 15.0)}
 
 
 class Lab:
-    """Pretends to be kernels, people, driver and broker; measures only the pool."""
+    """Simulates kernels, people, driver and broker; measures only the pool."""
 
     def __init__(self, sessions: int, seed: int, host: int = 64 << 40) -> None:
         self.rng = random.Random(seed)
@@ -72,9 +71,9 @@ class Lab:
         self.heap: list[tuple[float, int, Any]] = []
         self.count = 0
         self.spent: list[float] = []
-        #: The same of samples, which are no decisions.
+        #: The same for samples, which are no decisions.
         self.sampled: list[float] = []
-        #: By device and session: granted bytes, as the pool's actions tell.
+        #: By device and session: bytes granted by the pool's actions.
         self.leases: dict[str, dict[str, int]] = {}
         self.kinds: Counter[str] = Counter()
         self.owners = [Owner(f"user{i}") for i in range(50)]
@@ -154,7 +153,7 @@ class Lab:
         self.now = max(self.now, when)
         getattr(self, what)(*args)
 
-    # ------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ the simulated world
 
     def hold(self, name: str) -> None:
         if name not in self.pool:
@@ -199,7 +198,7 @@ class Lab:
             leases.pop(name, None)
 
     def sample(self, uuid: str) -> None:
-        # A broker samples every device; which sessions it finds there it knows from NVML.
+        # A broker samples every device; NVML tells it the sessions there.
         prints = {name: size * 8 // 10 for name, size in self.leases.get(uuid, {}).items()}
         self.send(ev.DeviceMemorySeen(now=self.now, device=uuid, foreign=0, footprints=prints))
         self.at(self.now + SAMPLE, "sample", uuid)
@@ -207,7 +206,7 @@ class Lab:
 
 def measure(sessions: int, seconds: float, seed: int) -> dict[str, Any]:
     lab = Lab(sessions, seed)
-    # Until every session has run its first cells, the machine is not yet as full as it will be.
+    # The machine fills up until every session has run its first cells.
     while lab.now < 300.0:
         lab.step()
     lab.spent.clear()
@@ -240,7 +239,7 @@ def measure(sessions: int, seconds: float, seed: int) -> dict[str, Any]:
 
 
 def calibration() -> float:
-    """Return the ns of one dict look-up and addition in a loop: how fast this core is just now."""
+    """Return the ns of one dict look-up and addition in a loop: the present speed of this core."""
     numbers = {i: i for i in range(1000)}
     best = math.inf
     for _ in range(20):
@@ -262,7 +261,7 @@ def exponent(points: list[tuple[float, float]]) -> float:
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run, and return a result per number of sessions and the growth over all of them."""
+    """Run, and return a result for each number of sessions, and the growth over all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer sizes, half a second each")
     parser.add_argument("--seconds", type=float, default=0.0, help="per size (default 2)")

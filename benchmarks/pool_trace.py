@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What one event touches in the pool: Python calls, functions, files, changes of file.
+"""The code of the pool that one event runs: Python calls, functions, files, changes of file.
 
 ``python -m benchmarks.pool_trace`` prints a JSON object per event of a short story on two GPUs with
-two sessions. A reader who follows an event goes through as many files, as often.
+two sessions. A reader who follows an event through the code opens these files, in as many changes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def traced() -> Iterator[Trace]:
 
 
 def story() -> dict[str, dict[str, int]]:
-    """Return the figures of each event of a session's life, the first cell to the suspend."""
+    """Return the figures of each event of a session, from the first cell to the suspend."""
     pool = Pool(PoolSettings(host_memory=1000, resume_headroom=1))
     for i in range(2):
         pool.handle(ev.DeviceAppeared(now=0.0, device=Device(f"G{i}", i, "test", "A", 16)))

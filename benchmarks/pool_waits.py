@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How long kernels wait, how often state moves: on workloads that no decision of the pool alters.
+"""Waits of kernels and moves of state, on workloads that do not depend on the pool.
 
-Every session has its own random numbers: how long it thinks, computes and how much it holds is the
-same whatever the pool decides, so that two versions of the pool can be compared seed by seed. Run
-it in the tree of each: ``python -m benchmarks.pool_waits --seeds 5``. Prints one JSON line per
-workload: the seconds of waiting per cell, the suspends, and the cells that were computed.
+Every session has its own random numbers for its thinking time, its computing time and its memory.
+They do not depend on the pool's decisions, so two versions of the pool can be compared seed by
+seed. Run it in the tree of each: ``python -m benchmarks.pool_waits --seeds 5``. Prints one JSON
+line per workload: the seconds of waiting per cell, the suspends, and the cells that were computed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Device, GiB, Owner, PoolSettings, Quota, Request, Slice
 
-#: (sessions, devices, pretended seconds): little, much, and far too much for the devices.
+#: (sessions, devices, simulated seconds): light, heavy, and far too much for the devices.
 WORKLOADS = ((60, 4, 1800), (100, 4, 1800), (300, 16, 900), (300, 4, 900))
 SIZES, WEIGHTS = (2, 4, 8, 16, 40), (20, 45, 20, 10, 5)
 
 
 class Workload:
-    """Kernels that think and compute, and a driver that takes its time."""
+    """Kernels that think and compute, and a driver with realistic times."""
 
     def __init__(self, sessions: int, devices: int, seed: int, **rules: Any) -> None:
         quotas = {"user0": Quota(memory=64 * GiB)}

@@ -1,17 +1,17 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How long cells wait when two kernels want one GPU in turn, and what of it moving takes.
+"""Waits of cells when two kernels want one GPU in turn, and the share of moves.
 
 ``python -m benchmarks residence [--quick]`` prints a table for each rule of minimum residence
 (``jupyter_gpupool/pool/residence.py``) and writes the figures; ``docs/make_residence.py`` makes the
 page of the documentation from them. No GPU and no kernel: the pool itself is driven by a simulated
 clock. ``python -m benchmarks.residence --kernels`` measures two real kernels instead, on an
-emulated GPU, and runs with an older version of the package as well.
+emulated GPU, and also runs with an older version of the package.
 
-Each of two sessions needs the whole device. It runs a cell of half a second (from half to one and a
-half times that, at random), thinks for as long as the row says (likewise), and wants the device
-again. Suspending takes 0.3 s and 1 s for each 4 GB, resuming 0.3 s and 1 s for each 7 GB: what
-others have measured of NVIDIA's driver on single GPUs, planning figures until measured here.
+Each of two sessions needs the whole device. It runs a cell of half a second (times 0.5 to 1.5, at
+random), thinks for the time of the row (likewise), and wants the device again. A suspend takes 0.3
+s and 1 s for each 4 GB, a resume 0.3 s and 1 s for each 7 GB: figures of others for NVIDIA's driver
+on single GPUs, used until measured here.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ SHARE = 0.1
 
 
 def suspend_seconds(size: float) -> float:
-    """Return how long ``size`` bytes take to host memory."""
+    """Return the seconds of a copy of ``size`` bytes to host memory."""
     return 0.3 + size / 4e9
 
 
 def resume_seconds(size: float) -> float:
-    """Return how long ``size`` bytes take back to a device."""
+    """Return the seconds of a copy of ``size`` bytes to a device."""
     return 0.3 + size / 7e9
 
 
@@ -67,7 +67,7 @@ class Pair:
         self.heap: list[tuple[float, int, str, str, float]] = []
         self.waits: list[float] = []
         self.asked: dict[str, float] = {}
-        #: Seconds of moving, of computing, and without either while somebody waited.
+        #: Seconds of moves, of computing, and of neither while a session waited.
         self.moving = self.computing = self.idle = 0.0
         self.moves = 0
         self.busy: set[str] = set()
@@ -147,7 +147,7 @@ class Pair:
 
 
 def simulate(rule: str, think: float, gib: float, *, quick: bool = False) -> dict[str, float]:
-    """Return what a pair met with under ``rule``."""
+    """Return the figures of a pair of sessions under ``rule``."""
     pair = Pair(rule, think, gib)
     swap = suspend_seconds(pair.size) + resume_seconds(pair.size)
     pair.run(max(1000.0, 20 * swap / SHARE, 200 * think) / (10 if quick else 1))
@@ -194,7 +194,7 @@ def kernels(gib: float, turns: int) -> dict[str, Any]:
         rows = client.call("journal", after=0, limit=1000)["rows"]
     took = [
         statistics.median(r["seconds"] for r in rows if r["kind"] == "suspend"),
-        # Its ``seconds`` are those of the wait.
+        # Its ``seconds`` are the wait's.
         statistics.median(r["detail"]["driver_seconds"] for r in rows if r["kind"] == "resume"),
     ]
     return {

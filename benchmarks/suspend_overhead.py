@@ -1,21 +1,21 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Suspend and resume of a kernel, end to end, against the driver's own part of it.
+"""Suspend and resume of a kernel, end to end, against the time of the driver alone.
 
 A Pooled GPU kernel in policy ``lazy`` writes every byte of its device memory, gives its slice back
 and takes it again, in turn, as in a notebook:
 
 - *suspend*: from the broker's decision (the journal's row ``detaching``) to its end (``detached``):
-  the page's gate is closed, calls in flight end, processes are found, the driver checkpoints them,
-  NVML shows the memory free, the journal has it.
+  the broker closes the page's gate, waits for calls in flight, finds the processes, lets the driver
+  checkpoint them, waits until NVML shows the memory free, and writes the journal.
 - *asked*: from the request to give the slice back to that decision. The request comes as soon as
   the cell has ended.
 - *resume*: the first CUDA call after that, timed in the kernel (it reads one byte of device
-  memory), less the same call with the slice at hand: the question, the plan, the driver's restore,
+  memory), minus the same call with an attached slice: the request, the plan, the driver's restore,
   the journal, the page and the gate.
 
-The baseline, in the same run, are the seconds of the driver calls as the device worker measures
-them; the journal has them. On the emulated driver unless this machine has a real one.
+The baseline of the same run is the time of the driver calls, which the device worker measures and
+the journal stores. It uses the emulated driver unless this machine has a real one.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from jupyter_gpupool.client import Client
 
 MiB = 1 << 20
 
-#: Milliseconds that suspend or resume may take beyond the driver.
+#: Most milliseconds of suspend or resume beyond the driver.
 BUDGET_P50_MS, BUDGET_P99_MS = 20.0, 100.0
 
-#: Takes and writes so many bytes.
+#: Allocates and writes so many bytes.
 SETUP = """
 import time
 from cuda.bindings import driver
@@ -69,7 +69,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     rounds = options.rounds or (5 if options.quick else 100)
     sizes = [64, 256] if options.quick else [64, 256, 1024]
     with ExitStack() as stack:
-        devices = stack.enter_context(private_pool())
+        slice_ = (max(sizes) + 512) * MiB  # and a CUDA context
+        devices = stack.enter_context(private_pool(default_memory=slice_, default_limit=slice_))
         client = stack.enter_context(Client(os.environ["GPUPOOL_SOCKET"]))
         rows = [swap(client, size * MiB, rounds) for size in sizes]
     budgets = []
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def swap(client: Client, size: int, rounds: int) -> dict[str, Any]:
-    """Suspend and resume a kernel of ``size`` bytes, after once that does not count."""
+    """Suspend and resume a kernel of ``size`` bytes, after a first time that does not count."""
     whole: dict[str, list[float]] = {"suspend": [], "resume": []}
     driver: dict[str, list[float]] = {"suspend": [], "resume": []}
     waited: list[float] = []
@@ -132,7 +133,7 @@ def wait_detached(client: Client, session: str) -> None:
 
 
 def compare(whole: Sequence[float], driver: Sequence[float]) -> dict[str, Any]:
-    """Return both, their ratio, and what the whole takes beyond the driver."""
+    """Return both, their ratio, and the time of the whole beyond the driver."""
     return {
         "whole_ms": summary(whole),
         "driver_ms": summary(driver),

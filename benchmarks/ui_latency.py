@@ -2,15 +2,15 @@
 # Distributed under the terms of the Modified BSD License.
 """From the broker's decision to the chip in the page: a real notebook among 50 sessions.
 
-The cell in a real JupyterLab in Chromium is run again and again, and the slice given back each
-time. A decision is a row of the broker's journal, ``state`` with ``active`` or ``detached``; the
-chip's change is when the page's DOM first says so (what is painted comes with the next frame).
-Baseline: when a Python client of the same websocket has the message that says so.
+A cell in a real JupyterLab in Chromium runs repeatedly, and the slice is given back each time. A
+decision is a row of the broker's journal, ``state`` with ``active`` or ``detached``; the chip's
+change is the first such text in the page's DOM (its paint comes with the next frame). Baseline: the
+same message at a Python client of the same websocket.
 
-``idle`` is apart: the broker does not push that a cell has ended, the server looks each second.
+``idle`` is separate: the broker does not push the end of a cell; the server polls each second.
 
-Clocks: the broker's is monotonic with an offset, found by asking it; the page's and ours are those
-of one machine, the page's in whole milliseconds.
+Clocks: the broker's is monotonic with an offset, found by a request; the page and this process use
+one machine's clock, the page in whole milliseconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .ui_rest import DEVICES, SESSIONS, stage
 
 GiB = 1 << 30
 
-#: Of the other sessions this many have a slice; there is room for the notebook at once.
+#: So many of the other sessions have a slice; the notebook still has room at once.
 HOLDING = 20
 POOL = {
     "emulate": f"{DEVICES}x8GiB,context=64MiB",
@@ -43,10 +43,10 @@ POOL = {
     "attach": "cell",
 }
 
-#: Active long enough to be seen, and ended at any time between two looks of the server.
+#: Active long enough to be seen; ends at a random time between two polls of the server.
 CELL = "import random, time; time.sleep(random.uniform(0.2, 1.2))"
 
-#: What the chip says in a state; see ``labextension/src/words.ts``.
+#: The chip's text in a state; see ``labextension/src/words.ts``.
 SAYS = {
     "active": re.compile(r"^[\d.]+ .*on GPU \d+$"),
     "idle": re.compile(r"^Idle"),
@@ -72,12 +72,12 @@ WATCH_CHIP = """
   });
 """
 
-#: As who presses Shift-Enter; nobody waits for its end here.
+#: Run the cell as Shift-Enter does, without a wait for its end.
 RUN_CELL = "jupyterapp.commands.execute('notebook:run-cell').catch(() => undefined);"
 
 
 class Listener(threading.Thread):
-    """A client of the server extension's websocket: what it heard of one kernel, and when."""
+    """A client of the server extension's websocket: one kernel's messages, with their times."""
 
     def __init__(self, url: str, kernel: str) -> None:
         super().__init__(daemon=True)
@@ -86,7 +86,7 @@ class Listener(threading.Thread):
         self._socket = websocket.create_connection(
             f"{url.replace('http', 'ws', 1)}/gpupool/api/events", timeout=60
         )
-        self._socket.recv()  # the pool as it is: from here on each change is told
+        self._socket.recv()  # the present pool: each later change comes as a message
         self.start()
 
     def run(self) -> None:
@@ -106,14 +106,14 @@ class Listener(threading.Thread):
 
 
 class Decisions:
-    """What the broker decided about one session, in this machine's time."""
+    """The broker's decisions about one session, in this machine's time."""
 
     def __init__(self, client: Client, session: str) -> None:
         self._client, self._session = client, session
         self._seq = client.call("journal", limit=1, session=session)["rows"][-1]["seq"]
 
     def offset(self) -> float:
-        """Return what to add to the broker's time; of some answers the quickest one is right."""
+        """Return the offset of the broker's time, from the quickest of some answers."""
         found: list[tuple[float, float]] = []
         for _ in range(5):
             begun = time.time()
@@ -123,7 +123,7 @@ class Decisions:
         return min(found)[1]
 
     def last(self, state: str) -> float:
-        """Return when it last went into a state, since it was last asked."""
+        """Return when it last entered a state, since the last call."""
         rows = self._client.call("journal", after=self._seq, session=self._session)["rows"]
         self._seq = rows[-1]["seq"]
         times = [r["time"] for r in rows if r["kind"] == "state" and r["detail"]["new"] == state]
@@ -138,13 +138,13 @@ class Decisions:
 
 
 def first(heard: list[tuple[float, str]], state: str, after: float) -> float | None:
-    """Return when a state was first heard of after a time."""
+    """Return the time of the first message with a state after a time."""
     # The page's clock has whole milliseconds.
     return next((at for at, what in heard if what == state and at > after - 0.001), None)
 
 
 def state_of(words: str) -> str:
-    """Return the state that the chip's words mean; empty if it is none of those measured."""
+    """Return the state of the chip's text; empty if it is not measured."""
     return next((state for state, said in SAYS.items() if said.search(words)), "")
 
 
@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def measure(
     page: Page, url: str, kernel: str, decisions: Decisions, listener: Listener, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the milliseconds until the chip and until the Python client knew, by state."""
+    """Return the milliseconds until the chip's and the Python client's change, by state."""
     said: list[tuple[float, str]] = []
 
     def take(told: dict[str, Any]) -> None:
@@ -228,7 +228,7 @@ def measure(
         return float(page.wait(lambda: first(heard, state, after), f"{state} is heard"))
 
     def note(state: str, decided: float) -> None:
-        """Take the first that either said after the decision."""
+        """Take the first message of each after the decision."""
         decided += decisions.offset()
         for heard, found in ((said, chip), (listener.heard, python)):
             found[state].append(1e3 * (wait(heard, state, decided) - decided))

@@ -1,13 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a change of the pool costs the page: 50 sessions on 16 devices, the side panel shown.
+"""The page's cost of a change of the pool: 50 sessions on 16 devices, the side panel shown.
 
 A real JupyterLab in Chromium with one real notebook, and 49 small processes that take slices,
-wait for them and give them back, all of the page's own user: that shows the most of each. An event
-is one ``delta`` on the websocket; its cost is all that the page's scripts do from its arrival until
-the next, by Chromium's own trace: also the clock of the page, the history asked for every 5 s, and
-what the trace itself costs. Collections of the page's garbage between scripts are counted apart.
-Baseline: the same with the panel closed, in turn with it.
+wait for them and give them back, all of the page's own user, whose sessions show the most fields.
+An event is one ``delta`` on the websocket; its cost is the time of all the page's scripts until the
+next event, from Chromium's trace. This includes the clock of the page, the request for the history
+every 5 s, and the trace itself. Collections of the page's garbage between scripts are counted
+apart. Baseline: the same with the panel closed, in turn with it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ GiB = 1 << 30
 #: Milliseconds of scripting for one event.
 BUDGET_MS = 16.0
 
-#: Two fit on a device; with this many that want a slice some wait.
+#: Two fit on a device; if so many want a slice, some wait.
 POOL = {"emulate": f"{DEVICES}x8GiB,context=64MiB", "default_memory": 3 * GiB}
 WANTING = 40
 
-#: Seconds for the delta of a change to come, and for the page to end its work on it.
+#: Longest seconds until the delta of a change, and of the page's work on it.
 COMES, RESTS = 1.0, 0.1
 
-#: Of Chromium: the seconds that a page has spent with something. Its scripts are without promises'
-#: callbacks, in which JupyterLab updates widgets: hence the trace.
+#: Chromium's counters of a page's seconds. Its scripts lack the callbacks of promises, in which
+#: JupyterLab updates widgets: hence the trace.
 METRICS = ("TaskDuration", "ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
 
 
 class Deltas:
-    """What comes on the page's websocket to the server extension."""
+    """The messages on the page's websocket to the server extension."""
 
     def __init__(self, page: Page) -> None:
         self.times: list[float] = []
@@ -65,13 +65,13 @@ class Deltas:
 
 
 class Crowd:
-    """The members, who change in an order that a seed gives."""
+    """The members, which change in an order by seed."""
 
     def __init__(self, members: list[Member], client: Client) -> None:
         self.members, self._client = members, client
 
     def begin(self) -> None:
-        """Bring everybody to where a part begins: most want a slice, some of these wait."""
+        """Bring all members to the start of a part: most want a slice, some of these wait."""
         for member in self.members:
             member.leave()
         self._settle({"detached"})
@@ -81,7 +81,7 @@ class Crowd:
         self._chance = random.Random(4)
 
     def change(self) -> None:
-        """Have one that wants a slice give up, or another one want one."""
+        """Let one member give up its slice or wait, or another one ask."""
         wanting = sum(member.wants for member in self.members)
         leaves = wanting >= WANTING
         one = self._chance.choice([m for m in self.members if m.wants is leaves])
@@ -96,7 +96,7 @@ class Crowd:
 
 
 def part(page: Page, deltas: Deltas, crowd: Crowd, count: int) -> dict[str, Any]:
-    """Change the pool until ``count`` deltas have come; return what they cost."""
+    """Change the pool until ``count`` deltas have come; return their costs."""
     crowd.begin()
     page.listen(2)
     before = metrics(page)
@@ -140,11 +140,11 @@ def put_together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     }
     return {
         "script_ms": figures("script"),
-        # Without the time in which other processes had the core.
+        # Without the time in which other processes used the core.
         "script_cpu_ms": figures("cpu"),
-        # For which the page answers nobody.
+        # The page answers nothing meanwhile.
         "longest_script_ms": figures("longest"),
-        # All of JupyterLab's garbage, every some hundred events, in pieces between scripts.
+        # All of JupyterLab's garbage, once in some hundred events, in pieces between scripts.
         "collections_ms": figures("collections"),
         "script_and_collections_ms": figures("both"),
         "events_over_budget": sum(ms > BUDGET_MS for ms in scripts),
@@ -218,7 +218,7 @@ def show(page: Page, shown: bool) -> None:
 
 
 def check(page: Page, shown: bool, client: Client, kernel: str) -> None:
-    """Fail unless the page shows what was meant to be measured."""
+    """Fail unless the page shows the panel and its sessions."""
     sessions = client.call("status")["sessions"]
     if len(sessions) != SESSIONS or kernel not in {s["kernel_id"] for s in sessions}:
         raise RuntimeError(f"the pool has {len(sessions)} sessions")

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the user interface asks a Jupyter server: ``GET pool`` with 50 sessions on 16 devices.
+"""The user interface's request to a Jupyter server: ``GET pool``, 50 sessions, 16 devices.
 
 Baseline: ``GET api/status`` of the same server, in turn with it. The sessions are opened by this
-process and have no kernels. Always on emulated devices: what is measured is the way of a question.
+process and have no kernels. Always on emulated devices, because only the request is measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SESSIONS, DEVICES = 50, 16
 
 def stage() -> Any:
     """Return the browser tests' broker and server, started by ``open``."""
-    # No package: it belongs to the browser tests.
+    # Not a package: it belongs to the browser tests.
     path = ROOT / "labextension" / "ui-tests" / "server.py"
     spec = importlib.util.spec_from_file_location("ui_stage", path)
     if spec is None or spec.loader is None:

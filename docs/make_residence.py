@@ -27,59 +27,60 @@ moment lost its slice at once, the two would move each other all day; if it kept
 long, the other would wait for an idle GPU. When the kernel comes back, nobody knows in advance.
 That is the *ski-rental problem*: to rent day by day, or to buy.
 
-The rule is for kernels that were moved to their slice, and does nothing while no kernel waits:
+The rule applies to kernels that were moved to their slice, and only while another kernel waits:
 
 - A kernel that computes nothing is protected until another kernel has waited for as long as its
-  move takes (out and in again, as measured). By itself this never loses more than twice what the
-  best decision in hindsight would have lost (Karlin, Manasse, Rudolph and Sleator, *Competitive
+  move takes (out and in again, as measured). This alone never loses more than twice as much as
+  the best decision in hindsight (Karlin, Manasse, Rudolph and Sleator, *Competitive
   snoopy caching*, Algorithmica 3, 1988).
 - Its last eight pauses may shorten that: a kernel that always stays away for longer than a move
   takes is not protected at all (Karlin, Li, Manasse and Owicki, *Empirical studies of
   competitive spinning for a shared-memory multiprocessor*, SOSP 1991). A wrong guess costs one
-  move at most until right ones have made up for it, so that over any sequence of pauses no more
-  is lost than twice the best in hindsight and one move.
-- What it has computed since it came back, and the time for which it kept the GPU idle while
+  move at most until right guesses have made up for it. So over any sequence of pauses the rule
+  loses at most twice as much as the best decisions in hindsight, plus one move.
+- A kernel's computing time since it came back, and the time in which it kept the GPU idle while
   another kernel waited, pay for the move: after (time of the move) ÷ `max_swap_overhead`, ten
-  minutes at most, its next idle moment is free to take. So moving takes at most that share of the
-  time of loops that contend without end, and a loop that computes little cannot keep others out.
+  minutes at most, the pool may take its slice in its next idle moment. So loops that contend
+  without end spend at most that share of their time on moves, and a loop that computes little
+  cannot keep others out.
 - Under `lazy`, a kernel counts as idle `quiet_after` after its last CUDA call. While a kernel
-  waits, the end of its cell counts at once, if no call is in flight and no thread goes on.
-  (Kernels in other languages than Python have no agent that could say so; for them it is
-  `quiet_after`.)
+  waits, the end of its cell counts at once, if no call is in flight and no thread continues.
+  (Kernels in other languages than Python have no agent to report this; for them `quiet_after`
+  holds.)
 
-`pool/residence.py` has the rule and its worst cases, `tests/pool/test_residence.py` plays the
-adversary.
+`pool/residence.py` has the rule and its worst cases, `tests/pool/test_residence.py` tests it
+against an adversary.
 
 ## Figures
 """
 
 INTRODUCTION = """
 Simulated: two kernels on one GPU, each of which needs all of it. A cell computes for {cell:g} s
-(from half to one and a half times that), then its user thinks (likewise). Copying goes at 4 GB/s
-out and 7 GB/s in, and 0.3 s each, which is what others have measured of NVIDIA's driver; nothing
+(from half to one and a half times that), then its user thinks (likewise). A copy runs at 4 GB/s
+out and 7 GB/s in, plus 0.3 s each, as others have measured with NVIDIA's driver; nothing
 here was measured on a GPU. `max_swap_overhead` is {share:g}. *Now* is the rule above. *Before* is
-the rule until then: a kernel stays for (time of the move) ÷ `max_swap_overhead` from its return,
-whether it computes or not. *Moving* is the part of the time in which the GPU copies, *idle* that
-in which it does nothing while a kernel waits. A cell whose kernel still has its slice waits 0 s,
-so where cells come in quick succession the median is 0 and the longest wait tells more.
+the earlier rule: a kernel stays for (time of the move) ÷ `max_swap_overhead` from its return,
+whether it computes or not. *Moving* is the part of the time in which the GPU copies, *idle* the
+part in which it does nothing while a kernel waits. A cell whose kernel still has its slice waits
+0 s, so if cells follow each other quickly, the median is 0 and the longest wait shows more.
 """
 
 AFTER = """
-How to read it: with pauses that are short against the move (upper rows) both rules are the same:
-a stay pays for the move, and moving takes a tenth of the time. With pauses that are long against
-it (lower rows) the GPU has time for both, and a cell waits for the move and little else. Between
-them, where pauses are about as long as the move, moving takes about half of the time, most of
-which the GPU would else have spent idle with a kernel waiting. In the worst row the GPU computes
-{worst:.0f} % less than by the rule before, in the best one {best:.0f} % more.
+How to read it: if pauses are much shorter than the move (upper rows), both rules are the same: a
+stay pays for the move, and moves take a tenth of the time. If pauses are much longer than the move
+(lower rows), the GPU has time for both kernels, and a cell waits for little more than the move. In
+between, if pauses are about as long as the move, moves take about half of the time; for most of
+that time the GPU would otherwise be idle while a kernel waits. In the worst row the GPU computes
+{worst:.0f} % less than under the earlier rule, in the best row {best:.0f} % more.
 """
 
 
 KERNELS = """
 Two real kernels on an *emulated* GPU with {gib:g} GiB each, whose cells of a millisecond take
-turns (each begins when the other's is done; `python -m benchmarks.residence --kernels`): by the
-rule before a cell took {before[cell_p50_s]:.1f} s (p50; longest {before[cell_max_s]:.1f} s) with
-a move of {before[swap_s]:.1f} s, now {now[cell_p50_s]:.1f} s ({now[cell_max_s]:.1f} s) with one
-of {now[swap_s]:.1f} s.
+turns (each begins when the other's ends; `python -m benchmarks.residence --kernels`): under the
+earlier rule a cell took {before[cell_p50_s]:.1f} s (p50; longest {before[cell_max_s]:.1f} s) with
+a move of {before[swap_s]:.1f} s, now {now[cell_p50_s]:.1f} s ({now[cell_max_s]:.1f} s) with
+a move of {now[swap_s]:.1f} s.
 """
 
 HEADER = (

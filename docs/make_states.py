@@ -37,8 +37,8 @@ def page() -> str:
         "",
         "A session is one kernel. It is in exactly one of these states. `attaching` and",
         "`detaching` are states of their own because",
-        "a call of the driver cannot be cancelled: what happens meanwhile is remembered and acted",
-        "on when the call is done. At most one such call is under way per session.",
+        "a driver call cannot be cancelled: the pool remembers later events and acts on them after",
+        "the call. A session has at most one such call at a time.",
         "",
         "```{mermaid}",
         "stateDiagram-v2",
@@ -58,7 +58,7 @@ def page() -> str:
         lines.append(f"| `{state}` | {has} | {may} | {MEANING[state]} |")
     lines += [
         "",
-        "Every step that there is, and when it is taken:",
+        "All steps, and when the pool takes them:",
         "",
         "| from | to | when |",
         "|---|---|---|",
@@ -68,7 +68,7 @@ def page() -> str:
         "",
         "A slice counts as granted in every state that has one: from before the driver begins to",
         "attach until after it has freed the memory. A session whose state was lost is `ended`,",
-        "and what it held counts until its process is really gone.",
+        "but its memory counts until its process has ended.",
     ]
     return "\n".join(lines) + "\n"
 

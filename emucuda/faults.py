@@ -64,8 +64,8 @@ class Faults:
     ``hang``                a checkpoint call never returns
     ======================  ====================================================================
 
-    Quirks are no failures: each gives the other answer to a question that nobody has asked a real
-    driver yet. A program is ready for real drivers if it works with either answer.
+    Quirks are no failures. Each changes one behaviour that is not known of real drivers yet. A
+    program is ready for real drivers if it works with either behaviour.
 
     ========================  ==================================================================
     ``residue``               ``bytes`` of the device are in use and belong to no process
@@ -134,7 +134,7 @@ class Faults:
         try:
             fd = os.open(self._folder / "machine", os.O_WRONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return  # no process yet: the first will read the file
+            return  # no process yet: the first one reads the file
         try:
             os.pwrite(fd, time.time_ns().to_bytes(8, "little"), 16)
         finally:
@@ -148,7 +148,7 @@ def _scope(line: str) -> tuple[str, ...]:
 
 
 def check_faults(text: str) -> str:
-    """Return ``text``, the value of ``EMUCUDA_FAULTS``, if each fault in it is right.
+    """Return ``text``, the value of ``EMUCUDA_FAULTS``, if each fault in it is valid.
 
     Raises
     ------

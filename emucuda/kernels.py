@@ -23,7 +23,7 @@ With cuda-core::
 
 from __future__ import annotations
 
-# %d3 is the index of the thread's first element, %d4 the step to its next.
+# %d3 is the index of the thread's first element, %d4 the step to its next element.
 _LOOP = """
   .reg .pred %q;
   .reg .b32 %r<8>;

@@ -48,7 +48,7 @@ class Machine:
     count: int
     #: Bytes of memory per device, a multiple of 2 MiB.
     memory: int
-    #: Bytes that each process is charged on each device on which it has a context.
+    #: Each process is charged so many bytes on each device on which it has a context.
     context: int = DEFAULT_CONTEXT
     #: Bytes/s of copies between host and device, checkpoint and restore included; 0: as fast as
     #: the host's memory.
@@ -190,10 +190,10 @@ def environment(
 
 
 def device_files(state_dir: str | os.PathLike[str]) -> str:
-    """Return what the paths of the machine's device files begin with, like ``/dev/nvidia``."""
+    """Return the common start of the machine's device paths, like ``/dev/nvidia``."""
     return str(Path(state_dir).resolve() / "nvidia")
 
 
 def remove_state(state_dir: str | os.PathLike[str]) -> None:
-    """Remove the shared state of a machine that no process uses any more."""
+    """Remove the shared state of a machine that no process uses."""
     shutil.rmtree(state_dir, ignore_errors=True)

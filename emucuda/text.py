@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Sizes and messages: what every setting of this package needs."""
+"""Sizes and messages for all settings of this package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIZE = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))?([A-Za-z]*)", re.ASCII)
 
 
 class EmulatorError(ValueError):
-    """The emulated driver cannot do what was asked; the text says what it can do instead."""
+    """The emulated driver cannot do what was asked; the text names what it can do."""
 
 
 def parse_size(text: str, *, rate: bool = False) -> int | None:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""GPU slices for Jupyter kernels: attached while needed, given back with nothing lost.
+"""GPU slices for Jupyter kernels: attached while needed, given back without loss.
 
 General layout (left may import right, never back; ``tests/test_architecture.py`` holds it):
 
@@ -12,10 +12,10 @@ General layout (left may import right, never back; ``tests/test_architecture.py`
 - ``kernel/``: inside the kernel process: standard library and IPython only.
 - ``server/``: the Jupyter Server extension; ``labextension/`` beside this package is its interface.
 - ``programs/``: commands, services and scripts in the pool; :func:`slice` is its Python face.
-- ``provisioner``, ``cli``, ``config``: what Jupyter, people and admins touch.
+- ``provisioner``, ``cli``, ``config``: the interfaces for Jupyter, people and admins.
 - ``emulation``: the one door to ``emucuda``, an emulated NVIDIA driver, beside this package.
 
-Importing this package imports nothing else: kernels without our dependencies load it too.
+Importing this package imports nothing else: kernels without our dependencies also load it.
 """
 
 from __future__ import annotations
@@ -80,5 +80,5 @@ def slice(  # noqa: A001 (the word of the pool)
 
 
 def _jupyter_labextension_paths() -> list[dict[str, str]]:
-    """Say where the built JupyterLab part is; called by ``jupyter labextension develop``."""
+    """Return the place of the built JupyterLab part; called by ``jupyter labextension develop``."""
     return [{"src": "labextension", "dest": "@jupyter-gpupool/labextension"}]

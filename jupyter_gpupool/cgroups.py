@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the machine and its memory control groups say: limits, what is left, how short it is.
+"""Memory of the machine and its control groups: limits, available bytes, pressure.
 
-A suspended kernel's device memory lands in that kernel's own resident memory, so what counts is
-the machine *and* every memory cgroup above the process that takes it, version 1 or 2. A limit that
-is the machine's or more does not bound anything. A group that cannot be read (it is outside this
-namespace, or a threaded one, which has no memory controller) does not limit; the one above it does.
+A suspended kernel's device memory lands in that kernel's own resident memory, so the limits are
+those of the machine *and* of every memory cgroup above that process, version 1 or 2. A limit of at
+least the machine's memory has no effect. A group that cannot be read (because it is outside this
+namespace, or threaded and without a memory controller) does not limit; the group above it does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Memory that is limited: the machine's (``group`` is None), or a control group's."""
+    """Limited memory: of the machine (``group`` is None), or of a control group."""
 
     group: Group | None
     limit: int
@@ -40,7 +40,7 @@ class Level:
 
     @property
     def key(self) -> str:
-        """What identifies it."""
+        """The identity of the level."""
         return "" if self.group is None else str(self.group.folder)
 
     def __str__(self) -> str:
@@ -49,11 +49,11 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Stress:
-    """How short the memory of a level is. Either only means something compared with ``free``."""
+    """The memory pressure of a level. Both figures only have a meaning together with ``free``."""
 
-    #: How often it was at its limit, since it was made.
+    #: How often the level was at its limit since its creation.
     events: int = 0
-    #: Per cent of the last ten seconds in which something waited for memory.
+    #: Per cent of the last ten seconds in which a task waited for memory.
     stalled: float = 0.0
 
 
@@ -70,7 +70,7 @@ class Host:
         Raises
         ------
         OSError
-            If ``/proc/meminfo`` does not say.
+            If ``/proc/meminfo`` does not have it.
         """
         found = self._meminfo()
         if "MemAvailable" not in found:
@@ -79,7 +79,7 @@ class Host:
         return Level(None, found.get("MemTotal", free), free)
 
     def total(self) -> int:
-        """Return the bytes that this process can ever use: the machine's, or its hard limit."""
+        """Return the most bytes that this process can use: the machine's, or its hard limit."""
         limits = (_number(group.folder / _HARD[group.version]) for group in self.groups(None))
         return min([self._meminfo()["MemTotal"], *(n for n in limits if n is not None)])
 
@@ -127,11 +127,11 @@ class Host:
         usage = _number(group.folder / usage_name)
         if usage is None:
             return None
-        # Cache that the kernel can drop is no use that counts against us.
+        # Cache that the kernel can drop does not count as used.
         return Level(group, limit, max(0, limit - usage + _reclaimable(group)))
 
     def levels(self, pid: int | None = None) -> list[Level]:
-        """Return what limits a process (None: this one): the machine first."""
+        """Return the levels that limit a process (None: this one): the machine first."""
         machine = self.machine()
         found = (self.level(group, machine.limit) for group in self.groups(pid))
         return [machine, *(level for level in found if level is not None)]
@@ -141,7 +141,7 @@ class Host:
         return min(level.free for level in self.levels(pid))
 
     def stress(self, level: Level) -> Stress:
-        """Return how short the memory of a level is."""
+        """Return the memory pressure of a level."""
         group = level.group
         if group is None:
             return Stress(stalled=_stalled(self._proc / "pressure" / "memory"))
@@ -195,5 +195,5 @@ def _rows(path: Path) -> dict[str, int]:
 
 def _reclaimable(group: Group) -> int:
     rows = _rows(group.folder / "memory.stat")
-    # Version 1 has one figure of the group alone, and one with those below it.
+    # Version 1 has one figure for the group alone, and one with its subgroups.
     return rows.get("total_inactive_file", rows.get("inactive_file", 0))

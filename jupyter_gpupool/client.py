@@ -22,10 +22,10 @@ from .endpoint import check_socket, dial
 from .errors import BrokerUnavailable, Code, GPUPoolError, ProtocolError, RefusedError
 from .protocol import MAX_LINE, Message, decode, encode, raise_for
 
-#: Seconds to wait for the answer to a call that the broker answers at once.
+#: Seconds to wait for an answer that the broker gives at once.
 CALL_TIMEOUT = 10.0
 
-#: Seconds at least before a request that was refused as ``busy`` is repeated.
+#: Least seconds before a request that was refused as ``busy`` is repeated.
 MIN_PAUSE = 0.05
 
 
@@ -63,7 +63,7 @@ class Client:
         self._lock = threading.Lock()
         self._closed = False
         check_socket(self.path)
-        #: The last unasked error of the broker: why it closes the connection.
+        #: The last error of the broker without a request: why it closes the connection.
         self._said: GPUPoolError | None = None
         try:
             self._socket = dial(self.path, CALL_TIMEOUT)
@@ -160,7 +160,7 @@ class Client:
         except OSError:
             pass  # the broker closed it first
         if threading.current_thread() is not self._reader:
-            self._reader.join(CALL_TIMEOUT)  # it closes the socket as it ends
+            self._reader.join(CALL_TIMEOUT)  # the reader closes the socket as it ends
 
     # ------------------------------------------------------------------ internals
 
@@ -170,7 +170,7 @@ class Client:
             with self._lock:
                 self._socket.sendall(line)
         except OSError as error:
-            # Nothing can follow a line that was cut off; the reader may not have noticed yet.
+            # Nothing can follow an incomplete line; the reader may not have noticed it yet.
             self._closed = True
             raise self._unavailable(f"went away ({error.strerror or error})") from None
 
@@ -239,8 +239,8 @@ class Client:
 class ClientAgain:
     """A connection that survives the broker: it reconnects and repeats the call under way.
 
-    A call may therefore reach two brokers. For ``open`` that leaves a session which no process
-    enters, and which the broker ends by itself; the other calls may be repeated.
+    A call may therefore reach two brokers. Then ``open`` leaves a session without a process, which
+    the broker ends; the other calls may be repeated.
 
     Parameters
     ----------
@@ -275,7 +275,7 @@ class ClientAgain:
             try:
                 return client.call(kind, **fields)
             except BrokerUnavailable:
-                # A broker that lives and is silent would not answer a second time either.
+                # A living but silent broker would also not answer a second time.
                 if not client.closed or time.monotonic() > give_up:
                     raise
                 self.close()

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool demo``: three notebooks, too few GPUs, nothing lost.
 
-Runs ``examples/pooled_gpu.ipynb`` on the Pooled GPU kernel with a broker of its own, makes two
-neighbours take the GPU away in the middle, and prints what the broker's journal says happened. The
-notebook, the neighbours and the broker are the real ones; only the driver is emulated, where there
-is no NVIDIA driver or where emulation is asked for.
+Runs ``examples/pooled_gpu.ipynb`` on the Pooled GPU kernel with its own broker, lets two neighbours
+take the GPU in between, and prints the events from the broker's journal. Notebook, neighbours and
+broker are real; only the driver is emulated, if there is no NVIDIA driver or emulation was
+requested.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _EMULATE = "GPUPOOL_EMULATE"
 _CONFIG_PATH = "JUPYTER_CONFIG_PATH"
 _LABEL = "EMULATED devices, real everything else"
 
-#: Each notebook asks for this part of a device, so that no two fit on one.
+#: Each notebook asks for this part of a device, so that two never fit on one.
 SHARE_OF_DEVICE = 0.6
 
-#: Seconds for any one cell: an emulated copy of 512 MiB takes well under one of them.
+#: Longest time of a cell in seconds: an emulated copy of 512 MiB takes much less than one.
 CELL_TIMEOUT = 300
 
 NEIGHBOUR = """
@@ -62,7 +62,7 @@ while {busy} and not Path({flag!r}).exists():
 """
 
 
-#: When the pool's kernels get their slice, by the policy in force.
+#: When the pool's kernels get their slice, by attach policy.
 _ATTACH = {
     "lazy": "a notebook gets its slice at its first CUDA call (attach policy 'lazy')",
     "cell": "a notebook gets its slice when a cell starts (attach policy 'cell'; the guard is "
@@ -107,7 +107,7 @@ def private_broker(emulate: str) -> Iterator[Path]:
         yield ensure_broker(config, str(socket))
         with Client(socket) as client:
             os.kill(client.call("status")["pid"], signal.SIGTERM)
-        # Not after a failure: the folder has the broker's log.
+        # Kept after a failure, because the folder has the broker's log.
         shutil.rmtree(folder, ignore_errors=True)
     finally:
         for name, value in saved.items():
@@ -156,7 +156,7 @@ async def _neighbour(manager: Any, label: str, busy: bool, flag: Path) -> Any:
 
 
 async def _wait_attached(broker: Client, label: str) -> None:
-    """Return when the session with this label holds a device (bounded by CELL_TIMEOUT)."""
+    """Wait until the session with this label holds a device, CELL_TIMEOUT at most."""
     deadline = asyncio.get_running_loop().time() + CELL_TIMEOUT
     while asyncio.get_running_loop().time() < deadline:
         for session in broker.call("status")["sessions"]:
@@ -172,8 +172,8 @@ async def _run_notebook(broker: Client, folder: Path) -> None:
 
     devices = broker.call("status")["devices"]
     memory = int(min(d["memory_capacity"] for d in devices) * SHARE_OF_DEVICE)
-    # While neighbour 1 is at work only the notebook can make room for neighbour 2; while neighbour
-    # 2 is, only neighbour 1 can for the notebook.
+    # While neighbour 1 works, only the notebook can make room for neighbour 2. While neighbour 2
+    # works, only neighbour 1 can make room for the notebook.
     flags = {"neighbour 1": folder / "neighbour-2-has-it", "neighbour 2": folder / "notebook-done"}
     notebook = nbformat.read(find_notebook(), as_version=4)
     managers, clients = [], []
@@ -187,7 +187,7 @@ async def _run_notebook(broker: Client, folder: Path) -> None:
                     for label, flag in flags.items():
                         say(f"  {label} starts and asks for {format_bytes(memory)}")
                         managers.append(await _start_kernel(memory, label, folder))
-                        # With a single device, it must be free when the notebook comes back.
+                        # A single device must be free when the notebook returns.
                         busy = len(devices) > 1
                         clients.append(await _neighbour(managers[-1], label, busy, flag))
                         if busy:
@@ -213,9 +213,9 @@ def _show_outputs(cell: Any) -> None:
 
 
 def choose_machine(emulate: str) -> tuple[str, str]:
-    """Return the machine to emulate ("": use the real driver), and a sentence that says why.
+    """Return the machine to emulate ("": use the real driver), and the reason as a sentence.
 
-    ``emulate`` is what the command line asks for; after it comes the environment.
+    ``emulate`` comes from the command line, and overrides the environment.
     """
     present = real_driver_present()
     for asked, by in ((emulate, "--emulate"), (os.environ.get(_EMULATE, ""), _EMULATE)):
@@ -228,7 +228,7 @@ def choose_machine(emulate: str) -> tuple[str, str]:
 
 
 def _check_packages() -> None:
-    """Refuse to start notebooks that cannot import what they use.
+    """Refuse to start notebooks whose imports would fail.
 
     Raises
     ------

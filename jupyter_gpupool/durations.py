@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How long kernels wait and move: the histograms that the broker and every server publish."""
+"""Histograms of waits and moves of kernels, published by the broker and every server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Durations:
             )
 
         self.wait = histogram(
-            "wait", "From asking for a slice to having it, state restored", _WAITS
+            "wait", "Time from a request to its slice, with restored state", _WAITS
         )
         self.suspend = histogram(
             "suspend", "Time to move a kernel's state from a device to host memory", _MOVES
@@ -33,7 +33,7 @@ class Durations:
     def observe(
         self, kind: str, device: str, seconds: float | None, detail: Mapping[str, Any]
     ) -> None:
-        """Take a row of the broker's journal; rows of other kinds change nothing."""
+        """Add a row of the broker's journal; rows of other kinds change nothing."""
         if seconds is None:
             return
         if kind in ("attach", "resume"):

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """The door to the emulated NVIDIA driver: the only module of the product that imports ``emucuda``.
 
-``emucuda``, beside this package, knows nothing of the pool. Everything above the driver is the same
+``emucuda``, beside this package, does not know the pool. Everything above the driver is the same as
 with a real one: a process uses the emulated driver if its environment has the variables that
 :func:`environment` returns.
 """
@@ -43,7 +43,7 @@ def real_driver_present() -> bool:
     """Whether this machine has an NVIDIA kernel driver (or WSL's GPU device).
 
     A device file alone proves nothing: NVIDIA's library creates ``/dev/nvidiactl`` when root calls
-    cuInit, also on a kernel without the driver (observed with 535, 550 and 555). Opening it fails
+    cuInit, even on a kernel without the driver (observed with 535, 550 and 555). Opening it fails
     there.
     """
     if any(os.path.exists(path) for path in ("/proc/driver/nvidia/version", "/dev/dxg")):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Where the broker's socket is, and whether it may be trusted. Standard library only."""
+"""The place of the broker's socket, and whether it may be trusted. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .errors import BrokerUnavailable, Code
 #: Names the socket for a process and its children; the provisioner sets it for kernels.
 SOCKET_VARIABLE = "GPUPOOL_SOCKET"
 
-#: In the environment of a kernel without a session: why it has none, in a sentence.
+#: In the environment of a kernel without a session: the reason, in a sentence.
 NO_SESSION_VARIABLE = "GPUPOOL_NO_SESSION"
 
 #: The socket of the broker that an admin has set up for the whole machine.
 MACHINE_SOCKET = Path("/run/gpupool/broker.sock")
 
-#: ``sun_path`` of ``struct sockaddr_un`` on Linux, less the terminating zero (unix(7)).
+#: Size of ``sun_path`` in ``struct sockaddr_un`` on Linux without the final zero (unix(7)).
 MAX_SOCKET_PATH = 107
 
 
 def user_runtime_dir() -> Path:
-    """Return (without making it) this user's folder for sockets: short, local, in each login alike.
+    """Return (not make) this user's folder for sockets: short, local, the same in all logins.
 
     It is not ``/run/user/UID``, which is deleted at the last logout while kernels and their broker
-    live on, and which cron and tmux may not name. XDG_RUNTIME_DIR may name any other folder.
+    live on, and which cron and tmux may not know. XDG_RUNTIME_DIR may name any folder.
     """
     chosen = _chosen_runtime_dir()
     return chosen / "gpupool" if chosen else local_machine.local_folder()
@@ -54,8 +54,8 @@ def find_socket(configured: str = "") -> Path:
     """Return the path at which the broker is, or will be started.
 
     In this order: ``configured`` (``c.GPUPool.socket``), ``$GPUPOOL_SOCKET``, the machine-wide
-    socket if it exists, this user's own. If nothing is there but this user's broker lives, the
-    socket that is named in the lock of its journal.
+    socket if it exists, this user's own. If none of them exists but this user's broker lives, the
+    socket named in the lock of its journal.
     """
     chosen = configured or os.environ.get(SOCKET_VARIABLE, "")
     if chosen:
@@ -76,7 +76,7 @@ def journal_name(socket: Path) -> str:
     """Return the name, without its suffix, of the journal of the broker at ``socket``.
 
     All usual sockets of one user on one machine share one journal, so that a second broker at any
-    of them finds the journal taken. A socket with another name is another pool.
+    of them finds the journal locked. A socket with another name belongs to another pool.
     """
     name = f"journal-{local_machine.machine_id()}"
     if socket.name == "broker.sock" and socket.parent.name in (
@@ -104,7 +104,7 @@ def listening_at(lock: Path) -> Path | None:
 
 
 def is_machine_path(path: Path) -> bool:
-    """Return whether a broker at ``path`` is the machine's: a service that no user starts."""
+    """Return whether ``path`` belongs to the machine's broker: a service that no user starts."""
     return path.parts[:2] == ("/", "run") and path.parts[2:3] != ("user",)
 
 
@@ -138,8 +138,8 @@ def check_socket(path: Path) -> None:
     Raises
     ------
     BrokerUnavailable
-        Code ``no-broker`` if nothing is there; ``bad-socket`` if it is a symbolic link, not a
-        socket, or neither this user's nor root's.
+        Code ``no-broker`` if the path does not exist; ``bad-socket`` if it is a symbolic link, not
+        a socket, or owned by another user than this one and root.
     """
     check_path(path)
     try:
@@ -170,8 +170,8 @@ def dial(path: Path, seconds: float) -> socket.socket:
     """Return a socket that is connected to ``path``, in blocking mode.
 
     A broker that many processes call at once has a full queue of connections for a moment. The
-    operating system then lets a blocking ``connect`` wait its turn and makes any other fail with
-    EAGAIN, also one of Python's sockets with a time-out; so the time-out here is the system's.
+    operating system then lets a blocking ``connect`` wait, and any other fail with EAGAIN, even on
+    Python's sockets with a time-out. So this sets the system's time-out.
 
     Raises
     ------
@@ -185,8 +185,8 @@ def dial(path: Path, seconds: float) -> socket.socket:
             left = max(0.001, deadline - time.monotonic())
             _set_send_timeout(connection, left)
             connection.connect(str(path))
-            # Python takes a connect that a signal interrupted for one that goes on by itself, as
-            # in TCP; here it has failed.
+            # Python assumes that a connect interrupted by a signal continues, as in TCP; on a unix
+            # socket it has failed.
             connection.getpeername()
             _set_send_timeout(connection, 0.0)
             return connection

@@ -14,8 +14,8 @@ from typing import Any, Mapping
 class Code(str, Enum):
     """Every code of an error, a refusal or a line of the log: the word that programs compare.
 
-    ``status`` is the HTTP status with which the REST API answers, ``about`` says what the code
-    means. ``docs/errors.md`` is written from here.
+    ``status`` is the HTTP status of the REST API's answer, ``about`` explains the code.
+    ``docs/errors.md`` is made from this class.
     """
 
     status: int
@@ -32,7 +32,7 @@ class Code(str, Enum):
 
     @classmethod
     def of(cls, word: object, otherwise: Code) -> Code:
-        """Return the code that ``word`` is; ``otherwise`` if this version knows no such code."""
+        """Return the code of the name ``word``; ``otherwise`` if this version lacks it."""
         return next((code for code in cls if code.value == word), otherwise)
 
     # A request that no state of the pool could grant.
@@ -42,19 +42,19 @@ class Code(str, Enum):
     UNKNOWN_TYPE = "unknown-type", 502, "The broker knows no such message type."
     UNKNOWN_PRIORITY = "unknown-priority", 400, "There is no such priority class."
     UNKNOWN_SESSION = "unknown-session", 404, "No session of yours has this id, or it has ended."
-    AMBIGUOUS_SESSION = "ambiguous-session", 409, "More than one session id begins so."
+    AMBIGUOUS_SESSION = "ambiguous-session", 409, "Several session ids begin with this text."
     UNKNOWN_DEVICE = "unknown-device", 409, "The pool has no such GPU."
     NOT_ALLOWED = "not-allowed", 403, "Only an administrator may do this."
     NOT_YOURS = "not-yours", 403, "The session or process belongs to another user or session."
     NOT_IN_GROUP = "not-in-group", 403, "The user is not in the group that the request names."
-    BAD_TOKEN = "bad-token", 403, "The token is not the session's."
+    BAD_TOKEN = "bad-token", 403, "The token does not belong to the session."
     OVER_KERNEL_LIMIT = "over-kernel-limit", 409, "More than c.GPUPool.max_memory_per_kernel."
     OVER_DEVICE = "over-device", 409, "More memory than a GPU of the pool can give."
     OVER_QUOTA = "over-quota", 409, "More than your quota allows."
     OVER_HOST = "over-host", 409, "More than host memory could keep while the kernel is suspended."
     TOO_MANY_DEVICES = "too-many-devices", 409, "More GPUs than the pool has."
     DEVICES_BOUND = "devices-bound", 409, "The kernel uses CUDA already, on fewer or more GPUs."
-    IN_USE = "in-use", 409, "The kernel uses more than the request would leave it."
+    IN_USE = "in-use", 409, "The kernel uses more memory than the request allows."
 
     # A request that the pool cannot grant now.
     BUSY = "busy", 409, "Too many requests of this user; details name the seconds to wait."
@@ -76,7 +76,7 @@ class Code(str, Enum):
     NO_ROOM = "no-room", 409, "The GPU has no room for its self-test."
     NO_DEVICE = "no-device", 409, "The pool has no GPU that it can use."
 
-    # What a session, its page or its connection must be for the request.
+    # The session, its page or its connection does not fit the request.
     SESSION_EXISTS = "session-exists", 409, "A session with this id exists already."
     ALREADY_LAUNCHED = "already-launched", 409, "The session has a process already."
     NOT_LAUNCHED = "not-launched", 409, "The broker does not know the session's process yet."
@@ -113,7 +113,7 @@ class Code(str, Enum):
     NO_DRIVER = "no-driver", 502, "The NVIDIA driver is missing, too old, or did not answer."
     NVML = "nvml", 502, "NVML did not answer."
     NO_EMULATOR = "no-emulator", 502, "The emulated driver is not compiled."
-    BAD_FOLDER = "bad-folder", 502, "A folder cannot be made, or is not this user's alone."
+    BAD_FOLDER = "bad-folder", 502, "A folder cannot be made, or other users can enter it."
 
     # Configuration, kernelspecs, commands.
     CONFIG = "config", 502, "The configuration has an unknown name or a bad value."
@@ -131,10 +131,10 @@ class Code(str, Enum):
 
     # Lines of the broker's log.
     OVERUSE = "overuse", 409, "A kernel holds more device memory than its slice."
-    STALE_COMPLETION = "stale-completion", 409, "The driver finished an operation that was over."
+    STALE_COMPLETION = "stale-completion", 409, "The driver finished an operation that had ended."
     INVALID_TRANSITION = "invalid-transition", 502, "A fault: a session changed state wrongly."
 
-    # Where no other code fits.
+    # If no other code fits.
     REFUSED = "refused", 409, "The broker refused the request."
     ERROR = "error", 502, "Any other error."
 
@@ -147,7 +147,7 @@ class GPUPoolError(Exception):
     code:
         Stable word for programs, such as ``Code.OVER_QUOTA``.
     message:
-        What was asked and why it cannot be done, in one sentence.
+        What was requested and why it failed, in one sentence.
     next_step:
         What to do about it; may be empty.
     details:

@@ -13,7 +13,7 @@ from .launcher import IPYKERNEL_LAUNCHER, become
 
 
 def main() -> None:
-    """Become ipykernel, with the options that this Python was started with."""
+    """Become ipykernel, with the options of this Python process."""
     words = list(sys.orig_argv)
     options = words[1 : words.index(IPYKERNEL_LAUNCHER) - 1] if IPYKERNEL_LAUNCHER in words else []
     become([sys.executable, *options, "-m", "ipykernel_launcher", *sys.argv[1:]])

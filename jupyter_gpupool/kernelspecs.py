@@ -30,7 +30,7 @@ PROVISIONER = "gpupool-provisioner"
 LOCAL_PROVISIONER = "local-provisioner"
 
 SUFFIX = " (Pooled GPU)"
-_NAME = re.compile(r"^[a-z0-9._-]+$", re.IGNORECASE)  # as jupyter_client has it
+_NAME = re.compile(r"^[a-z0-9._-]+$", re.IGNORECASE)  # as in jupyter_client
 
 
 class KernelSpecError(GPUPoolError):
@@ -41,7 +41,7 @@ class KernelSpecError(GPUPoolError):
 
 @dataclass(frozen=True)
 class PooledKernel:
-    """A kernelspec that uses the pool; ``wraps`` names its original, if it is a twin."""
+    """A kernelspec that uses the pool; ``wraps`` names the original of a twin."""
 
     name: str
     display_name: str
@@ -56,7 +56,7 @@ def list_pooled() -> list[PooledKernel]:
         try:
             spec = _read(Path(folder))
         except KernelSpecError:
-            continue  # a broken kernelspec, which is not listed
+            continue  # a broken kernelspec is not listed
         if _provisioner(spec) == PROVISIONER:
             metadata = spec.get("metadata", {}).get("gpupool", {})
             wraps = str(metadata.get("wraps", "")) if isinstance(metadata, dict) else ""
@@ -80,15 +80,15 @@ def wrap(
     name:
         As ``jupyter kernelspec list`` shows it.
     user, prefix:
-        Where, as for ``jupyter kernelspec install``; neither: system-wide.
+        The place, as for ``jupyter kernelspec install``; neither: system-wide.
     new_name, display_name:
         Default: ``gpupool-<name>``, and the original's with " (Pooled GPU)" added.
 
     Raises
     ------
     KernelSpecError
-        If there is no such kernelspec, it already is pooled or started by another provisioner,
-        the new name is taken by a kernelspec that is no twin, or the folder cannot be written.
+        If the kernelspec does not exist, is already pooled or uses another provisioner, if a
+        kernelspec that is no twin has the new name, or if the folder cannot be written.
     """
     manager = KernelSpecManager()
     folder = _find(manager, name)
@@ -115,8 +115,8 @@ def wrap(
     metadata = dict(spec.get("metadata") or {})
     metadata["kernel_provisioner"] = {"provisioner_name": PROVISIONER, "config": {}}
     metadata["gpupool"] = {"wraps": name}
-    # For clients without provisioners; the provisioner takes the launcher out again. It runs in
-    # this environment, whatever environment the kernel is of.
+    # For clients without provisioners; the provisioner removes the launcher. It runs in this
+    # environment, even if the kernel belongs to another one.
     spec["argv"] = [sys.executable, "-m", LAUNCHER, "--kernel", target, "--", *spec["argv"]]
     spec["metadata"] = metadata
     spec["display_name"] = display_name or f"{spec.get('display_name', name)}{SUFFIX}"
@@ -140,7 +140,7 @@ def unwrap(name: str) -> None:
     Raises
     ------
     KernelSpecError
-        If there is no such kernelspec, or it is not one that :func:`wrap` has made.
+        If the kernelspec does not exist, or was not made by :func:`wrap`.
     """
     manager = KernelSpecManager()
     folder = _find(manager, name)
@@ -176,8 +176,8 @@ def _find(manager: Any, name: str) -> Path:
 def _native_or_read(folder: Path) -> dict[str, Any]:
     """Return the kernelspec with the command that starts it.
 
-    The native kernel's file does not have it: its ``argv`` must name the interpreter of this
-    environment, which a twin installed elsewhere has to find.
+    The native kernel's file lacks it: its ``argv`` must name the interpreter of this environment,
+    so that a twin installed elsewhere finds it.
     """
     spec = _read(folder)
     try:

@@ -4,9 +4,9 @@
 
 Clients without kernel provisioners, such as VS Code, start the ``argv`` of a kernelspec themselves.
 In a pooled kernelspec it names this program, which opens a session in the pool and then becomes the
-kernel by exec: the client's signals, and its wait for the process, reach the kernel. Where the
+kernel by exec: the client's signals, and its wait for the process, reach the kernel. If the
 provisioner has opened the session, the program only becomes the kernel. After a failure the kernel
-runs without a GPU and one line says why. No kernel gets a GPU without a session.
+runs without a GPU, and one line gives the reason. No kernel gets a GPU without a session.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LAUNCHER = "jupyter_gpupool.launcher"
 IPYKERNEL_LAUNCHER = "jupyter_gpupool.ipykernel_launcher"
 
 #: The provisioner sets this for a launcher that it could not remove from the command: the session
-#: is open already. The launcher removes it, so that it does not reach child processes.
+#: is already open. The launcher removes it, so that it does not reach child processes.
 OPENED_VARIABLE = "GPUPOOL_OPENED"
 
 #: Options of a kernelspec's ``config``.
@@ -55,10 +55,10 @@ _BESIDE = ("group", "attach", "broker_socket")
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 
-#: Variables whose value in the session's environment goes in front of the kernel's own.
+#: Variables whose value from the session comes before the kernel's own.
 PATH_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
 
-#: Variables that only replace a library's default: a value of the user's stays.
+#: Variables that only replace a library's default: the user's value stays.
 USERS_CHOICE = (
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "TF_FORCE_GPU_ALLOW_GROWTH",
@@ -67,7 +67,7 @@ USERS_CHOICE = (
 
 
 def runs_ipykernel(command: list[str]) -> bool:
-    """Return whether this command starts ipykernel, and so knows the agent's flag."""
+    """Return whether this command starts ipykernel, which accepts the agent's flag."""
     return any(
         part in ("ipykernel_launcher", "ipykernel", IPYKERNEL_LAUNCHER)
         or Path(part).name == "ipykernel_launcher.py"
@@ -78,7 +78,7 @@ def runs_ipykernel(command: list[str]) -> bool:
 def kernel_command(command: Sequence[str]) -> list[str]:
     """Return the kernel's own command, without our launcher.
 
-    Only if a Python runs the launcher: another program in front of it (``conda run``) may matter.
+    Only if a Python runs the launcher, because a wrapper (``conda run``) may be needed.
     """
     if not command or not _PYTHON.fullmatch(os.path.basename(command[0])):
         return [*command]
@@ -90,7 +90,7 @@ def kernel_command(command: Sequence[str]) -> list[str]:
             return [*command[:index], "-m", "ipykernel_launcher", *rest]
         if module == LAUNCHER and "--" in rest[:-1]:
             inner = rest[rest.index("--") + 1 :]
-            # As jupyter_client does for the first word of an argv.
+            # As in jupyter_client for the first word of an argv.
             return [command[0] if _PYTHON.fullmatch(inner[0]) else inner[0], *inner[1:]]
         break
     return [*command]
@@ -110,7 +110,7 @@ def enter_session(
     """Prepare ``environ``, in place, for a kernel in the session that ``answer`` opened.
 
     ``socket`` is the socket of that session's broker; None if there is no session. Return the
-    command to start, and why it gets no GPU ("" if it may get one).
+    command to start, and why the kernel gets no GPU ("" if it may get one).
     """
     remember_devices(environ)
     merge_environment(environ, answer["env"])
@@ -123,7 +123,7 @@ def enter_session(
     attach = str(answer.get("attach", ""))
     if "GPUPOOL_PAGE" in answer["env"] and attach == "lazy":
         return command, ""
-    # Neither agent nor guard would ask for its slice, so it must not find a device.
+    # Neither agent nor guard would request its slice, so it must not find a device.
     hide_devices(environ)
     why = (
         "and it has attach policy 'manual'"
@@ -172,7 +172,7 @@ def merge_environment(env: MutableMapping[str, str], ours: Mapping[str, str]) ->
 def agent_folder() -> Path:
     """Return a private folder with one link to this package, for another environment's PYTHONPATH.
 
-    The folder in which the package is installed would bring every other package along.
+    The folder of the installed package would also expose every other package.
 
     Raises
     ------
@@ -215,21 +215,21 @@ SHIPPED = "gpupool-python3"
 #: Seconds for a broker to start. Clients give a kernel a minute (VS Code does).
 START_TIMEOUT = 45.0
 
-#: Variables of another session, inherited where the client itself runs in a pooled kernel.
+#: Variables of another session, inherited if the client itself runs in a pooled kernel.
 OUTER_VARIABLES = ("GPUPOOL_SESSION", "GPUPOOL_TOKEN", "GPUPOOL_ATTACH")
 
 _USAGE = "usage: python -m jupyter_gpupool.launcher --kernel NAME -- COMMAND..."
 
 
 def become(command: Sequence[str], kernel: str = SHIPPED) -> NoReturn:
-    """Become the kernel that ``command`` starts, in a session of its own.
+    """Become the kernel that ``command`` starts, in its own session.
 
     Parameters
     ----------
     command:
-        The kernel's own, with the connection file in it.
+        The kernel's own command, with the connection file.
     kernel:
-        The name of its kernelspec, whose ``config`` says what to ask for.
+        The name of its kernelspec, whose ``config`` has the request.
     """
     if os.environ.get(OPENED_VARIABLE):
         env = {k: v for k, v in os.environ.items() if k != OPENED_VARIABLE}
@@ -263,18 +263,18 @@ def _execute(command: list[str], env: Mapping[str, str]) -> NoReturn:
 
 
 def _without_session(command: list[str], env: dict[str, str], why: str) -> tuple[list[str], str]:
-    """Hide the devices from the kernel, and have its agent say why."""
+    """Hide the devices from the kernel, and let its agent report why."""
     hide_devices(env)
     env[NO_SESSION_VARIABLE] = why
     try:
         answer: dict[str, Any] = {"env": {}, "attach": "lazy"}
         return enter_session(command, env, answer)[0], why
     except GPUPoolError:
-        return command, why  # without the agent, which only says what stderr says
+        return command, why  # without the agent, which would only repeat the line on stderr
 
 
 def _open(command: list[str], kernel: str, env: dict[str, str]) -> tuple[list[str], str]:
-    """Open a session for this process; return the command to become, and why it gets no GPU."""
+    """Open a session for this process; return the kernel's command, and why it gets no GPU."""
     from .config.differences import notice
 
     spec = _kernelspec(kernel)
@@ -283,7 +283,7 @@ def _open(command: list[str], kernel: str, env: dict[str, str]) -> tuple[list[st
     shown = str(spec.get("display_name") or kernel)
     request, attach = _wanted(stanza, shown)
     if attach != "manual" and not runs_ipykernel(command):
-        attach = "lazy"  # as the provisioner does: it has no agent that sees cells
+        attach = "lazy"  # as in the provisioner: no agent sees its cells
     named = str(stanza.get("broker_socket") or "")
     with closing(ClientAgain(lambda: living_broker(named), timeout=START_TIMEOUT)) as client:
         answer = client.call(
@@ -303,7 +303,7 @@ def _open(command: list[str], kernel: str, env: dict[str, str]) -> tuple[list[st
 
 
 def _wanted(stanza: Mapping[str, Any], kernel: str) -> tuple[dict[str, Any], str | None]:
-    """Return what a kernelspec's ``config`` asks for: the request, and the attach policy."""
+    """Return the request and the attach policy in a kernelspec's ``config``."""
     check_options(stanza, kernel)
     request = {k: v for k, v in stanza.items() if k not in _BESIDE and v}
     for name in ("memory", "limit"):
@@ -325,7 +325,7 @@ def _wanted(stanza: Mapping[str, Any], kernel: str) -> tuple[dict[str, Any], str
 
 
 def _kernelspec(name: str) -> Mapping[str, Any]:
-    """Return the kernelspec ``name`` as its file has it; {} if no file can be read."""
+    """Return the kernelspec ``name`` from its file; {} if no file can be read."""
     from jupyter_core.paths import jupyter_path
 
     for folder in jupyter_path("kernels"):
@@ -350,8 +350,8 @@ def _kernel_id(command: Sequence[str]) -> str:
 def _label(env: Mapping[str, str], shown: str) -> str:
     """Return the label by which people recognise this kernel.
 
-    That is its notebook, if the client names it (``JPY_SESSION_NAME``); else the folder in which it
-    is started, which is mostly the notebook's, and the name of its kernelspec.
+    That is its notebook, if the client names it (``JPY_SESSION_NAME``). Otherwise its working
+    directory, usually the notebook's folder, and the name of its kernelspec.
     """
     notebook = Path(env.get("JPY_SESSION_NAME", "")).name
     if notebook:
@@ -388,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         raise SystemExit(_USAGE)
     command = words[3:]
     if command[0] in ("python", "python3"):
-        command[0] = sys.executable  # as jupyter_client does
+        command[0] = sys.executable  # as in jupyter_client
     become(command, words[1])
 
 

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Which machine this is, and which of its folders outlive a logout. Standard library only.
 
-Homes are shared between machines, ``/run/user/UID`` and ``/dev/shm`` lose a user's files at the
-last logout: what a broker and its kernels must find again needs a folder that is neither.
+Machines share homes, and ``/run/user/UID`` and ``/dev/shm`` lose a user's files at the last logout.
+Files that a broker and its kernels must find again need another folder.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from .errors import Code, GPUPoolError
 
-#: ``f_type`` of statfs(2), for file systems that other machines may have mounted as well, or on
-#: which locks and shared memory maps, which SQLite needs, cannot be relied on.
+#: Unsuitable file systems, by ``f_type`` of statfs(2): other machines may also mount them, or
+#: SQLite's locks and shared memory maps are not reliable there.
 NETWORK = {
     0x6969: "NFS",
     0x517B: "SMB",
@@ -44,10 +44,10 @@ NETWORK = {
     0xBACBACBC: "VMware shared folder",
 }
 
-#: Where a user's folder may be: local, writable by everybody, and not emptied at a logout.
+#: Parents of a user's folder: local, writable by everybody, and not emptied at a logout.
 LOCAL_BASES = (Path("/var/tmp"), Path("/tmp"), Path("/dev/shm"))
 
-#: Where logind makes a folder for each user at the first login, and removes it at the last logout.
+#: Here logind makes a folder for each user at the first login, and removes it at the last logout.
 LOGIN_FOLDERS = Path("/run/user")
 
 MACHINE_ID = Path("/etc/machine-id")
@@ -60,18 +60,18 @@ FIRST_NAMESPACE = f"pid:[{0xEFFFFFFC}]"
 
 
 class FolderError(GPUPoolError):
-    """A folder cannot be made, or is not this user's alone."""
+    """A folder cannot be made, or other users can enter it."""
 
     code = Code.BAD_FOLDER
 
 
 def boot_id() -> str:
-    """Return what changes when the machine starts: start times of processes count from there."""
+    """Return an id of this boot, from which the start times of processes count."""
     return _BOOT_ID.read_text().strip()
 
 
 def pid_namespace() -> str:
-    """Return the namespace that this process's numbers count in: a container has its own."""
+    """Return the PID namespace of this process: a container has its own."""
     try:
         return str(_PID_NAMESPACE.readlink())
     except OSError:
@@ -80,10 +80,10 @@ def pid_namespace() -> str:
 
 @lru_cache(maxsize=1)
 def machine_id() -> str:
-    """Return 12 hexadecimal digits that are this machine's, and stay so when it starts again.
+    """Return 12 hexadecimal digits that identify this machine, also after it starts again.
 
-    A hash, because machine-id(5) asks not to show the number itself. Images of containers carry
-    one machine-id into all of them, so that a container's host name counts as well.
+    A hash, because machine-id(5) asks not to show the number itself. All containers of an image
+    have the same machine-id, so a container's host name also counts.
     """
     name = _number()
     if pid_namespace() not in ("", FIRST_NAMESPACE):
@@ -99,7 +99,7 @@ def _number() -> str:
             continue
         if len(text) == 32 and text.strip("0123456789abcdef") == "":
             return text
-    # Neither changes at a restart. getnode() makes up a number if there is no network card.
+    # Both stay the same after a restart. getnode() invents a number without a network card.
     node = uuid.getnode()
     return f"{socket.gethostname()} {node if not node >> 40 & 1 else ''}"
 
@@ -120,7 +120,7 @@ def _file_system(path: Path) -> int:
 
 
 def state_dir() -> Path:
-    """Return where journal and log go unless configured: root's in /var/lib, others' at home."""
+    """Return the default folder of journal and log: /var/lib for root, else in the home."""
     if os.getuid() == 0:
         return Path("/var/lib/gpupool")
     base = os.environ.get("XDG_STATE_HOME", "")
@@ -133,7 +133,7 @@ def local_folder() -> Path:
     name = f"gpupool-{os.geteuid()}"
     bases = [base for base in LOCAL_BASES if base.is_dir() and not network_file_system(base)]
     for base in bases:
-        # Anybody may take a name there before us; only then is it another folder.
+        # Another user may take the name first; only then another folder is used.
         if _taken_by(base / name) in (None, os.geteuid()):
             return base / name
     return (bases or [LOCAL_BASES[0]])[0] / name
@@ -152,7 +152,7 @@ def make_private(folder: Path) -> Path:
     Raises
     ------
     FolderError
-        If it cannot be made, is no folder, or somebody else's.
+        If it cannot be made, is no folder, or belongs to another user.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Processes, as Linux shows them in ``/proc``: identity, state, descent, open files, their end.
 
-The one reader of ``/proc/<pid>`` for all parts; standard library only, because kernels use it, too.
-Reading ``environ`` or ``maps`` of a process that is being suspended can block, because the suspend
-holds the lock of its address space: do not read these on the broker's event loop.
+The only reader of ``/proc/<pid>``; standard library only, because kernels also use it. Reading
+``environ`` or ``maps`` of a process that is being suspended can block, because the suspend holds
+the lock of its address space: do not read these on the broker's event loop.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterable, Iterator, Literal
 
-#: Set in the environment of a session's kernel; whatever it starts inherits it.
+#: Set in the environment of a session's kernel; its child processes inherit it.
 SESSION_VARIABLE = "GPUPOOL_SESSION"
 
 Presence = Literal["alive", "stopped", "gone"]
 
 PROC = Path("/proc")
 
-#: Errors that mean nothing for the process: this one has no descriptor or no memory left.
+#: Errors that tell nothing about the process: this process lacks descriptors or memory.
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
-#: A chain of parents longer than this is not a notebook's.
+#: A longer chain of parents does not belong to a notebook.
 MAX_DEPTH = 64
 
-#: Nanoseconds of certain running for each tick of the clock that the kernel has counted, where it
-#: keeps no finer count (gVisor, or built without it): of two ticks one was whole.
+#: Nanoseconds of certain run time for each clock tick, if the kernel has no finer count (gVisor, or
+#: built without it): of two counted ticks one was complete.
 _TICK = 500_000_000 // os.sysconf("SC_CLK_TCK")
 
 #: In ``flags``: the first thread is exiting.
@@ -68,7 +68,7 @@ class Stat:
 
     @property
     def presence(self) -> Presence:
-        """Whether it can answer. A stopped process makes every checkpoint call on it hang."""
+        """Whether it can answer: every checkpoint call on a stopped process hangs."""
         # A zombie with threads is only a first thread that ended: the process lives on.
         if self.state == "X" or (self.state == "Z" and self.threads <= 1):
             return "gone"
@@ -106,8 +106,8 @@ def identify(pid: int) -> ProcessId | None:
 def presence(process: ProcessId) -> Presence:
     """Tell whether ``process`` (and no later one of the same number) is there and can answer.
 
-    Where no descriptor is left to read that, a process that exists counts as alive: our own lack
-    of a resource must not end a session.
+    If no descriptor is left to read that, an existing process counts as alive: our own lack of a
+    resource must not end a session.
     """
     try:
         stat = parse_stat(_read(process.pid, "stat").decode(errors="replace"))
@@ -130,9 +130,9 @@ def _exists(pid: int) -> bool:
 
 
 def resident(process: ProcessId) -> tuple[int, int]:
-    """Return the host memory that a process has, in bytes, and the part that it shares.
+    """Return the host memory of a process in bytes, and the shared part.
 
-    The kernel reads this without the lock that a suspend may hold for long.
+    The kernel reads this without the lock that a suspend can hold for a long time.
     """
     try:
         _, all_of_it, shared, *_ = map(int, _read(process.pid, "statm").split())
@@ -143,9 +143,9 @@ def resident(process: ProcessId) -> tuple[int, int]:
 
 
 def ending(process: ProcessId) -> bool:
-    """Tell whether ``process`` has ended or is about to: nothing stops it any more.
+    """Tell whether ``process`` has ended or will certainly end.
 
-    It may hold device memory for a while yet: giving back many GiB takes the kernel seconds.
+    It may still hold device memory: the kernel takes seconds to release many GiB.
     """
     if presence(process) == "gone":
         return True
@@ -161,9 +161,9 @@ def ending(process: ProcessId) -> bool:
 
 
 def variables(pid: int, names: Iterable[str]) -> dict[str, str] | None:
-    """Return those of ``names`` that are in the environment that ``pid`` was started with.
+    """Return those of ``names`` that are in the initial environment of ``pid``.
 
-    None if the environment cannot be read: the process has ended, or is another user's.
+    None if the environment cannot be read: the process has ended, or belongs to another user.
     """
     wanted = {name.encode() for name in names}
     try:
@@ -175,18 +175,18 @@ def variables(pid: int, names: Iterable[str]) -> dict[str, str] | None:
 
 
 def session_of(pid: int) -> str | None:
-    """Return the session that ``pid`` was started in; "" if in none, None if that is unknown."""
+    """Return the session in which ``pid`` was started; "": in none, None: unknown."""
     found = variables(pid, [SESSION_VARIABLE])
     return None if found is None else found.get(SESSION_VARIABLE, "")
 
 
 def open_files(pid: int) -> Iterator[tuple[Path, str]]:
-    """Yield each open file of a process: its link in ``/proc``, and what that points to.
+    """Yield each open file of a process: its link in ``/proc``, and the target.
 
     Raises
     ------
     OSError
-        If the process has ended (FileNotFoundError) or is another user's (PermissionError).
+        If the process has ended (FileNotFoundError) or belongs to another user (PermissionError).
     """
     for link in (PROC / str(pid) / "fd").iterdir():
         try:
@@ -226,14 +226,14 @@ def thread_time(pid: int, thread: int) -> tuple[str, int]:
 
 
 class _Spare:
-    """One descriptor in reserve, so that a process that has no other left can still look here."""
+    """One spare descriptor, so that a process without any other can still read ``/proc``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._fd = -1
 
     def keep(self) -> None:
-        """Hold one from now on, if there is one left."""
+        """Take a descriptor in reserve, if one is left."""
         with self._lock:
             self._take()
 
@@ -260,7 +260,7 @@ spare = _Spare()
 def _read(pid: int, name: str) -> bytes:
     path = f"{PROC}/{pid}/{name}"
     try:
-        # A plain open() is three times as slow, and this is done for every process of the machine.
+        # A plain open() is three times as slow, and this runs for every process of the machine.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in _EXHAUSTED:
@@ -283,7 +283,7 @@ def _read_all(fd: int) -> bytes:
 
 
 def all_pids() -> frozenset[int]:
-    """Return the numbers of all processes there are now."""
+    """Return the numbers of all present processes."""
     return frozenset(int(name) for name in os.listdir(PROC) if name.isdigit())  # noqa: PTH208
 
 
@@ -302,7 +302,7 @@ def owner(pid: int) -> int | None:
 
 
 def real_uid(pid: int) -> int | None:
-    """Return the real user id, also of a process that is not dumpable; None if it has ended."""
+    """Return the real user id, even of a process that is not dumpable; None if it has ended."""
     try:
         for line in _read(pid, "status").splitlines():
             if line.startswith(b"Uid:"):
@@ -321,7 +321,7 @@ def alive(process: ProcessId) -> bool:
 
 
 def ancestry(pid: int) -> list[ProcessId]:
-    """Return the living process ``pid`` and those above it, the nearest first."""
+    """Return the living process ``pid`` and its ancestors, the nearest first."""
     found = []
     for _ in range(MAX_DEPTH):
         stat = read_stat(pid) if pid > 1 else None
@@ -348,7 +348,7 @@ def descends(pid: int, root: ProcessId) -> bool:
 def descendants(root: ProcessId) -> list[ProcessId]:
     """Return the living descendants of ``root``, parents before children, without ``root``.
 
-    This process and what is below it are left out: a notebook may have started its broker.
+    This process and its descendants are left out: a notebook may have started its broker.
     """
     if not alive(root):
         return []
@@ -376,8 +376,8 @@ def descendants(root: ProcessId) -> list[ProcessId]:
 def open_pidfd(pid: int) -> int | None:
     """Return a descriptor that is readable when the process has ended; the caller closes it.
 
-    None where that is not possible: before Linux 5.3, without a descriptor left, or if it is gone.
-    Compare the start time after this call: only then the descriptor cannot mean another process.
+    None before Linux 5.3, without a free descriptor, or if the process is gone. Compare the start
+    time after this call: only then it cannot belong to a later process.
     """
     try:
         return os.pidfd_open(pid)

@@ -3,17 +3,17 @@
 """The broker's wire protocol: one JSON object per line, both ways. No sockets here.
 
 A *request* has ``v``, ``type`` and the fields below; with an ``id`` (a positive integer, unique on
-its connection) it is answered by exactly one ``ok`` or ``error`` with the same ``id``, at once or
-after a wait. Without an ``id`` there is no answer. A *push* comes from the broker unasked.
+its connection) it gets exactly one ``ok`` or ``error`` with the same ``id``, at once or after a
+wait. Without an ``id`` it gets no answer. A *push* is a message of the broker without a request.
 Unknown fields are dropped, so that either side may be newer. Unknown types, wrong field types and
 values outside the ranges below are errors, and so are ``NaN``, ``Infinity`` and numbers of more
 than 19 digits. Sizes are bytes, times seconds.
 
 ``status``, ``journal``, ``watch`` and ``ping`` are *reads*, all others are *acts*. Each has a
 price, and each user (by user id, over all connections) has one budget for reads and another for
-acts. The broker delays what is over the budget; it refuses a read that waited for 2 s with the code
-``busy``, and ``details.retry_after`` says in how many seconds it may be repeated. It never refuses
-acts for that reason. Acts of one connection are handled in their order; they may overtake one read.
+acts. The broker delays requests beyond the budget; it refuses a read that waited for 2 s with the
+code ``busy`` and the seconds until a retry in ``details.retry_after``. It never refuses acts for
+that reason. Acts of one connection are handled in their order; they may overtake one read.
 
 ===========  =====================================================================================
 ``ok``       ``id`` and the fields of the answer
@@ -32,9 +32,9 @@ acts for that reason. Acts of one connection are handled in their order; they ma
 
 Why ``yield``/``yielded``: a cell on an attached session must not pay for a round trip. The agent
 owns its lease until it agrees to give it up, so it may start a cell with one ``hold`` that has no
-answer (``wait`` false). A ``hold`` sent before the ``yield`` was read makes the answer ``false``.
-The agent may send it up to 50 ms late; for cells that have ended by then one ``hold`` and ``drop``
-stand for all. It sends them before a ``yielded`` and before any other request.
+answer (``wait`` false). If it sent a ``hold`` before it read the ``yield``, its answer is
+``false``. It may send a ``hold`` up to 50 ms late, and one ``hold`` and ``drop`` for all cells that
+have ended by then; but always before a ``yielded`` or any other request.
 
 A session has one agent and any number of *members*: its programs, and ``jupyter gpupool run``,
 which started its process. A member takes each hold with ``wait`` true and goes on when it is
@@ -43,8 +43,8 @@ granted, so that the broker need not ask it for a ``yield``; it gets the pushes 
 connection.
 
 ``attach`` and ``grow`` come from the guard, without a ``hello``, each on a connection of its own
-and only when the session's shared page says that a call must wait; what was granted is in the page
-before the ``ok`` is sent. Closing the connection ends the wait.
+and only if a call must wait by the session's shared page. The broker writes the grant to the page
+before it sends the ``ok``. Closing the connection ends the wait.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from typing import Any, Mapping, Protocol
 from .errors import Code, GPUPoolError, ProtocolError, RefusedError
 
 # ---------------------------------------------------------------------- fields of a request
-# Every value that a client sends passes through one of these types, so nothing behind the decoder
-# meets a number, a text or a nesting that it does not expect.
+# Every value that a client sends passes through one of these types, so the code behind the decoder
+# gets no unexpected number, text or nesting.
 
 
 class OutOfRange(ValueError):
@@ -66,13 +66,13 @@ class OutOfRange(ValueError):
 
 
 class Field(Protocol):
-    """What a field accepts; ``about`` says it in words."""
+    """The values that a field accepts; ``about`` describes them in words."""
 
     @property
     def about(self) -> str: ...
 
     def read(self, value: Any) -> Any:
-        """Return the value to use; raise ``ValueError`` with what is wrong."""
+        """Return the value to use; raise ``ValueError`` with the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A whole number; by default any that 64 bits hold."""
+    """A whole number; by default any number of 64 bits."""
 
     least: int = -(1 << 63)
     most: int = (1 << 63) - 1
@@ -215,7 +215,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class HoldName:
-    """A hold that an agent has: its name, or an object with ``id`` and ``kind``."""
+    """A hold of an agent: its name, or an object with ``id`` and ``kind``."""
 
     about: str = "hold"
     inner: Object = field(
@@ -230,10 +230,10 @@ class HoldName:
 
 VERSION = 1
 
-#: Bytes of one line from the broker, newline included. A longer one closes the connection.
+#: Most bytes of a line from the broker, with its newline. A longer line closes the connection.
 MAX_LINE = 1 << 24
 
-#: Bytes of one request, newline included: a ``hello`` with a thousand holds fits.
+#: Most bytes of a request, with its newline: a ``hello`` with a thousand holds fits.
 MAX_REQUEST = 1 << 18
 
 #: Characters of a number in a request.
@@ -241,16 +241,16 @@ MAX_DIGITS = 20
 
 Message = dict[str, Any]
 
-#: Text of a client for people to read; the broker shortens it.
+#: A client's text for people; the broker shortens it.
 _WORDS = Text(4096)
 _PROCESS = Whole(-(1 << 32), 1 << 32)
 _COUNT = Whole(0)
 _REQUEST = Object(dict.fromkeys(("memory", "limit", "devices", "compute", "priority"), Scalar()))
 
-#: Holds that one session may have: cells cannot nest this deep.
+#: Most holds of a session: cells cannot nest this deep.
 MAX_HOLDS = 1000
 
-#: type -> (required fields, optional fields); a field's value is what it accepts.
+#: type -> (required fields, optional fields), each with the values that it accepts.
 REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ---- a provisioner, about a kernel
     # request: {memory?, limit?, devices?, compute?, priority?}, sizes in bytes; group: one of the
@@ -276,8 +276,8 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # the kernel has ended or was never started; idempotent. ok: -
     "close": ({"session": Text()}, {"reason": _WORDS}),
     # ---- the agent inside the kernel process (identified by SO_PEERCRED and the token)
-    # after a reconnect: epoch and holds as the agent knows them. member: this is not the agent but
-    # another program of the session, or the one that started it (see above).
+    # after a reconnect: the agent's own epoch and holds. member: this is not the agent but another
+    # program of the session, or the one that started it (see above).
     # ok: session, state, epoch, slices, attach, request, limits
     "hello": (
         {"session": Text(), "token": Text(500)},
@@ -299,7 +299,7 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # a thread waits at the gate. ok, once the gate is open: epoch
     "attach": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
     # the process calls cuInit without a lease: set the page's devices to those of the lease that
-    # the session would get now. ok, whether or not there are any: -
+    # the session would get now. ok, even if there are none: -
     "home": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
     # the session's page was deleted: put it back. ok, once it is there: -
     "page": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
@@ -393,8 +393,8 @@ def _checked(message: Any) -> Message:
 
 
 def _whole(text: str) -> float:
-    # A number with too many digits becomes a value that no field accepts: that refusal can name
-    # the request's id, a failure of the decoder could not.
+    # A number with too many digits becomes a value that no field accepts. Unlike an error of the
+    # decoder, that refusal can name the request's id.
     return int(text) if len(text) <= MAX_DIGITS else math.inf
 
 
@@ -419,7 +419,7 @@ def decode_request(line: bytes) -> Message:
 
 
 def check_request(message: Message) -> Message:
-    """Return ``message``, reduced to what is declared, if it is a well-formed request.
+    """Return ``message`` with its declared fields only, if it is a well-formed request.
 
     Raises
     ------

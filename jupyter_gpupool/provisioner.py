@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Ties a kernel's process to its session in the pool: opened before the start, closed at the end.
 
-The same object serves a kernel's whole life, restarts included. jupyter_client calls:
+One object serves a kernel until its end, with all restarts. jupyter_client calls:
 
 - start: ``pre_launch``, ``launch_kernel``, ``post_launch``;
 - restart: ``shutdown_requested(True)``, ``cleanup(True)``, then as for a start;
@@ -47,7 +47,7 @@ from .units import format_bytes, parse_bytes
 
 _Result = TypeVar("_Result")
 
-#: Seconds that a suspend before a kill may take, on the one driver that needs it.
+#: Longest time in seconds of a suspend before a kill, on the one driver that needs it.
 RETIRE_TIMEOUT = 12.0
 
 
@@ -72,7 +72,7 @@ _EXAMPLE = 'Write for example {"memory": "12GiB"} in the config of the kernelspe
 
 
 class KernelNotStarted(GPUPoolError, HTTPError):
-    """A kernel was not started, and why; Jupyter Server shows its users only HTTP errors."""
+    """Why a kernel was not started; an HTTP error, because Jupyter Server shows users no others."""
 
     def __init__(self, error: GPUPoolError) -> None:
         GPUPoolError.__init__(
@@ -91,7 +91,7 @@ class KernelNotStarted(GPUPoolError, HTTPError):
 class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     """Starts a kernel here, as the default provisioner does, with a session in the GPU pool.
 
-    What a kernelspec asks for is a default request: the pool's configuration decides.
+    The request of a kernelspec is a default; the pool's configuration decides.
     """
 
     memory = Memory(
@@ -148,9 +148,9 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     _client: ClientAgain | None = None
     _socket: Path | None = None
     _session: str = ""
-    #: The driver hangs when this kernel is killed while it has been suspended and resumed.
+    #: The driver hangs if this kernel is killed after a suspend and resume.
     _retires: bool = False
-    #: The request as the kernel had it before a restart; its user may have changed it by %gpu.
+    #: The kernel's request before a restart; its user may have changed it by %gpu.
     _request: Mapping[str, Any] | None = None
 
     def __init__(self, **kwargs: Any) -> None:
@@ -184,7 +184,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             raise KernelNotStarted(error) from error
         try:
             kwargs = await super().pre_launch(**kwargs)
-            # This server may itself run in a session, whose page is not this kernel's.
+            # This server may itself run in a session, whose page is not the kernel's.
             environ = kwargs["env"] = without_guard(kwargs["env"])
             assert self._socket is not None
             text = await self._in_thread(self._other_configuration, answer)
@@ -206,7 +206,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return kwargs
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> Any:
-        """Start the process and tell the broker which one it is. Called after ``pre_launch``."""
+        """Start the process and report it to the broker. Called after ``pre_launch``."""
         try:
             info = await super().launch_kernel(cmd, **kwargs)
             await self._in_thread(self._launched, self.pid)
@@ -219,9 +219,9 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return info
 
     async def shutdown_requested(self, restart: bool = False) -> None:
-        """Remember the request as it is now, for a restart. Called while the kernel still runs."""
+        """Save the present request for a restart. Called while the kernel still runs."""
         await super().shutdown_requested(restart=restart)
-        await self._retire()  # the driver may hang at its own end as well
+        await self._retire()  # the driver may also hang when the kernel ends by itself
         if restart and self._session:
             try:
                 self._request = await self._in_thread(self._current_request)
@@ -229,7 +229,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
                 self.log.debug("GPU pool: the request before a restart is not known: %s", error)
 
     async def kill(self, restart: bool = False) -> None:
-        """Kill the kernel; where the driver needs it, the broker suspends the kernel first."""
+        """Kill the kernel; if the driver needs it, the broker suspends the kernel first."""
         await self._retire()
         await super().kill(restart=restart)
 
@@ -239,7 +239,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         await super().terminate(restart=restart)
 
     async def _retire(self) -> None:
-        """Have the broker make the kernel safe to kill, if this driver needs that.
+        """Let the broker make the kernel safe to kill, if this driver needs that.
 
         It takes at most :data:`RETIRE_TIMEOUT`.
         """
@@ -268,7 +268,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             await self._release("restart" if restart else "shutdown")
 
     async def get_provisioner_info(self) -> dict[str, Any]:
-        """Return what a new server would need to take over this kernel."""
+        """Return the data with which a new server can take over this kernel."""
         info = await super().get_provisioner_info()
         socket = str(self._socket) if self._socket else ""
         info.update({"gpupool_session": self._session, "gpupool_socket": socket})
@@ -287,7 +287,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
 
     @staticmethod
     async def _in_thread(function: Callable[..., _Result], *args: Any) -> _Result:
-        """Call a function that may block; the server's event loop serves others meanwhile."""
+        """Call a function that may block, without blocking the server's event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(None, partial(function, *args))
 
@@ -297,7 +297,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
                 f"GPUPoolProvisioner.attach is {self.attach!r}; there are {', '.join(POLICIES)}.",
                 next_step=did_you_mean(self.attach, POLICIES),
             )
-        # Kept until the kernel is launched: if this server dies before, so does the session.
+        # Kept until the kernel is launched: if this server dies before, the session ends.
         self._client = ClientAgain(self._find_broker, timeout=START_TIMEOUT)
         try:
             answer = self._client.call(
@@ -335,7 +335,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return self._socket
 
     def _other_configuration(self, answer: Mapping[str, Any]) -> str:
-        """Return what to tell the user if the broker runs with another configuration than this."""
+        """Return the notice for the user if the broker's configuration differs from this one."""
         text = notice(self.config.get("GPUPool"), answer)
         if not_logged(text):
             self.log.warning("GPU pool: %s", text)
@@ -357,7 +357,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             client.call("close", session=session, reason=reason)
 
     async def _release(self, reason: str) -> None:
-        """Close the session if there is one. Never raises: the broker sees the process end too."""
+        """Close the session if there is one. Never raises: the broker also sees the process end."""
         session, self._session = self._session, ""
         try:
             if session and self._socket is not None:
@@ -372,7 +372,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         if client is not None:
             client.close()
 
-    # ------------------------------------------------------------------ what is asked for, of whom
+    # ------------------------------------------------------------------ requests and addresses
 
     def _wanted(self) -> dict[str, Any]:
         if self._request is not None:
@@ -396,11 +396,11 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return self.attach or None
 
     def _label(self, env: Mapping[str, str]) -> str:
-        """Return what people call this kernel: its notebook, or else its kernelspec."""
+        """Return the label of this kernel for people: its notebook, or else its kernelspec."""
         return Path(env.get("JPY_SESSION_NAME", "")).name or str(self.kernel_spec.display_name)
 
     def _pool_config(self) -> dict[str, Any] | None:
-        """Return what the server's own configuration (command line included) says of the pool."""
+        """Return the pool's section of the server's own configuration, with its command line."""
         section = self.config.get("GPUPool")
         return {"GPUPool": dict(section)} if section else None
 

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Find the broker, start one for this user, or restart one that has died with its own options.
+"""Find the broker, start it for this user, or restart a dead one with its own options.
 
-Everything that starts a broker does it here: the provisioner, the server extension and the command
-line call this module, agents and guards run it as a program
-(:func:`jupyter_gpupool.startrecord.launcher`). Standard library only.
+Every start of a broker is here: the provisioner, the server extension and the command line call
+this module, agents and guards run it as a program (:func:`jupyter_gpupool.startrecord.launcher`).
+Standard library only.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .errors import BrokerUnavailable, Code, GPUPoolError
 from .guard.install import without_guard
 from .startrecord import START_TIMEOUT, Failures, log_path
 
-#: Seconds for which a caller that does not wait for another start tries to get the lock.
+#: A caller that does not wait for another start tries to get the lock for so many seconds.
 _LOOKS = 1.0
 
-#: Seconds in which a broker that failed to start has to end.
+#: A broker that failed to start must end within so many seconds.
 _END = 10.0
 
-#: Bytes of log beyond which the next start begins a new file.
+#: If the log has more bytes, the next start begins a new file.
 MAX_LOG = 4 << 20
 
-#: Seconds in which the service manager has to restart the machine's broker.
+#: The service manager must restart the machine's broker within so many seconds.
 SERVICE_TIMEOUT = 15.0
 
-#: Seconds in which a living broker puts back a socket that was deleted.
+#: A living broker puts a deleted socket back within so many seconds.
 JOIN_TIMEOUT = 5.0
 
 _LOG = logging.getLogger("jupyter_gpupool.starting")
@@ -64,17 +64,17 @@ def ensure_broker(
     Parameters
     ----------
     settings_overrides:
-        The caller's own configuration. Its section ``GPUPool`` goes only to a new broker; one that
-        runs already, or is restarted, keeps its own.
+        The caller's own configuration. Its section ``GPUPool`` goes only to a new broker; a running
+        or restarted broker keeps its own.
     socket:
-        Where to look, see :func:`jupyter_gpupool.endpoint.find_socket`.
+        The configured socket, see :func:`jupyter_gpupool.endpoint.find_socket`.
     timeout:
         Seconds to wait for a start.
 
     Raises
     ------
     BrokerUnavailable
-        With the broker's own words if it could not start.
+        With the broker's own message if it could not start.
     """
     path = find_socket(socket)
     check_path(path)
@@ -108,8 +108,8 @@ def _bring_back(
 ) -> Path:
     """Restart the broker that this user's living kernels depend on; return its socket.
 
-    It starts at ``home`` with its own configuration, else with this caller's. Only if nothing can
-    listen at ``home`` any more does a broker at ``path`` take over the sessions.
+    It starts at ``home`` with its own configuration, else with this caller's. A broker at ``path``
+    takes over the sessions only if no process can listen at ``home`` any more.
     """
     _LOG.warning("GPU pool: %s It is started there, and this server uses it.", error.message)
     if is_machine_path(home):
@@ -134,9 +134,9 @@ def _bring_back(
 
 
 def _join(path: Path, error: BrokerUnavailable, give_up: float) -> Path:
-    """Wait for the living broker because of which a second one did not start; return its socket.
+    """Wait for the living broker that prevented a second start; return its socket.
 
-    It may just be putting back a socket that a logout has deleted.
+    It may be about to put back a socket that a logout has deleted.
     """
     give_up = min(give_up, time.monotonic() + JOIN_TIMEOUT)
     while not answers(path):
@@ -161,13 +161,13 @@ def _wait_for_service(path: Path, timeout: float) -> Path:
 
 
 def _revived(path: Path, give_up: float) -> bool:
-    """Restart a broker that has died with its own options; return whether it serves."""
+    """Restart a dead broker with its own options; return whether it serves."""
     try:
         return revive_locked(path, give_up)
     except BrokerUnavailable as error:
-        # Its options may be unusable for good. Another configuration does not lose kernels that
-        # depend on it: a broker that cannot reach their devices, or has another journal than the
-        # one with their sessions, does not start.
+        # Its options may have become unusable. Another configuration does not lose its kernels: a
+        # broker that cannot reach their devices, or has a journal without their sessions, does not
+        # start.
         _LOG.warning("GPU pool: %s Trying with this server's own configuration.", error)
         return False
 
@@ -192,7 +192,7 @@ def _section(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     found = {} if overrides is None else dict(overrides.get("GPUPool", {}))
     values: dict[str, Any] = {}
     for name, value in found.items():
-        # Reading an option of a traitlets Config leaves an empty object of this type there.
+        # A read of a missing option of a traitlets Config stores an empty object of this type.
         if type(value).__name__ != "LazyConfigValue":
             values[name] = value
     try:
@@ -218,7 +218,7 @@ def _write_config(path: Path, section: Mapping[str, Any]) -> Path:
     return path
 
 
-# ---------------------------------------------------------------------- one that has died
+# ---------------------------------------------------------------------- a dead broker
 
 
 def answers(path: Path) -> bool:
@@ -245,15 +245,15 @@ def revive(
 ) -> bool:
     """Restart the broker at ``path`` if it has died; return whether one serves now.
 
-    Blocks while it starts. Of several callers, in any processes, one starts it; the others wait,
-    or return at once if they are not ``patient``. Never starts the machine's broker, nor one that
-    ended in order. ``copy`` names a second copy of the record, for the case that the socket's
+    Blocks while it starts. Of several callers, in any processes, one starts it; the others wait, or
+    return at once if they are not ``patient``. Never starts the machine's broker, nor a broker that
+    ended normally. ``copy`` names a second copy of the record, for the case that the socket's
     folder was deleted.
 
     Raises
     ------
     BrokerUnavailable
-        If it does not start: why, and where its log is.
+        If it does not start: the reason, and the place of its log.
     """
     if not startrecord.can_revive(path):
         if not startrecord.can_restore(path, copy):
@@ -261,7 +261,7 @@ def revive(
         make_folder(path.parent)
     give_up = time.monotonic() + timeout
     try:
-        # A process that only checks whether the lock is held takes it for an instant.
+        # A process that only checks the lock holds it for an instant.
         with only_one(path, give_up if patient else time.monotonic() + _LOOKS):
             return answers(path) or revive_locked(path, give_up, copy)
     except _Busy:
@@ -305,9 +305,9 @@ def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
             launch(path, record.command, record.environment, give_up)
         except BrokerUnavailable as error:
             if error.code == Code.ALREADY_RUNNING:
-                return False  # it lives and does not answer: another broker would not help
+                return False  # the broker lives but does not answer: another one would not help
             if error.code == Code.KILLED and time.monotonic() < give_up:
-                # Something else killed it: it counts as dead, not as failed.
+                # Another process killed it: it counts as dead, not as failed.
                 startrecord.note_killed(path, known)
                 continue
             failed = _failed(path, known, error.message, error.next_step)
@@ -337,7 +337,7 @@ class _Busy(BrokerUnavailable):
 
 @contextmanager
 def only_one(socket: Path, give_up: float) -> Iterator[None]:
-    """Hold the lock, across processes, under which the broker at ``socket`` is started.
+    """Hold the lock, across processes, for starts of the broker at ``socket``.
 
     Raises
     ------
@@ -396,7 +396,7 @@ def make_folder(folder: Path) -> None:
 
 
 #: Runs between the caller and the broker. A broker must outlive the process that starts it and must
-#: not be its child: a notebook would end or suspend its broker together with itself.
+#: not be its child: otherwise a notebook would end or suspend it together with itself.
 _BETWEEN = """
 import os, sys
 report, command = int(sys.argv[1]), sys.argv[2:]
@@ -414,12 +414,12 @@ os._exit(1)
 
 
 def launch(path: Path, command: Sequence[str], env: Mapping[str, str], give_up: float) -> None:
-    """Start a broker as a daemon, in a session of its own, and wait until it listens.
+    """Start a broker as a daemon, in its own session of processes, and wait until it listens.
 
     Raises
     ------
     BrokerUnavailable
-        With the broker's own words if it did not start.
+        With the broker's own message if it did not start.
     """
     log_file = log_path(path)
     reading, writing = os.pipe()
@@ -495,7 +495,7 @@ def _spawn(
             os.close(writing)
         lines, late = _read_until(report.fileno(), give_up)  # until the broker's program runs
         if late:
-            for pid in (between.pid, *map(int, lines[:1])):  # each leads a session of its own
+            for pid in (between.pid, *map(int, lines[:1])):  # each leads its own session
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
         between.wait()
@@ -514,7 +514,7 @@ def _spawn(
 
 
 def _read_until(descriptor: int, give_up: float) -> tuple[list[bytes], bool]:
-    """Read to the end of the file; return the words, and whether ``give_up`` came first."""
+    """Read to the end of the file; return its words, and whether ``give_up`` came first."""
     data = b""
     while True:
         left = give_up - time.monotonic()
@@ -537,7 +537,7 @@ def _reap() -> None:
         with suppress(ChildProcessError):
             if os.waitpid(pid, os.WNOHANG)[0] == 0:
                 continue
-        with suppress(ValueError):  # another thread has done it
+        with suppress(ValueError):  # another thread has reaped it
             _OURS.remove(pid)
 
 
@@ -552,9 +552,9 @@ def _wait_end(pid: int) -> None:
 
 
 def broker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` for a broker: this package on its path, nothing of a kernel's session.
+    """Return ``environ`` for a broker: with this package on its path, without a kernel's session.
 
-    The broker outlives the session in which this process may run, so no guard may govern it.
+    The broker outlives the session in which this process may run, so it must not run under a guard.
     """
     here = str(Path(__file__).parent.parent)
     paths = [here, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -597,7 +597,7 @@ def _open_log(path: Path) -> Iterator[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Restart the broker at the socket given, for an agent or a guard; return the exit code."""
+    """Restart the broker at the given socket, for an agent or a guard; return the exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     path = Path(arguments[0])
     # The broker must not inherit a kernel's process group, signal mask or ignored signals.

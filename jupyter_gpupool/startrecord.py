@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The start record: how the broker at a socket was started, so that another process can restart it.
+"""The start record: how a broker was started, so that another process can restart it.
 
-A broker writes its record when it serves and removes it when it ends in order, so a record without
-a broker means that the broker has died. Standard library only: kernels read it, too.
+A broker writes its record when it serves and removes it when it ends normally, so a record without
+a broker means that the broker has died. Standard library only: kernels also read it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ REVIVE_VARIABLE = "GPUPOOL_REVIVE"
 #: In a kernel's environment: the copy of the record from which its broker can be restarted.
 COPY_VARIABLE = "GPUPOOL_START_RECORD"
 
-#: Seconds that a broker may take to start: it loads the driver and tests every device.
+#: Longest start of a broker in seconds: it loads the driver and tests every device.
 START_TIMEOUT = 90.0
 
-#: Starts that may fail in a row before callers get an error instead of waiting.
+#: After so many failed starts in a row, callers get an error instead of a wait.
 ATTEMPTS = 3
 
 #: After this many brokers in a row that died before they served a kernel, within this many seconds,
@@ -44,23 +44,23 @@ MOST_DEATHS, WINDOW = 10, 600.0
 #: wait long for a broker that some other program keeps killing.
 DEATH_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
 
-#: From this many starts within the window on, messages to waiting kernels mention them.
+#: With this many starts within the window, messages to waiting kernels mention them.
 MANY_STARTS = 3
 
-#: Starts that are remembered.
+#: Number of remembered starts.
 _MOST_STARTS = 200
 
 #: Seconds from the last failure to the next attempt, by the number of failures.
 PAUSES = (0.0, 0.5, 2.0, 30.0, 60.0, 300.0)
 
-#: A record is a command, some tens of variables, and small files.
+#: Most bytes of a record: a command, some tens of variables, and small files.
 _MOST_BYTES = 256 << 10
 
-#: Of a configuration file beside the socket; a longer one is not in the record.
+#: Most bytes of a configuration file beside the socket; a longer file is not in the record.
 _MOST_FILE = 64 << 10
 
-#: Variables that a broker or its libraries obey: its successor must see the same. A name that ends
-#: with "*" stands for all names with that beginning.
+#: Variables that a broker or its libraries obey: its successor must see the same values. A name
+#: that ends with "*" stands for all names with that prefix.
 _KEPT = (
     "HOME", "USER", "LOGNAME", "PATH", "SHELL", "LANG", "LC_*", "TZ", "TMPDIR",
     "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD",
@@ -79,7 +79,7 @@ SESSION_VARIABLES = (
 
 
 class BadRecord(GPUPoolError):
-    """Another user could have written the record, or it cannot be read."""
+    """The record cannot be read, or another user could have written it."""
 
     code = Code.BAD_RECORD
 
@@ -101,16 +101,16 @@ class StartRecord:
     served: bool = False
     #: The unhandled error that ended it.
     crashed: str = ""
-    #: Where it listens.
+    #: The address at which it listens.
     socket: str = ""
-    #: By name: the files beside the socket that its command names, which may go with the folder.
+    #: By name: the files beside the socket that its command names; deleted with the folder.
     files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def useless(self) -> bool:
         """Whether the dead broker failed by itself or died before it served a kernel.
 
-        One that was killed while it served is not to blame: the next start will serve as well.
+        False if it was killed while it served: then the next start can serve.
         """
         return bool(self.crashed) or not self.served
 
@@ -134,7 +134,7 @@ class Failures:
 
     @property
     def given_up(self) -> bool:
-        """Whether callers get the failure now instead of waiting."""
+        """Whether callers get the failure now instead of a wait."""
         return self.count >= ATTEMPTS
 
     @property
@@ -153,7 +153,7 @@ class Failures:
         return max(self.pause(now), DEATH_PAUSES[deaths])
 
     def often(self, now: float) -> str:
-        """Return in words how often the broker was restarted, if that is often; else ""."""
+        """Return in words how often the broker was restarted, if often; else ""."""
         starts = len(_recent(self.starts, now))
         if starts < MANY_STARTS:
             return ""
@@ -174,12 +174,12 @@ def failures_path(socket: Path) -> Path:
 
 
 def log_path(socket: Path) -> Path:
-    """Return the log of a broker that was not started by hand."""
+    """Return the log of a broker that another process started."""
     return socket.with_suffix(".log")
 
 
 def lock_path(socket: Path) -> Path:
-    """Return the file that is locked while the broker at ``socket`` is started."""
+    """Return the file whose lock is held during a start of the broker at ``socket``."""
     return socket.with_name(socket.name + ".start")
 
 
@@ -218,7 +218,7 @@ def write_record(
     )
     _write(record_path(socket), asdict(record))
     known = read_failures(socket)
-    if known.count:  # it serves: what failed before is over
+    if known.count:  # it serves: earlier failures no longer count
         _write(
             failures_path(socket),
             asdict(replace(known, count=0, due=0.0, message="", next_step="")),
@@ -230,19 +230,19 @@ def change_record(socket: Path, record: StartRecord, **changes: Any) -> StartRec
     """Write ``changes`` to the record of a broker; return the new record."""
     changed = replace(record, **changes)
     with contextlib.suppress(OSError):
-        if record_path(socket).exists():  # otherwise it ends in order
+        if record_path(socket).exists():  # otherwise it ends normally
             _write(record_path(socket), asdict(changed))
     return changed
 
 
 def remove_record(socket: Path) -> None:
-    """Forget how the broker was started: it ends in order. Idempotent."""
+    """Delete the record, because the broker ends normally. Idempotent."""
     with contextlib.suppress(OSError):
         record_path(socket).unlink()
 
 
 def read_record(socket: Path) -> StartRecord | None:
-    """Return how the broker at ``socket`` was started; None if it ended in order or never ran.
+    """Return the record of the broker at ``socket``; None if it ended normally or never ran.
 
     Raises
     ------
@@ -285,7 +285,7 @@ def can_revive(socket: Path) -> bool:
     return not is_machine_path(socket) and record_path(socket).exists()
 
 
-# ---------------------------------------------------------------------- what came of it
+# ---------------------------------------------------------------------- outcomes
 
 
 def read_failures(socket: Path) -> Failures:
@@ -315,7 +315,7 @@ def note_failure(
     count = max(before.count + 1, ATTEMPTS if final else 0)
     due = time.time() + _pause(count)
     now = replace(before, count=count, due=due, message=message, next_step=next_step)
-    with contextlib.suppress(OSError):  # a full disk: callers wait for as long as a start may take
+    with contextlib.suppress(OSError):  # a full disk: callers wait for the longest time of a start
         _write(failures_path(socket), asdict(now))
     return now
 
@@ -357,7 +357,7 @@ def note_killed(socket: Path, before: Failures) -> None:
 def too_often(before: Failures) -> bool:
     """Return whether every recent broker died before it served a kernel.
 
-    False once callers have got that error and the pause after it is over: then one more is tried.
+    False once callers have got that error and the pause after it is over: then one more may start.
     """
     return not before.given_up and len(_recent(before.deaths, time.time())) >= MOST_DEATHS
 
@@ -384,9 +384,9 @@ def being_started(socket: Path) -> bool:
 
 # ---------------------------------------------------------------------- the second copy
 # A logout or a clean-up can delete the folder of the socket while no broker lives to put it back.
-# The journal is elsewhere, and a copy of the record beside it: kernels know its path, the server
-# and the commands of the same user find it. Without the journal a new broker would know none of the
-# sessions, so the copy need not outlive it.
+# The journal is in another folder, with a copy of the record: kernels have its path, and the server
+# and the commands of the same user find it. Without the journal a new broker would lose all
+# sessions, so a copy beside it is enough.
 
 
 def copy_path(journal: Path) -> Path:
@@ -406,7 +406,7 @@ def write_copy(record: StartRecord) -> None:
 
 
 def remove_copy(journal: str) -> None:
-    """Forget the copy: the broker ends in order. Idempotent."""
+    """Delete the copy, because the broker ends normally. Idempotent."""
     if journal:
         with contextlib.suppress(OSError):
             copy_path(Path(journal)).unlink()
@@ -415,7 +415,7 @@ def remove_copy(journal: str) -> None:
 def can_restore(socket: Path, copy: str = "") -> bool:
     """Return whether :func:`restore` may find a copy, and the socket's folder can be created.
 
-    Cheap: it looks for a few files. ``copy`` names one that the caller knows.
+    Cheap: it looks for a few files. ``copy`` names a copy that the caller knows.
     """
     if is_machine_path(socket) or not any(path.exists() for path in _places(socket, copy)):
         return False
@@ -426,8 +426,8 @@ def can_restore(socket: Path, copy: str = "") -> bool:
 def restore(socket: Path, copy: str = "") -> bool:
     """Restore the record of the broker at ``socket`` if it was deleted; return whether it was.
 
-    The caller holds the start's lock. The copy is trusted as the record is, by owner and mode. A
-    living broker puts back what was deleted by itself.
+    The caller holds the start's lock. Owner and mode decide whether the copy is trusted, as for the
+    record. A living broker itself restores deleted files.
     """
     if is_machine_path(socket) or record_path(socket).exists():
         return False
@@ -459,7 +459,7 @@ def kernel_environment(socket: Path) -> dict[str, str]:
 
 
 def _places(socket: Path, copy: str) -> list[Path]:
-    """Return where a copy may be: at ``copy``, or beside a journal in a usual folder."""
+    """Return the possible places of a copy: ``copy``, or beside a journal in a usual folder."""
     name = f"{journal_name(socket)}.sqlite"
     usual = [
         copy_path(folder / name)
@@ -485,8 +485,8 @@ def launcher(socket: Path, copy: str = "") -> str:
     """Return the shell command with which a kernel restarts the broker at ``socket``.
 
     ``copy`` is the second copy of the record, see :func:`copy_path`. A kernel may have neither this
-    package nor this Python, so the command names both. It returns at once, and what it starts is
-    no child of the kernel.
+    package nor this Python, so the command names both. It returns at once, and the broker does not
+    become a child of the kernel.
     """
     package = Path(__file__).resolve().parent.parent
     words = [sys.executable, "-m", "jupyter_gpupool.starting", str(socket), *filter(None, [copy])]
@@ -540,7 +540,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _files(socket: Path, command: Sequence[str]) -> dict[str, str]:
-    """Return the small files in the socket's folder that ``command`` names, by name."""
+    """Return the small files in the socket's folder that ``command`` names; the keys are names."""
     found: dict[str, str] = {}
     for path in map(Path, command):
         with contextlib.suppress(OSError, ValueError):
@@ -552,7 +552,7 @@ def _files(socket: Path, command: Sequence[str]) -> dict[str, str]:
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    """Replace ``path`` atomically, readable by this user alone."""
+    """Replace ``path`` atomically; only this user can read it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         temporary.unlink()

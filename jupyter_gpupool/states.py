@@ -13,7 +13,7 @@ State = Literal["detached", "queued", "attaching", "active", "idle", "detaching"
 #: The states of a session that has not ended.
 LIVING: tuple[State, ...] = tuple(state for state in get_args(State) if state != "ended")
 
-#: The session has (part of) a device: its slices count as granted.
+#: The session has a device or a part of one: its slices count as granted.
 HAS_LEASE: frozenset[State] = frozenset({"attaching", "active", "idle", "detaching"})
 
 #: The session may use its slice now.

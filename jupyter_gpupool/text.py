@@ -1,24 +1,24 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Pieces of sentences that many messages need. Standard library only (kernels use it)."""
+"""Parts of sentences for many messages. Standard library only (kernels use it)."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
 from typing import Iterable
 
-#: Likeness (:mod:`difflib`'s ratio) from which a known name counts as what was meant.
+#: Least similarity (:mod:`difflib`'s ratio) at which a known name is suggested.
 LIKENESS = 0.5
 
 
 def nearest(wrong: str, known: Iterable[str], *, likeness: float = LIKENESS) -> str:
-    """Return the known name that is most like ``wrong``; "" if none is like it."""
+    """Return the known name that is most similar to ``wrong``; "" if none is similar."""
     found = get_close_matches(wrong, list(known), n=1, cutoff=likeness)
     return found[0] if found else ""
 
 
 def did_you_mean(wrong: str, known: Iterable[str], *, shown: str = "'{}'", then: str = "") -> str:
-    """Return ``"Did you mean 'right'?"``, or nothing if no known name is like ``wrong``.
+    """Return ``"Did you mean 'right'?"``, or "" if no known name is similar to ``wrong``.
 
     ``shown`` is how the question writes the name, such as ``"%gpu {}"``; the sentence ``then``
     follows in either case.

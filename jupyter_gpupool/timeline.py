@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Draw what happened in a pool from the rows of the broker's journal: as text and as SVG.
+"""Draw a pool's history from the rows of the broker's journal: as text and as SVG.
 
-A lane is the sequence of ``state`` rows that the broker committed to its journal before it acted,
-not what a notebook saw.
+A lane shows the ``state`` rows that the broker committed to its journal before it acted, and not a
+notebook's view.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Lane:
     spans: tuple[Span, ...]
 
 
-#: How a state looks in a text lane; an attached one shows its device's index instead.
+#: The character of a state in a text lane; an attached state shows its device's index instead.
 _MARKS = {"detached": "·", "queued": "?", "attaching": "^", "detaching": "v", "suspended": "-"}
 _COLOURS = {
     "detached": "#e8eaed",
@@ -51,7 +51,7 @@ _DEVICE_COLOURS = ("#2a9d5c", "#2f6fd0", "#c8553d", "#7b4fb5", "#1d8a99", "#a87b
 def lanes(rows: Iterable[Row], end: float) -> list[Lane]:
     """Return one lane per session, in the order the sessions opened.
 
-    ``rows`` are journal rows, oldest first; ``end`` closes the spans that go on.
+    ``rows`` are journal rows, oldest first; ``end`` closes the open spans.
     """
     labels: dict[str, str] = {}
     changes: dict[str, list[tuple[float, str, str | None]]] = {}
@@ -95,7 +95,7 @@ def draw_text(lanes: Sequence[Lane], devices: Sequence[str], width: int = 72) ->
     lines = []
     for lane in lanes:
         cells = [" "] * width
-        # Short spans last: everything that happened is shown, however short it was.
+        # Short spans last, so that even the shortest is visible.
         for span in sorted(lane.spans, key=lambda s: s.start - s.end):
             first = min(width - 1, int((span.start - start) / step))
             last = max(first + 1, int((span.end - start) / step))

@@ -23,7 +23,7 @@ def parse_bytes(text: str | int) -> int:
     """Return the bytes that ``text`` names: ``"12GiB"``, ``"512M"``, ``"1.5 GB"``.
 
     ``K M G T`` and ``KiB ...`` are powers of 1024, ``kB MB GB TB`` powers of 1000. An int is bytes.
-    Text needs a unit: who types ``12`` means GiB, and would get 12 bytes.
+    Text needs a unit: a user who types ``12`` means GiB, and would get 12 bytes.
 
     Raises
     ------
@@ -51,8 +51,8 @@ def parse_bytes(text: str | int) -> int:
 def format_bytes(value: int, *, rounding: Literal["near", "up", "down"] = "near") -> str:
     """Return ``value`` bytes with a binary unit and at most one decimal: ``"5.5 GiB"``.
 
-    Round a size that has to be free ``up`` and one that is free ``down``: the two then never read
-    the same. JupyterLab prints sizes as "near" does (``labextension/src/__tests__/sizes.json``).
+    Round a size that must be free ``up`` and a free size ``down``, so that the two never read
+    alike. JupyterLab prints sizes as "near" does (``labextension/src/__tests__/sizes.json``).
     """
     power = 0
     while True:
@@ -92,7 +92,7 @@ def parse_seconds(text: str | float) -> float:
 
 
 def format_wait(seconds: float) -> str:
-    """Return what to say of a wait for which there is no estimate; "" of a short one.
+    """Return the text about a wait without an estimate; "" for a short wait.
 
     In steps of ten seconds, then of minutes: not every second is news.
     """

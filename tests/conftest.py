@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What holds for all tests."""
+"""Settings and options for all tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from . import longruns
 
-with contextlib.suppress(ImportError):  # `make gpu` has no Hypothesis, and no test that needs it
+with contextlib.suppress(ImportError):  # `make gpu` has no Hypothesis and needs none
     from hypothesis import HealthCheck, settings
 
     # Another process on the machine makes an example slow, not wrong: Hypothesis's deadline of
@@ -26,10 +26,10 @@ with contextlib.suppress(ImportError):  # `make gpu` has no Hypothesis, and no t
 
 HERE = Path(__file__).parent
 
-#: Makes other packages' share of a process's start small, see its README.md.
+#: Makes other packages' share of a process's start small; README.md there says how.
 LIGHT = HERE / "light"
 
-#: Seconds that a file takes, with other workers beside it. Only their order counts: see below.
+#: Seconds that a file takes beside other workers. Only the order counts, see below.
 COSTS = {
     "e2e/test_hard_use": 200,
     "e2e/test_broker_returns": 200,
@@ -97,8 +97,8 @@ COSTS = {
 }
 
 
-#: What ``make quick`` runs, folders and files: the pool, units and contracts. None of them starts a
-#: broker or a kernel. Within a minute on two cores: a file that takes long stays out.
+#: The folders and files of ``make quick``: the pool, units and contracts. They start no broker
+#: and no kernel. All take less than a minute on two cores: a slow file does not belong here.
 QUICK = {
     "pool", "config", "test_architecture", "test_client", "test_emulation", "test_endpoint",
     "test_errors", "test_longruns", "test_local_machine", "test_protocol", "test_startrecord",
@@ -113,7 +113,7 @@ QUICK = {
     "server/test_metrics", "server/test_views", "server/test_watch",
 }  # fmt: skip
 
-#: Of the configuration: the tests marked ``long`` that were collected, as the table names them.
+#: Key in pytest's configuration: the collected tests marked ``long``, as the table names them.
 LONG = pytest.StashKey[set[str]]()
 
 
@@ -126,26 +126,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Let children be interrupted.
 
-    A shell starts what runs in the background with SIGINT ignored, children inherit that, and
-    Python then leaves it ignored. A handler of our own is reset to the default by exec.
+    A shell starts background processes with SIGINT ignored. Children inherit that, and Python then
+    leaves it ignored. An exec resets a handler of our own to the default.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Hundreds of processes of ours are started: each compiles what it imports where nothing may
-    # be written, and that is a third of a broker's start.
+    # The tests start hundreds of processes. Where the packages are read-only, each process compiles
+    # all modules that it imports, which is a third of a broker's start.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False  # pytest rewrites the assertions of each module otherwise
-    # The same for children of the tests and for this process, which has started already.
+    # The same for children of the tests, and for this process, which has already started.
     paths = [str(LIGHT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
-    # xdist would begin with the file that has most tests, which says nothing of its time.
+    # xdist would begin with the file that has the most tests, which need not be the slowest.
     config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(tryfirst=True)  # before the options -m and -k take items away
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes longest first: at the end no worker has a long file left when others are done."""
+    """Run the longest files first, so that no worker has one left when the others are done."""
     items.sort(key=lambda item: -COSTS.get("/".join(item.path.with_suffix("").parts[-2:]), 0))
     for item in items:
         name = item.path.relative_to(HERE).with_suffix("")
@@ -156,7 +156,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    """Note what ``make test-long`` ran."""
+    """Write the results of ``make test-long`` into the table."""
     if not config.getoption("--note-long"):
         return
     found: dict[str, tuple[float, bool]] = {}

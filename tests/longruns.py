@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The table in ``docs/long-tests.md``: what each long test shows, its seconds, its last run.
 
-``make test-long`` (``pytest --note-long``) writes the last two columns of the tests that it ran,
-the first two are written by hand. ``test_longruns.py`` compares the table with the tests.
+``make test-long`` (``pytest --note-long``) writes the last two columns of the tests that it ran;
+people write the first two. ``test_longruns.py`` compares the table with the tests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Row:
 
 
 def name_of(nodeid: str) -> str:
-    """Return the table's name of a test: all values of its parameters are one row."""
+    """Return the table's name of a test: one row for all values of its parameters."""
     return nodeid.partition("[")[0].removeprefix("tests/")
 
 
@@ -49,7 +49,7 @@ def split() -> tuple[str, dict[str, Row]]:
 
 
 def note(outcomes: dict[str, tuple[float, bool]]) -> None:
-    """Write seconds and result (whether all passed) of the tests that ran into the table."""
+    """Write into the table the seconds and the result of the tests that ran."""
     before, rows = split()
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()

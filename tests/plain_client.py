@@ -19,10 +19,10 @@ SHIPPED = "gpupool-python3"
 
 
 class PlainKernel:
-    """A kernel as VS Code starts it: the argv and the env of its kernelspec, a file, nothing else.
+    """A kernel as VS Code starts it: with its kernelspec's argv and env, and a connection file.
 
-    ``vscode``: as it treats the argv of an ipykernel, whose ``-f {connection_file}`` becomes
-    ``--f=FILE`` at the end. Other kernels get the file's name where the placeholder is.
+    With ``vscode``, an ipykernel's argv changes as there: ``-f {connection_file}`` becomes
+    ``--f=FILE`` at the end. Other kernels get the name of the file in place of the placeholder.
     """
 
     def __init__(self, name: str, folder: Path, *, vscode: bool = False, **env: str) -> None:
@@ -31,7 +31,7 @@ class PlainKernel:
         write_connection_file(str(self.file), transport="ipc", ip=str(self.file) + ".s")
         argv = list(spec.argv)
         if argv[0] == "python":
-            argv[0] = sys.executable  # it looks for the interpreter that the kernelspec belongs to
+            argv[0] = sys.executable  # VS Code uses the interpreter that the kernelspec belongs to
         if vscode:
             place = argv.index("{connection_file}")
             argv[place - 1 : place + 1] = []
@@ -58,11 +58,11 @@ class PlainKernel:
         return self.process.pid
 
     def run(self, code: str) -> str:
-        """Run a cell; return what it printed, and the error it ended with."""
+        """Run a cell; return its output, and its error."""
         if self.client is None:
             self.client = BlockingKernelClient(connection_file=str(self.file))
             self.client.load_connection_file()
-            # Its heartbeat calls a kernel dead after a second, which is short for a busy machine.
+            # Its heartbeat declares a kernel dead after a second: too short for a busy machine.
             self.client.start_channels(hb=False)
             self.client.wait_for_ready(timeout=60)
         text: list[str] = []
@@ -80,7 +80,7 @@ class PlainKernel:
         return "".join(text)
 
     def states(self, request: str) -> list[str]:
-        """Return the kernel's states that have come since the last look and belong to a request."""
+        """Return the states that the kernel has reported for a request since the last call."""
         found = []
         while self.client.iopub_channel.msg_ready():
             message = self.client.get_iopub_msg(timeout=1)
@@ -89,7 +89,7 @@ class PlainKernel:
         return found
 
     def reply(self, request: str) -> dict[str, Any]:
-        """Return the answer to a request, waiting for it."""
+        """Wait for the answer to a request and return it."""
         while True:
             message: dict[str, Any] = self.client.get_shell_msg(timeout=60)
             if message["parent_header"].get("msg_id") == request:

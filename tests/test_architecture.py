@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The dependency rule, read from the source: left may import right, never back."""
+"""The dependency rule, checked in the source: left may import right, never back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jupyter_gpupool"
 
-#: Modules that every part may import; they import each other at most, and the standard library.
+#: Modules that every part may import; they import only each other and the standard library.
 LEAVES = ("cgroups", "errors", "procfs", "states", "text", "units")
 
 #: part -> the parts it may import besides itself, the leaves and the standard library.
@@ -38,7 +38,7 @@ ALLOWED: dict[str, str] = {
     "ipykernel_launcher": "launcher",
     "provisioner": "__init__ client config endpoint guard kernelspecs "
     "launcher protocol starting startrecord",
-    # emulation: whether a machine is emulated, and has a driver, is known without a broker.
+    # emulation: the server finds out without a broker whether there is a driver, real or emulated.
     "server": "__init__ client config durations emulation endpoint protocol starting startrecord",
     "kernelspecs": "launcher",
     "programs": "client guard kernel launcher local_machine startrecord",
@@ -50,7 +50,7 @@ ALLOWED: dict[str, str] = {
     "timeline",
 }
 
-#: The only third-party packages a part may name; a part that is not here may name none.
+#: The only third-party packages that a part may import; other parts may import none.
 THIRD_PARTY = {
     "durations": {"prometheus_client"},
     "config": {"traitlets", "jupyter_core"},
@@ -68,7 +68,7 @@ THIRD_PARTY = {
     "cli": {"traitlets", "jupyter_core", "jupyter_client"},
 }
 
-#: Optional libraries of the user's that the agent may touch if the user has loaded them.
+#: Optional libraries of the user that the agent may use if the user has loaded them.
 USERS_OWN = {"kernel": {"torch", "cupy"}}
 
 
@@ -100,7 +100,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_module_imports_only_what_its_part_may(path):
+def test_module_imports_only_what_its_part_may_import(path):
     part = part_of(path)
     assert part in ALLOWED or part in LEAVES, f"{part} is a new part: say here what it may import"
     for top, inner in imports(path):
@@ -136,7 +136,7 @@ def test_tests_of_the_emulated_driver_do_not_import_the_product():
 
 
 def test_only_two_modules_import_the_emulated_driver():
-    """The product's door and the tests' door; the driver's own tests need neither."""
+    """The product's module and the tests' module for it; the driver's own tests need neither."""
     users = {
         str(path.relative_to(ROOT))
         for folder in (PACKAGE, ROOT / "tests")
@@ -157,7 +157,7 @@ def names(path: Path):
 
 
 def test_only_devices_itself_chooses_the_vendor():
-    """Another vendor is one more folder, and a choice in ``devices/__init__.py``."""
+    """A new vendor needs one more folder, and a choice in ``devices/__init__.py``."""
     devices = PACKAGE / "devices"
     public = {node.value for node in ast.walk(ast.parse((devices / "__init__.py").read_text()))
               if isinstance(node, ast.Constant) and isinstance(node.value, str)}  # fmt: skip
@@ -185,7 +185,7 @@ def test_importing_the_package_imports_nothing_else():
     assert done.stdout.strip() == "[]"
 
 
-#: Variables of the broker that hold plain data: records with fields, which others may set.
+#: Variables of the broker that hold plain data: records with fields, which other parts may set.
 BROKERS_DATA = {
     "session": "what the broker knows of a kernel (sessions.Session)",
     "speaker": "the same",
@@ -212,7 +212,7 @@ def attribute_targets(tree: ast.AST):
             yield from (part for part in parts if isinstance(part, ast.Attribute))
 
 
-def test_no_part_of_the_broker_is_changed_from_outside():
+def test_broker_parts_do_not_set_each_others_attributes():
     """A part gets what it uses when it is constructed: ``broker/build.py`` has the order."""
     found = []
     for path in sorted((PACKAGE / "broker").rglob("*.py")):
@@ -224,12 +224,12 @@ def test_no_part_of_the_broker_is_changed_from_outside():
     assert found == []
 
 
-#: Modules that know each other's type and nothing else: a session has connections, and back.
+#: Pairs that import only each other's type: a session has connections, a connection a session.
 KNOWN_PAIR = {"transport.connection", "sessions"}
 
 
-def test_modules_of_the_broker_have_an_order():
-    """Imports for types alone count as well: who calls whom is read from the imports."""
+def test_imports_in_the_broker_have_no_cycle():
+    """Imports for types alone count as well, because imports show which module calls which."""
     broker = PACKAGE / "broker"
     modules = {".".join(p.relative_to(broker).with_suffix("").parts): p for p in
                broker.rglob("*.py")}  # fmt: skip

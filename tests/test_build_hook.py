@@ -31,7 +31,7 @@ def module():
 
 @pytest.fixture
 def hook(module, monkeypatch):
-    """The hook without the JupyterLab part, which has tests of its own."""
+    """Return the hook without the JupyterLab part, which has its own tests."""
     monkeypatch.setenv("GPUPOOL_NO_LABEXTENSION", "1")
 
     def make(target="wheel"):
@@ -56,7 +56,7 @@ def test_the_package_carries_the_driver(hook, version):
     assert one.app.warnings == []
 
 
-def test_without_a_compiler_the_package_is_pure(hook, monkeypatch):
+def test_package_built_without_a_compiler_is_pure_python(hook, monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     data, one = {"pure_python": True}, hook()
     one.initialize("standard", data)
@@ -75,7 +75,7 @@ def test_source_distributions_compile_nothing(hook, monkeypatch):
 LOCKED = ("package.json", "tsconfig.json", "yarn.lock")
 
 
-def test_a_jupyterlab_part_whose_build_failed_is_built_again(module, tmp_path):
+def test_jupyterlab_part_is_built_again_after_a_failed_build(module, tmp_path):
     (tmp_path / "labextension" / "src").mkdir(parents=True)
     source = tmp_path / "labextension" / "src" / "index.ts"
     for path in (source, *(source.parents[1] / name for name in LOCKED)):
@@ -83,7 +83,7 @@ def test_a_jupyterlab_part_whose_build_failed_is_built_again(module, tmp_path):
     out = tmp_path / "jupyter_gpupool" / "labextension"
     assert not module._ui_is_built(tmp_path)
     (out / "static").mkdir(parents=True)
-    # As the builder copies it before it compiles.
+    # The builder copies it so before it compiles.
     (out / "package.json").write_text(json.dumps({"jupyterlab": {"extension": "lib/index.js"}}))
     assert not module._ui_is_built(tmp_path)
     load = "static/remoteEntry.0.js"

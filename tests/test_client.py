@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The client against a server that says exactly what each test tells it to."""
+"""The client against a server that sends exactly the bytes of each test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jupyter_gpupool.protocol import decode, encode
 
 
 class Server:
-    """One listening socket; the test reads requests and writes whatever it likes."""
+    """One listening socket; the test reads requests and writes any answer."""
 
     def __init__(self, path):
         self.path = path
@@ -65,7 +65,7 @@ def client(server, pushes):
         yield client
 
 
-def test_answers_find_their_call_in_whatever_order_they_come(server, client):
+def test_answers_reach_their_calls_in_any_order(server, client):
     first, second = client.start("ping"), client.start("status")
     one, two = server.read(), server.read()
     server.write(type="ok", id=two["id"], n=2)
@@ -83,14 +83,14 @@ def test_a_refusal_is_raised_with_its_code(server, client):
     assert caught.value.code == "unknown-session"
 
 
-def test_pushes_and_half_lines_arrive_whole(server, client, pushes):
+def test_pushes_and_lines_in_pieces_arrive_whole(server, client, pushes):
     line = encode({"type": "queue", "position": 2})
     server.peer.sendall(line[:5])
     server.peer.sendall(line[5:] + line)
     assert [pushes.get(timeout=10)["position"] for _ in range(2)] == [2, 2]
 
 
-def test_messages_without_an_answer_carry_no_id(server, client):
+def test_messages_without_an_answer_have_no_id(server, client):
     client.send("drop", hold="h")
     assert server.read() == {"v": 1, "type": "drop", "hold": "h"}
 
@@ -116,7 +116,7 @@ def test_malformed_input_closes_the_connection_with_a_reason(server, client, pus
     assert "does not speak our protocol" in str(pushes.get(timeout=10))
 
 
-def test_no_answer_in_time_says_so(server, client):
+def test_call_without_an_answer_times_out_with_a_reason(server, client):
     with pytest.raises(BrokerUnavailable, match="did not answer 'ping'"):
         client.call("ping", timeout=0.01)
 
@@ -130,7 +130,7 @@ def test_a_late_answer_to_a_cancelled_call_is_ignored(server, client):
     assert again.result(10)["type"] == "ok"
 
 
-def test_closing_from_the_reader_thread_does_not_deadlock(server, pushes):
+def test_close_from_the_reader_thread_does_not_deadlock(server, pushes):
     done = threading.Event()
 
     def close_it(_):
@@ -143,18 +143,18 @@ def test_closing_from_the_reader_thread_does_not_deadlock(server, pushes):
     assert done.wait(10)
 
 
-def test_a_dead_socket_file_is_an_unreachable_broker(tmp_path):
+def test_dead_socket_file_is_reported_as_no_broker(tmp_path):
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "dead"))
     with pytest.raises(BrokerUnavailable, match="cannot be reached"):
         Client(tmp_path / "dead")
 
 
-# ---------------------------------------------------------------- a broker that is busy
+# ---------------------------------------------------------------- a busy broker
 
 
 def test_client_waits_while_the_listen_queue_is_full(tmp_path):
-    """Others have filled the backlog; the system keeps our place until somebody accepts."""
+    """Other clients have filled the backlog; the system keeps our place in it."""
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -182,8 +182,8 @@ def test_client_waits_while_the_listen_queue_is_full(tmp_path):
             one.close()
 
 
-def test_a_signal_while_the_queue_is_full_is_no_connection(tmp_path):
-    """Python reports an interrupted connect of this kind as done; see ``dial``."""
+def test_signal_during_connect_does_not_count_as_connected(tmp_path):
+    """Python reports such an interrupted connect as done; see ``dial``."""
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -202,7 +202,7 @@ def test_a_signal_while_the_queue_is_full_is_no_connection(tmp_path):
         first.close()
 
 
-def test_a_request_for_which_the_broker_is_busy_is_repeated(server, client):
+def test_request_is_repeated_while_the_broker_is_busy(server, client):
     future = concurrent.futures.ThreadPoolExecutor(1).submit(client.call, "status")
     server.write(
         type="error", id=server.read()["id"], code="busy", message="M.",
@@ -212,7 +212,7 @@ def test_a_request_for_which_the_broker_is_busy_is_repeated(server, client):
     assert future.result(30)["n"] == 3
 
 
-def test_a_broker_that_stays_busy_is_an_error_in_the_end(server, client):
+def test_request_to_a_busy_broker_fails_after_the_time_out(server, client):
     future = concurrent.futures.ThreadPoolExecutor(1).submit(client.call, "status", timeout=1)
     server.write(
         type="error", id=server.read()["id"], code="busy", message="M.",
@@ -223,7 +223,7 @@ def test_a_broker_that_stays_busy_is_an_error_in_the_end(server, client):
     assert caught.value.code == "busy"
 
 
-def test_why_the_broker_hangs_up_is_in_the_error(server, client):
+def test_error_has_the_brokers_reason_for_closing(server, client):
     future = client.start("ping")
     server.read()
     server.write(type="error", id=None, code="too-many", message="Too many.", next_step="Fewer.")

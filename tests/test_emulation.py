@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whether this machine has an NVIDIA driver of its own."""
+"""Whether this machine has a real NVIDIA driver."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from jupyter_gpupool import emulation
 
 @pytest.fixture
 def machine_with(monkeypatch):
-    """Return a function that lets the machine have these files, and say so when one is opened."""
+    """Return a function that gives the machine these files, and fails if one is opened."""
 
     def have(files, opened=errno.ENOENT):
         def open_it(path, flags):
@@ -28,19 +28,19 @@ def machine_with(monkeypatch):
 
 
 @pytest.mark.parametrize("file", ["/proc/driver/nvidia/version", "/dev/dxg"])
-def test_a_real_driver_is_known_by_its_files(machine_with, file):
+def test_files_show_a_real_driver(machine_with, file):
     machine_with([file])
     assert emulation.real_driver_present()
 
 
 @pytest.mark.parametrize("opened", [0, errno.EACCES, errno.EPERM])
-def test_a_real_driver_is_known_by_its_device(machine_with, opened):
+def test_device_file_shows_a_real_driver(machine_with, opened):
     machine_with([], opened)
     assert emulation.real_driver_present()
 
 
 @pytest.mark.parametrize("opened", [errno.ENOENT, errno.ENXIO, errno.ENODEV])
-def test_a_device_file_that_cannot_be_opened_is_no_driver(machine_with, opened):
-    """NVIDIA's library makes the file for root, whether or not the kernel has the driver."""
+def test_device_file_that_cannot_be_opened_shows_no_driver(machine_with, opened):
+    """NVIDIA's library makes the file for root, even if the Linux kernel has no driver."""
     machine_with(["/dev/nvidiactl"], opened)
     assert not emulation.real_driver_present()

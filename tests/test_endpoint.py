@@ -27,7 +27,7 @@ def test_the_configured_socket_wins_over_the_environment(monkeypatch):
     assert endpoint.find_socket() == Path("/from/environment")
 
 
-def test_the_machine_wide_socket_is_used_if_there_is_one(monkeypatch, listening, tmp_path):
+def test_machine_wide_socket_is_used_if_it_exists(monkeypatch, listening, tmp_path):
     monkeypatch.delenv("GPUPOOL_SOCKET", raising=False)
     monkeypatch.setattr(endpoint, "MACHINE_SOCKET", listening)
     assert endpoint.find_socket() == listening
@@ -36,7 +36,7 @@ def test_the_machine_wide_socket_is_used_if_there_is_one(monkeypatch, listening,
     assert endpoint.find_socket() == tmp_path / "gpupool" / "broker.sock"
 
 
-def test_each_user_has_a_folder_without_a_runtime_directory(monkeypatch):
+def test_users_without_a_runtime_directory_get_own_folders(monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/does/not/exist")
     assert str(os.getuid()) in endpoint.user_runtime_dir().name
 
@@ -45,7 +45,7 @@ def test_a_good_socket_is_accepted(listening):
     endpoint.check_socket(listening)
 
 
-def test_a_symlink_is_refused_even_if_it_points_at_a_good_socket(listening, tmp_path):
+def test_symlink_to_a_good_socket_is_refused(listening, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(listening)
     with pytest.raises(BrokerUnavailable, match="is a symbolic link") as caught:
@@ -60,13 +60,13 @@ def test_a_plain_file_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
-def test_somebody_elses_socket_is_refused(listening):
+def test_socket_of_another_user_is_refused(listening):
     os.chown(listening, 65534, 65534)
     with pytest.raises(BrokerUnavailable, match="belongs to user id 65534"):
         endpoint.check_socket(listening)
 
 
-def test_nothing_there_says_how_to_start_a_broker(tmp_path):
+def test_missing_socket_says_how_to_start_a_broker(tmp_path):
     with pytest.raises(BrokerUnavailable, match="jupyter gpupool broker") as caught:
         endpoint.check_socket(tmp_path / "none")
     assert caught.value.code == "no-broker"

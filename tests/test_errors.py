@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Error codes: one list of them, and no code outside it."""
+"""Error codes: one list has them all, and no other code is in use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "errors.
 
 
 def texts(node: ast.AST | None) -> list[str]:
-    """Return the texts that ``node`` may be: itself, either branch, either side of ``or``."""
+    """Return the possible texts of ``node``: itself, either branch, either side of ``or``."""
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []
     if isinstance(node, ast.IfExp):
@@ -32,7 +32,7 @@ def texts(node: ast.AST | None) -> list[str]:
 
 
 def free_codes(tree: ast.AST) -> list[str]:
-    """Return the texts in ``tree`` that stand where a code of an error belongs."""
+    """Return the texts in ``tree`` that are in the place of an error code."""
     found: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -54,7 +54,7 @@ def free_codes(tree: ast.AST) -> list[str]:
     return found
 
 
-def test_no_code_is_a_free_text():
+def test_every_error_code_is_from_the_list():
     # Words in capitals are the driver's, such as CUDA_ERROR_NOT_READY.
     found = {
         str(path.relative_to(PACKAGE)): codes
@@ -75,30 +75,30 @@ def test_no_code_is_a_free_text():
         'class E(GPUPoolError):\n    code = "no"',
     ],
 )
-def test_a_free_text_is_found_wherever_it_stands(source):
+def test_text_in_the_place_of_a_code_is_found(source):
     assert free_codes(ast.parse(source)) == ["no"]
 
 
-def test_every_code_is_raised_somewhere():
+def test_every_code_is_used():
     product = "".join(path.read_text() for path in [*SOURCES, PACKAGE / "errors.py"])
     used = set(re.findall(r"\bCode\.([A-Z_]+)\b", product))
     assert used == set(Code.__members__)
 
 
 @pytest.mark.parametrize("code", Code, ids=str)
-def test_a_code_has_a_word_a_status_and_a_sentence(code):
+def test_code_has_a_name_a_status_and_a_sentence(code):
     assert re.fullmatch(r"[a-z]+(-[a-z]+)*", code)
     assert code.status in (400, 403, 404, 409, 502, 503)
     assert re.fullmatch(r"[A-Z].*[^.]\.", code.about)
     assert len(code.about) <= 80
 
 
-def test_codes_are_plain_words_in_text_and_json():
+def test_codes_are_plain_strings_in_text_and_json():
     assert f"{Code.BUSY}" == str(Code.BUSY) == Code.BUSY == "busy"
     assert json.dumps({"code": Code.BUSY}) == '{"code": "busy"}'
 
 
-def test_a_code_survives_the_wire():
+def test_code_stays_the_same_over_the_wire():
     sent = RefusedError("No.", code=Code.OVER_QUOTA)
     with pytest.raises(RefusedError) as caught:
         raise_for(json.loads(json.dumps(error_message(sent, 1))))
@@ -106,6 +106,6 @@ def test_a_code_survives_the_wire():
 
 
 @pytest.mark.parametrize("word", ["of-next-year", "", None, 7])
-def test_a_code_that_nobody_knows_becomes_the_general_one(word):
+def test_unknown_code_becomes_the_general_one(word):
     assert Code.of(word, Code.REFUSED) is Code.REFUSED
     assert GPUPoolError("Oh.").code is Code.ERROR

@@ -36,7 +36,7 @@ def test_machine_id_is_stable_and_hides_the_real_number():
 
 
 @pytest.mark.parametrize("text", [None, "", "uninitialized\n", "x" * 32])
-def test_machine_without_an_id_is_known_by_its_name_and_card(fresh, monkeypatch, tmp_path, text):
+def test_machine_without_an_id_has_one_from_name_and_network(fresh, monkeypatch, tmp_path, text):
     path = tmp_path / "machine-id"
     if text is not None:
         path.write_text(text)
@@ -50,7 +50,7 @@ def test_machine_without_an_id_is_known_by_its_name_and_card(fresh, monkeypatch,
         assert local_machine.machine_id() != first
 
 
-def test_container_is_told_from_its_host_by_its_name(fresh, monkeypatch):
+def test_name_tells_a_container_from_its_host(fresh, monkeypatch):
     host = local_machine.machine_id()
     local_machine.machine_id.cache_clear()
     monkeypatch.setattr(local_machine, "FIRST_NAMESPACE", "another")
@@ -63,12 +63,12 @@ def test_container_is_told_from_its_host_by_its_name(fresh, monkeypatch):
      (0x47504653, "GPFS"), (0x00C36400, "CephFS"), (0x01021997, "9P"), (0xEF53, ""),
      (0x01021994, ""), (0x9123683E, ""), (0x794C7630, "")],
 )  # fmt: skip
-def test_network_file_systems_are_known_by_number(monkeypatch, number, name):
+def test_network_file_systems_are_recognised_by_number(monkeypatch, number, name):
     monkeypatch.setattr(local_machine, "_file_system", lambda _: number)
     assert local_machine.network_file_system(Path("/anywhere")) == name
 
 
-def test_file_system_is_that_of_the_nearest_folder_that_exists(tmp_path):
+def test_file_system_comes_from_the_nearest_existing_folder(tmp_path):
     assert local_machine._file_system(tmp_path / "not" / "yet") == local_machine._file_system(
         tmp_path
     )

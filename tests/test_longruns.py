@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Each long test has its row in docs/long-tests.md; each file in conftest's tables is there."""
+"""Each long test has its row in docs/long-tests.md; each file in conftest's tables exists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_rows_of_the_table_are_the_long_tests(request):
     assert rows.keys() <= request.config.stash[LONG], f"remove these rows from {longruns.PAGE}"
 
 
-def test_a_run_is_noted_and_what_was_written_by_hand_stays(tmp_path, monkeypatch):
+def test_note_of_a_run_keeps_the_text_written_by_hand(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(f"# Long\n\nWhy.\n\n{longruns.HEAD}\n|---|---|---:|---|\n"
                     "| `b.py::test_b` | what b shows | 7 | 2026-01-02, abc, passed |\n"

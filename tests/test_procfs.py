@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What /proc says, on real processes."""
+"""What the product reads from /proc, on real processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if child:
 
 @pytest.fixture
 def spawn():
-    """Start Python code in a process with a pipe to its stdin; all are killed at the end."""
+    """Start Python code in a process with a pipe to its stdin; kill all of them at the end."""
     with ExitStack() as stack:
 
         def start(code, *arguments, env=None, count=1):
@@ -61,7 +61,7 @@ def spawn():
 
 
 def wait_state(pid, states):
-    """Wait until the process is in one of ``states``; the kernel gets there on its own."""
+    """Wait until the process is in one of ``states``."""
     while (stat := procfs.read_stat(pid)) is None or stat.state not in states:
         time.sleep(0.002)
 
@@ -84,7 +84,7 @@ def test_own_process_is_alive():
     assert procfs.presence(me) == "alive"
 
 
-def test_a_number_used_again_is_another_process():
+def test_reused_pid_is_another_process():
     me = procfs.identify(os.getpid())
     assert procfs.presence(ProcessId(me.pid, me.start_time - 1)) == "gone"
 
@@ -100,7 +100,7 @@ def test_stopped_process_is_not_alive(spawn):
     assert procfs.presence(identity) == "alive"
 
 
-def test_a_zombie_is_gone(spawn):
+def test_zombie_counts_as_ended(spawn):
     process, (pid,) = spawn(CHAIN, "0", CHAIN)
     identity = procfs.identify(pid)
     process.kill()
@@ -109,7 +109,7 @@ def test_a_zombie_is_gone(spawn):
     assert procfs.identify(pid) is None
 
 
-def test_a_process_that_is_being_killed_is_ending(spawn):
+def test_killed_process_counts_as_ending(spawn):
     process, (pid,) = spawn(CHAIN, "0", CHAIN)
     identity = procfs.identify(pid)
     assert not procfs.ending(identity)
@@ -127,7 +127,7 @@ def test_children_come_before_their_parents(spawn):
     assert {member.libcuda for member in members} == {False}
 
 
-def test_a_process_in_the_background_belongs_by_its_environment(spawn):
+def test_background_process_belongs_by_its_environment(spawn):
     _, (root,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
     _, (orphan,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
     spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "other"})
@@ -135,7 +135,7 @@ def test_a_process_in_the_background_belongs_by_its_environment(spawn):
     assert [member.process.pid for member in members] == [orphan, root]
 
 
-def test_kernel_of_a_notebook_is_a_session_of_its_own(spawn):
+def test_kernel_started_by_a_notebook_has_its_own_session(spawn):
     nested = (
         "import os, subprocess, sys; print(os.getpid(), flush=True);"
         "subprocess.Popen([sys.executable, '-c', sys.argv[2], '0', ''],"
@@ -148,16 +148,16 @@ def test_kernel_of_a_notebook_is_a_session_of_its_own(spawn):
     assert [member.process.pid for member in members] == [inner]
 
 
-def test_broker_of_a_notebook_is_no_member_of_its_session(spawn):
+def test_broker_of_a_notebook_is_not_in_its_session(spawn):
     _, pids = spawn(CHAIN, "2", CHAIN, count=3, env={"GPUPOOL_SESSION": "mine"})
     root, broker, _ = pids
     members = session_members(procfs.identify(root), "mine", broker)
     assert [member.process.pid for member in members] == [root]
-    # Nor if its parent has ended and its environment names the session.
+    # Nor if its parent has ended and the environment has the session's id.
     _, (other,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
     members = session_members(procfs.identify(other), "mine", root)
     assert [member.process.pid for member in members] == [other]
-    # A broker above the kernel excludes nobody.
+    # A broker that is an ancestor of the kernel excludes no process.
     members = session_members(procfs.identify(broker), "mine", root)
     assert len(members) >= 2
 
@@ -176,7 +176,7 @@ def test_unreadable_environment_is_unknown_and_not_empty():
     assert maps_libcuda(2**22 + 1) is None
 
 
-def test_the_driver_library_is_seen_in_the_map(spawn, tmp_path):
+def test_driver_library_is_found_in_the_memory_map(spawn, tmp_path):
     library = tmp_path / "libcuda.so.1"
     library.write_bytes(Path(sys.executable).read_bytes()[:8192])
     code = (
@@ -188,7 +188,7 @@ def test_the_driver_library_is_seen_in_the_map(spawn, tmp_path):
     assert maps_libcuda(pid) is True
 
 
-def test_the_guard_is_not_taken_for_the_driver(monkeypatch, tmp_path):
+def test_guard_is_not_mistaken_for_the_driver(monkeypatch, tmp_path):
     (tmp_path / "7").mkdir()
     monkeypatch.setattr("jupyter_gpupool.devices.nvidia.members.PROC", tmp_path)
     maps = tmp_path / "7" / "maps"

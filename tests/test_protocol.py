@@ -25,7 +25,7 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.text().filter(lambda k: k not in ("v", "type")), json_values))
-def test_what_is_encoded_is_one_line_and_decodes_to_the_same(fields):
+def test_encoded_message_is_one_line_and_decodes_unchanged(fields):
     line = encode({"type": "ping", **fields})
     assert line.count(b"\n") == 1
     assert line.endswith(b"\n")
@@ -33,7 +33,7 @@ def test_what_is_encoded_is_one_line_and_decodes_to_the_same(fields):
 
 
 @given(st.binary(max_size=200))
-def test_rubbish_is_a_protocol_error_and_nothing_else(line):
+def test_random_bytes_raise_only_a_protocol_error(line):
     try:
         check_request(decode(line))
     except ProtocolError:
@@ -52,7 +52,7 @@ def test_rubbish_is_a_protocol_error_and_nothing_else(line):
         (b" " * (MAX_LINE + 1), "at most"),
     ],
 )
-def test_bad_lines_say_what_is_wrong(line, words):
+def test_error_for_a_bad_line_says_what_is_wrong(line, words):
     with pytest.raises(ProtocolError, match=words):
         decode(line)
 
@@ -71,7 +71,7 @@ def test_bad_lines_say_what_is_wrong(line, words):
         ({"type": "request", "memory": 1.5}, "'memory'"),
     ],
 )
-def test_bad_requests_name_the_field(message, words):
+def test_error_for_a_bad_request_names_the_field(message, words):
     with pytest.raises(ProtocolError, match=words):
         check_request(message)
 
@@ -86,7 +86,7 @@ def test_unknown_fields_of_a_newer_peer_are_ignored():
     assert check_request({"type": "ping", "id": 3, "colour": "red"})["id"] == 3
 
 
-def test_an_error_survives_the_wire():
+def test_error_stays_the_same_over_the_wire():
     sent = RefusedError("No.", code="over-quota", next_step="Ask.", details={"asked": 3})
     with pytest.raises(RefusedError) as caught:
         raise_for(decode(encode(error_message(sent, 7))))

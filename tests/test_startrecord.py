@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The record of a broker's start: who may write it, what is in it, what is made of failures."""
+"""The record of a broker's start: who may write it, its content, and what failures lead to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def socket(tmp_path):
     return tmp_path / "broker.sock"
 
 
-def test_what_is_written_is_read_and_private(socket):
+def test_record_is_read_back_and_private(socket):
     write_record(socket, COMMAND, {"HOME": "/home/ada", "CUDA_VISIBLE_DEVICES": "3"})
     record = read_record(socket)
     assert record.command == tuple(COMMAND)
@@ -35,7 +35,7 @@ def test_what_is_written_is_read_and_private(socket):
     assert not startrecord.can_revive(socket)
 
 
-def test_secrets_and_the_session_around_are_not_written(socket):
+def test_record_has_no_secrets_and_no_outer_session(socket):
     environ = {
         "JUPYTER_TOKEN": "t", "JUPYTERHUB_API_TOKEN": "t", "SLURM_JWT": "t", "AWS_SECRET": "t",
         "GPUPOOL_SESSION": "s", "GPUPOOL_TOKEN": "t", "GPUPOOL_PAGE": "/dev/shm/x",
@@ -101,7 +101,7 @@ def test_record_that_others_could_have_written_is_refused(socket, damage):
     assert f"rm {record_path(socket)}" in caught.value.next_step
 
 
-def test_a_record_of_another_boot_starts_nothing(socket):
+def test_record_of_another_boot_is_ignored(socket):
     write_record(socket, COMMAND, {})
     path = record_path(socket)
     path.write_text(json.dumps({**json.loads(path.read_text()), "boot": "another"}))
@@ -119,13 +119,13 @@ def test_failed_starts_back_off_until_one_succeeds(socket):
     assert known.message == "failed 3"
     assert 25 < known.pause(time.time()) <= 30
     assert startrecord.read_failures(socket) == known
-    # By hand, say: it serves.
+    # For example, a user started the broker by hand, and it serves.
     write_record(socket, COMMAND, {})
     assert startrecord.read_failures(socket) == Failures()
 
 
 def died(socket, pid, **how):
-    """Note the death of broker ``pid``; return what is known then."""
+    """Record the death of broker ``pid``; return all known failures."""
     record = startrecord.write_record(socket, COMMAND, {})
     record = startrecord.change_record(socket, record, pid=pid, **how)
     known = startrecord.read_failures(socket)
@@ -158,7 +158,7 @@ def test_one_more_broker_is_tried_after_the_pause(socket, monkeypatch):
     assert startrecord.too_often(died(socket, 77))
 
 
-def test_one_death_is_counted_once_however_many_notice_it(socket):
+def test_one_death_counts_once_if_many_processes_notice_it(socket):
     for _ in range(startrecord.MOST_DEATHS):
         known = died(socket, 7)
     assert len(known.deaths) == 1
@@ -176,13 +176,13 @@ def test_broker_killed_while_serving_is_always_restarted(
     assert "such starts in the last 10 minutes" in known.often(time.time())
 
 
-def test_a_broker_that_fails_by_itself_counts_although_it_served(socket):
+def test_crash_of_a_broker_counts_even_after_it_served(socket):
     for pid in range(1, startrecord.MOST_DEATHS + 1):
         known = died(socket, pid, served=True, crashed="RuntimeError: x")
     assert startrecord.too_often(known)
 
 
-def test_deaths_of_long_ago_do_not_count(socket, monkeypatch):
+def test_old_deaths_do_not_count(socket, monkeypatch):
     for pid in range(1, startrecord.MOST_DEATHS + 1):
         known = died(socket, pid)
     later = time.time() + startrecord.WINDOW + 1
@@ -198,7 +198,7 @@ def test_broker_that_ends_in_order_leaves_no_record(socket):
     assert not startrecord.can_revive(socket)
 
 
-def test_nobody_starts_the_machines_broker(monkeypatch, tmp_path):
+def test_machine_wide_broker_is_not_started_again(monkeypatch, tmp_path):
     from pathlib import Path
 
     monkeypatch.setattr(startrecord, "record_path", lambda _: tmp_path)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Pieces of sentences."""
+"""Helpers that make pieces of sentences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_nearest_known_name_is_offered(wrong, options, expected):
     assert did_you_mean(wrong, COMMANDS, **options) == expected
 
 
-def test_likeness_bounds_what_counts_as_near():
+def test_only_similar_names_are_offered():
     assert nearest("stats", COMMANDS, likeness=0.8) == "status"
     assert nearest("state", COMMANDS, likeness=0.95) == ""
 

@@ -61,7 +61,7 @@ def test_the_text_shows_devices_waiting_and_host_memory():
     assert lines[1] == "       b      ??????111111    "
 
 
-def test_something_shorter_than_a_character_is_still_shown():
+def test_event_shorter_than_a_character_is_still_shown():
     rows = [*ROWS[:2], state(9.0, "a", "active", "GPU-0"), state(9.001, "a", "detached")]
     (lane,) = timeline.lanes(rows, 1000.0)
     assert "0" in timeline.draw_text([lane], ["GPU-0"], width=20).split("\n")[0]
@@ -74,7 +74,7 @@ def test_the_picture_is_well_formed_and_escapes_labels():
     assert "GPU 0: EMULATED" in texts
 
 
-def test_sentences_give_bytes_seconds_and_the_reason():
+def test_sentences_have_bytes_seconds_and_the_reason():
     row = {"session": "a", "device": "GPU-1", "bytes": 2 << 30, "seconds": 0.5}
     attach = {**row, "kind": "attach", "time": 1.5}
     resume = {**row, "kind": "resume", "time": 8.5, "detail": {"driver_seconds": 0.25}}
@@ -97,5 +97,5 @@ def test_sentences_give_bytes_seconds_and_the_reason():
 
 
 @pytest.mark.parametrize("rows", [[], [{"kind": "broker-start", "time": 1.0, "session": None}]])
-def test_an_empty_journal_is_said_to_be_empty(rows):
+def test_timeline_of_an_empty_journal_says_so(rows):
     assert "no sessions" in timeline.draw_text(timeline.lanes(rows, 2.0), [])

@@ -18,7 +18,7 @@ from jupyter_gpupool.units import (
     typed_bytes,
 )
 
-#: Read by the tests of the JupyterLab extension as well.
+#: The tests of the JupyterLab extension read this file as well.
 SIZES = json.loads(
     (Path(__file__).parent.parent / "labextension/src/__tests__/sizes.json").read_text()
 )
@@ -39,14 +39,14 @@ SIZES = json.loads(
         ("3B", 3),
     ],
 )
-def test_sizes_people_write(text, value):
+def test_common_sizes_are_parsed(text, value):
     assert parse_bytes(text) == value
 
 
 @pytest.mark.parametrize(
     "text", ["", "GiB", "12 parsecs", "-3GiB", "0", "1e3", "1 2", "0.1B", "9999999TiB"]
 )
-def test_what_is_no_size_is_refused_with_an_example(text):
+def test_wrong_size_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="like 12GiB"):
         parse_bytes(text)
 
@@ -74,13 +74,13 @@ def test_sizes_are_read_as_jupyterlab_reads_them(text, value):
 
 
 @pytest.mark.parametrize("text", SIZES["refused"])
-def test_what_jupyterlab_refuses_is_no_size(text):
+def test_sizes_that_jupyterlab_refuses_are_refused(text):
     with pytest.raises(ValueError, match="like 12GiB"):
         parse_bytes(text)
 
 
 @given(st.integers(1, 1 << 52))
-def test_a_need_never_reads_like_less_than_it_is(value):
+def test_needed_size_is_never_rounded_down(value):
     up, down = (format_bytes(value, rounding=way) for way in ("up", "down"))
     assert parse_bytes(down) <= value <= parse_bytes(up) + 1
 
@@ -88,7 +88,7 @@ def test_a_need_never_reads_like_less_than_it_is(value):
 @pytest.mark.parametrize(
     ("value", "text"), [(12 << 30, "12GiB"), (1536 << 20, "1536MiB"), ((1 << 30) + 1, "1GiB")]
 )
-def test_whole_sizes_are_written_as_people_type_them(value, text):
+def test_whole_sizes_are_written_as_users_type_them(value, text):
     assert typed_bytes(value) == text
 
 
@@ -100,17 +100,17 @@ def test_a_formatted_size_reads_back_within_its_rounding(value):
 @pytest.mark.parametrize(
     ("text", "value"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5 h", 5400), ("1d", 86400)]
 )
-def test_durations_people_write(text, value):
+def test_common_durations_are_parsed(text, value):
     assert parse_seconds(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1", "0", "10 parsecs"])
-def test_what_is_no_duration_is_refused_with_an_example(text):
+def test_wrong_duration_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="10m"):
         parse_seconds(text)
 
 
-def test_durations_are_shown_in_the_unit_people_use():
+def test_durations_are_shown_in_a_fitting_unit():
     assert [format_seconds(s) for s in (0, 42, 180, 9000)] == ["0 s", "42 s", "3 min", "2.5 h"]
 
 
@@ -124,5 +124,5 @@ def test_durations_are_shown_in_the_unit_people_use():
         (3 * 3600, "no estimate yet; waiting for 3 h"),
     ],
 )
-def test_a_wait_that_nobody_can_estimate(seconds, said):
+def test_wait_without_an_estimate_is_formatted(seconds, said):
     assert format_wait(seconds) == said

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``make gpu``: the suite and the benchmarks that need a real GPU, in as many runs as it takes.
+"""``make gpu``: the suite and the benchmarks that need a real GPU, in as many runs as needed.
 
-Each item's outcome is written as it ends; the next run goes on with the first that has none. Exit
-code: 0 if all have passed, 1 if one has not, 2 if there was not the time for all.
+Each item's outcome is written at its end; the next run continues with the first item without an
+outcome. Exit code: 0 if all have passed, 1 if one has not, 2 if time was too short for all.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from jupyter_gpupool.emulation import real_driver_present
 
 from . import plan, record, runner
 
-#: Where a rehearsal on emulated devices writes: its outcomes are about the tests, not about a GPU.
+#: The folder of a rehearsal on emulated devices: its outcomes concern the tests, not a GPU.
 REHEARSAL = record.ROOT / "run-output"
 
-#: What a rehearsal says it ran on.
+#: The device name of a rehearsal.
 EMULATED = {"name": "EMULATED", "driver": "none", "memory_bytes": 0, "devices": 0}
 
 
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def go_through(items: tuple[plan.Item, ...], book: record.Record, options: Any) -> int:
-    """Run what has no outcome yet and may end in time; say what happened."""
+    """Run the items that have no outcome yet and may end in time; print their outcomes."""
     runner.adopt_orphans()
     end = time.monotonic() + options.minutes * 60
     ended = book.ended()
@@ -86,7 +86,7 @@ def go_through(items: tuple[plan.Item, ...], book: record.Record, options: Any) 
         line |= {"source": source, "quick": options.quick}
         try:
             book.add(line)
-        except OSError as error:  # a full disk: what was found is still worth having
+        except OSError as error:  # a full disk: the outcomes in memory are still useful
             print(f"   {book.path} cannot be written ({error}): {json.dumps(line)}", flush=True)
         ended[item.name] = line
         print(f"   {told(line)}", flush=True)

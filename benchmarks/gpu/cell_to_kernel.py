@@ -36,16 +36,16 @@ from jupyter_gpupool.emulation import real_driver_present
 
 GiB = 1 << 30
 
-#: Bytes of an emulated device for one of a real one, here.
+#: Emulated devices here have one byte for so many bytes of a real one.
 SCALE = 16
 
-#: Seconds without CUDA after which a kernel counts as idle, here: the wait is in no figure.
+#: Seconds without CUDA until a kernel counts as idle here; no figure contains this wait.
 QUIET = 0.3
 
-#: Seconds for a state to come about, a suspend of 8 GiB among them.
+#: Longest wait in seconds for a state, for example after a suspend of 8 GiB.
 PATIENCE = 40.0
 
-#: The state, what each is compared with, and how many of a hundred rounds it takes part in.
+#: The states, the baseline of each, and its number of rounds out of a hundred.
 STATES = {
     "plain": ("plain", 100),
     "attached": ("plain", 100),
@@ -56,7 +56,7 @@ STATES = {
     "suspended_8GiB": ("plain", 25),
 }
 
-#: Bytes of state in the kernels that have some.
+#: Bytes of state, for the kernels with state.
 SIZES = {"suspended_1GiB": GiB, "suspended_8GiB": 8 * GiB}
 
 SETUP = """
@@ -95,7 +95,7 @@ CELL_NEW = "ended = first(); raw.close(); print(ended)"
 
 
 class Session:
-    """A kernel and, where it is the pool's, its session."""
+    """A kernel and, if it belongs to the pool, its session."""
 
     def __init__(self, kernel: Kernel, client: Client | None, *, new: bool, size: int) -> None:
         self.kernel, self._client = kernel, client
@@ -118,7 +118,7 @@ class Session:
         return found
 
     def release(self) -> dict[str, Any]:
-        """Have the slice given back; return the session as it is then."""
+        """Release the slice; return the session after that."""
         assert self._client is not None
         self._client.call("release", session=self._id)
         return self.until("detached")
@@ -129,7 +129,7 @@ class Session:
         return (float(self.kernel.run(self._cell, PATIENCE)) - begun) * 1000
 
     def right(self) -> bool:
-        """Return whether its state is what its cells have computed."""
+        """Return whether its state equals the result of its cells."""
         return self.kernel.run("print(raw.check('state', 7 + done))").strip() == "True"
 
 
@@ -218,7 +218,7 @@ def turns(
                 took[name].append(sessions[name].cell())
                 ended = True
             if not ended:
-                # It is not known what state it is in: the others go on without it.
+                # Its state is unknown: the others continue without it.
                 del sessions[name]
         told = ", ".join(f"{name} {took[name][-1]:.1f} ms" for name in order if took[name])
         print(f"round {number}: {told}", flush=True)
@@ -226,7 +226,7 @@ def turns(
 
 
 def prepare(name: str, session: Session, swaps: dict[str, int]) -> None:
-    """Bring a session into the state of this name."""
+    """Bring a session into the named state."""
     if name == "released" or name.startswith("suspended"):
         swaps[name] = session.release()["suspended_bytes"]
     elif name != "new_context_plain":
@@ -237,7 +237,7 @@ def prepare(name: str, session: Session, swaps: dict[str, int]) -> None:
 
 @contextmanager
 def noted(problems: list[str], what: str) -> Iterator[None]:
-    """Go on after a failure, and have it in the result: the rest is worth measuring."""
+    """Continue after a failure and add it to the result: the rest is still useful."""
     try:
         yield
     except Exception as error:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""An object in a process of its own: methods called by name, every answer with a time-out.
+"""An object in its own process: methods called by name, each answer with a time-out.
 
 ``python -m benchmarks.gpu.child MODULE:CLASS`` makes the object at its first request. A request is
 a JSON line ``[method, arguments...]``, and so is its answer.
@@ -21,12 +21,12 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
-#: Seconds for an answer, unless told otherwise.
+#: Default seconds for an answer.
 ANSWER = 60.0
 
 
 class Trouble(RuntimeError):
-    """What was asked for raised in the process, or the process is gone."""
+    """The called method raised an error in the process, or the process is gone."""
 
 
 class Remote:
@@ -37,7 +37,7 @@ class Remote:
         self.pid: int = process.pid
 
     async def do(self, method: str, *arguments: Any, timeout: float = ANSWER) -> Any:
-        """Return what the object's method returns.
+        """Call the object's method; return its result.
 
         Raises
         ------
@@ -60,7 +60,7 @@ class Remote:
 
 @contextlib.asynccontextmanager
 async def remote(what: str, env: Mapping[str, str]) -> AsyncIterator[Remote]:
-    """Yield an object ``"module:class"`` in a process of its own; kill that at the end."""
+    """Yield an object ``"module:class"`` in its own process; kill the process at the end."""
     path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.gpu.child", what,
@@ -72,14 +72,14 @@ async def remote(what: str, env: Mapping[str, str]) -> AsyncIterator[Remote]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # One that is inside the driver for good does not end, and must not keep the figures.
+        # A process that hangs in the driver does not end, and must not block the figures.
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(process.wait(), 20)
 
 
 def main() -> None:
     """Serve until stdin ends."""
-    # Libraries print; answers go where nobody else writes.
+    # Libraries print to stdout, so answers get their own descriptor.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     module, _, name = sys.argv[1].partition(":")

@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the guard costs a kernel that computes: loops in Pooled GPU kernels and in plain ones.
+"""The guard's cost in a computing kernel: loops in Pooled GPU kernels and in plain ones.
 
-Three kernels run the same loops in turns, in an order that is drawn for each round: two plain
+Three kernels run the same loops in turns, in a random order for each round: two plain
 ipykernels and one of the pool, under the guard. The overhead is the median, over the rounds, of the
 difference between the guarded kernel and a plain one in the same round; the same between the two
-plain kernels says what such a difference is worth.
+plain kernels is the noise of such a difference.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from jupyter_gpupool.emulation import real_driver_present
 
 GiB = 1 << 30
 
-#: Per cent that a loop of launches, of multiplications or of graphs may take more.
+#: Most per cent of added time for a loop of launches, of multiplications or of graphs.
 BUDGET = 1.0
 BUDGETED = ("launch", "torch_launch", "torch_matmul", "graph", "torch_graph")
 
-#: What each loop does, and how often in a round.
+#: The body of each loop, and its turns in a round.
 LOOPS = {
     "launch": (30000, "a launch by cuda-core of a kernel that does nearly nothing"),
     "graph": (3000, "a launch of a graph of 20 such kernels (driver API)"),
@@ -89,7 +89,7 @@ def all_of(loops):
 print(json.dumps(["launch", "graph", "allocation"]))
 """
 
-#: On an emulated driver it would compute nothing.
+#: An emulated driver would not compute it.
 TORCH = """
 import torch
 cell = torch.zeros(1, device="cuda")
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
             try:
                 ready += prepare(kernels, TORCH)
             except (RuntimeError, queue.Empty) as error:
-                # What does not need it is measured all the same.
+                # The loops that do not need it are still measured.
                 problems.append(f"PyTorch: {type(error).__name__}: {error}")
         if kernels["guarded"].run(GUARDED).strip() != "True":
             raise RuntimeError("The kernel of the pool is not under the guard.")
@@ -172,7 +172,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         "loops": rows,
         "left_out": sorted(set(LOOPS) - set(loops)),
         "problems": problems,
-        # A suspend in the middle would be in the figures.
+        # Otherwise the figures could contain a suspend.
         "suspends_meanwhile": suspends,
         "budgets": [
             budget(f"guard, loop {name}", rows[name]["overhead_percent"], BUDGET, "%")
@@ -203,7 +203,7 @@ def compare(
         if time.monotonic() > end and number > 3:
             break
         dice.shuffle(order)
-        # A whole round or nothing: its values belong together.
+        # Only whole rounds, because their values belong together.
         code = f"all_of({dict(loops)!r})"
         try:
             values = {name: json.loads(kernels[name].run(code, 30)) for name in order}
@@ -220,7 +220,7 @@ def compare(
 
 
 def judged(values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return what the guard adds, and what two plain kernels differ by."""
+    """Return the time that the guard adds, and the difference of two plain kernels."""
     plain, again, guarded = (values[name] for name in ("plain", "plain again", "guarded"))
     # Both plain ones are the baseline: one process may be slower than the next by chance.
     base = [(a + b) / 2 for a, b in zip(plain, again, strict=True)]

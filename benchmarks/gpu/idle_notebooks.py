@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Device memory that notebooks keep after they have gone idle, as NVML sees it.
+"""Device memory that idle notebooks keep, as NVML shows it.
 
 Pooled GPU kernels put an array on the device, one after the other, and do nothing more; the pool
-takes their slices back after ``idle_timeout``. What is then in use beyond what was before the first
-one, contexts and all, is what they keep. Baseline, in the same run: plain ipykernels that have done
-the same for as long. At the end one of the notebooks is used again, and its array is checked.
+takes their slices back after ``idle_timeout``. They keep the used bytes beyond those before the
+first one, with contexts. Baseline, in the same run: plain ipykernels that did the same for the same
+time. At the end one notebook is used again, and its array is checked.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .child import Remote, remote
 
 GiB, MiB = 1 << 30, 1 << 20
 
-#: Notebooks, plain kernels of the baseline, and bytes that each puts on the device.
+#: Number of notebooks, number of plain kernels, and bytes of each on the device.
 NOTEBOOKS, PLAIN, STATE = 16, 4, GiB // 2
 
 #: The same on an emulated device.
 FEW, SCALE = 6, 16
 
-#: Seconds without CUDA after which a kernel is idle, and after which an idle one loses its slice.
+#: Seconds without CUDA until a kernel is idle, and until an idle kernel loses its slice.
 QUIET, TIMEOUT = 0.5, 2.0
 
-#: Seconds for a cell, and for all to have given their slices back.
+#: Longest seconds of a cell, and until all slices are given back.
 PATIENCE = 45.0
 
-#: Seconds in which the last byte must be back: if one never is, there is time for the rest.
+#: Longest wait in seconds for the last byte: if it never comes back, time remains for the rest.
 LAST_BYTE = 25.0
 
 CELL = """
@@ -62,7 +62,7 @@ print(int(raw.check("state", %d)), took)
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run, and return the bytes that stay on the device, and where they went instead."""
+    """Run, and return the bytes that stay on the device, and those in host memory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer notebooks")
     options = parser.parse_args(argv)
@@ -101,7 +101,7 @@ class See:
     def until(self, most: int, seconds: float) -> tuple[int, float]:
         """Wait until no more than ``most`` bytes are in use, or the time is over.
 
-        Return what was in use least, and when (``time.monotonic``) that was first seen.
+        Return the fewest used bytes, and when (``time.monotonic``) they were first seen.
         """
         deadline = time.monotonic() + seconds
         least, at = self.used(), time.monotonic()

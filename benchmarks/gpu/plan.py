@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What is run on a real GPU: first what all else rests on, last what may strand a process."""
+"""The plan for a real GPU: basic items first, items that may leave a hung process last."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Item:
-    """A file of tests, or a benchmark: run alone, and again in a later run if it was not ended."""
+    """A file of tests, or a benchmark: run alone, and again in a later run if it did not end."""
 
     name: str
-    #: Seconds after which it is killed and counts as hung.
+    #: After so many seconds it is killed and counts as hung.
     bound: int
-    #: Seconds after which it begins no further repetition; 0: it decides.
+    #: After so many seconds it begins no further repetition; 0: its own choice.
     enough: int = 0
 
     @property
@@ -23,8 +23,8 @@ class Item:
         return self.name.endswith(".py")
 
 
-#: In order of worth: a machine may be lent for minutes. Bounds are what must not be reached;
-#: together they are a multiple of what all of it takes.
+#: The most useful first, because a machine may be available for minutes only. The bounds are
+#: generous: their sum is a multiple of the usual time.
 PLAN = (
     Item("tests/gpu/test_kit.py", 120),
     Item("tests/gpu/test_driver.py", 150),
@@ -50,12 +50,12 @@ PLAN = (
 
 
 def named(names: list[str]) -> tuple[Item, ...]:
-    """Return the items of these names, all without one.
+    """Return the items with these ``names``; all items if there are none.
 
     Raises
     ------
     ValueError
-        If there is none of that name; the text says which there are.
+        If a name is unknown; the text lists the names.
     """
     known = {item.name: item for item in PLAN}
     for name in names:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A process's use of device 0 through ``cuda.bindings.driver`` alone: nothing of a framework.
+"""A process's use of device 0 through ``cuda.bindings.driver`` alone: without a framework.
 
 Device memory holds uint32, ``p[i] = first + i`` modulo 2**32 at first. It is checked on the device
 (their sum) and by samples, so that 48 GiB need not be hashed on the host.
@@ -22,18 +22,18 @@ from emucuda.kernels import PTX
 #: Blocks and threads of every kernel.
 GRID, BLOCK = 1024, 256
 
-#: Elements that are looked at one by one.
+#: Number of elements that are checked one by one.
 SAMPLES = 256
 
 _WORDS = 1 << 32
 
 
 class DriverProblem(RuntimeError):
-    """A call of the driver has failed; the text says which and how."""
+    """A call of the driver has failed; the text names the call and the error."""
 
 
 def call(function: Any, *arguments: Any) -> Any:
-    """Return what a call of the driver returns beside its result.
+    """Return the values of a driver call without its result code.
 
     Raises
     ------
@@ -76,7 +76,7 @@ class Raw:
         }
 
     def close(self) -> None:
-        """Give everything on the device back, the context included."""
+        """Free everything on the device, and the context."""
         for name in list(self.arrays):
             self.free(name)
         call(driver.cuDevicePrimaryCtxRelease, self.device)
@@ -88,18 +88,18 @@ class Raw:
         )  # fmt: skip
 
     def fill(self, address: int, size: int, first: int) -> None:
-        """Let what is at ``address`` count up from ``first``."""
+        """Fill the memory at ``address`` with numbers that count up from ``first``."""
         types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
         self.launch("emucuda_iota_u32", (address, size // 4, first % _WORDS), types)
         self.sync()
 
     def increase(self, address: int, size: int, step: int) -> None:
-        """Add ``step`` to each element; returns before that is done."""
+        """Begin to add ``step`` to each element."""
         types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
         self.launch("emucuda_add_u32", (address, size // 4, step % _WORDS), types)
 
     def right(self, address: int, size: int, first: int) -> bool:
-        """Return whether what is at ``address`` counts up from ``first``."""
+        """Return whether the numbers at ``address`` count up from ``first``."""
         out = int(call(driver.cuMemAlloc, 8))
         host = np.zeros(1, np.uint64)
         call(driver.cuMemcpyHtoD, out, host.ctypes.data, 8)
@@ -109,7 +109,7 @@ class Raw:
         call(driver.cuMemFree, out)
         if int(host[0]) != expected_sum(size, first):
             return False
-        # A sum is the same wherever pages went.
+        # A sum would not show swapped pages.
         number, word = size // 4, np.zeros(1, np.uint32)
         for sample in range(SAMPLES):
             place = sample * (number - 1) // (SAMPLES - 1)
@@ -148,7 +148,7 @@ class Raw:
     def copies(self, size: int, repetitions: int) -> dict[str, Any]:
         """Return GB/s of copies of ``size`` bytes: best and median, each way, by kind of memory.
 
-        "pinned" is ``cuMemHostAlloc``, "pageable" what NumPy allocates, touched before.
+        "pinned": from ``cuMemHostAlloc``; "pageable": from NumPy, touched before.
         """
         device = int(call(driver.cuMemAlloc, size))
         pinned = int(call(driver.cuMemHostAlloc, size, 0))
@@ -167,7 +167,7 @@ class Raw:
                     call(function, to, source, size)
                     self.sync()
                     speeds.append(size / (time.perf_counter() - begun) / 1e9)
-                del speeds[0]  # whose first touch may be slow
+                del speeds[0]  # the first touch of a page may be slow
                 found[f"{kind}_{way}_GB_per_s"] = {"best": max(speeds), "p50": median(speeds)}
         call(driver.cuMemFreeHost, pinned)
         call(driver.cuMemFree, device)
@@ -175,7 +175,7 @@ class Raw:
 
 
 class Eyes:
-    """What NVML shows of device 0."""
+    """NVML's figures of device 0."""
 
     def __init__(self) -> None:
         import pynvml
@@ -185,7 +185,7 @@ class Eyes:
         self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
 
     def used(self) -> int:
-        """Return the bytes in use, by whomever."""
+        """Return the bytes in use by all processes."""
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
 
     def shown(self) -> dict[str, int | None]:

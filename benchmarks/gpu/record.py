@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The file of outcomes: one JSON line for the machine, one for each item that has ended.
 
-It is written as items end, so that a run that is stopped in the middle loses nothing, and one file
-so that it is easily carried away from a machine that is lent for minutes.
+Each outcome is written at once, so that a stopped run loses nothing. It is a single file, so that
+it is easy to copy from a borrowed machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.common import machine_facts
 
 ROOT = Path(__file__).parents[2]
 
-#: Packages that were under test, beside those of every benchmark.
+#: Packages under test, in addition to those of every benchmark.
 PACKAGES = ("torch", "triton", "cupy-cuda13x", "jax", "numba-cuda", "numpy", "pytest")
 
 
@@ -54,7 +54,7 @@ def gpu() -> dict[str, Any]:
 
 
 def source() -> str:
-    """Return a short hash of the code under test, so that outcomes of two states are told apart."""
+    """Return a short hash of the code under test, which distinguishes outcomes of two states."""
     found = hashlib.sha256()
     for folder in ("jupyter_gpupool", "tests/gpu", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -64,16 +64,16 @@ def source() -> str:
 
 
 class Record:
-    """The outcomes of one machine; see the module."""
+    """The file of outcomes of one machine."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def at(cls, folder: Path, device: dict[str, Any], *, again: bool = False) -> Record:
-        """Return the newest record of such a machine in ``folder``, or begin one.
+        """Return the newest record of this kind of machine in ``folder``, or begin one.
 
-        ``again``: begin one in any case.
+        ``again``: always begin one.
         """
         short = re.sub(r"[^a-z0-9]+", "", device["name"].lower().replace("nvidia", ""))
         stem = f"gpu-{short}-driver{device['driver']}"
@@ -91,9 +91,9 @@ class Record:
 
     @contextmanager
     def claimed(self) -> Iterator[bool]:
-        """Keep others from going through the plan meanwhile; yield False if somebody does.
+        """Prevent other runs of the plan meanwhile; yield False if one is under way.
 
-        Two at once would measure each other.
+        Two runs at once would disturb each other's figures.
         """
         with self.path.open("rb") as file:
             try:
@@ -104,7 +104,7 @@ class Record:
                 yield True
 
     def add(self, line: dict[str, Any]) -> None:
-        """Append a line; a last one that was cut off stays by itself."""
+        """Append a line, after the end of an incomplete last line."""
         with self.path.open("ab+") as out:
             out.seek(-min(1, out.tell()), os.SEEK_END)
             cut = out.read() not in (b"", b"\n")
@@ -112,7 +112,7 @@ class Record:
             out.write(("\n" if cut else "").encode() + text.encode())
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield what was written, without a last line that was cut off."""
+        """Yield the lines, without an incomplete last one."""
         if not self.path.exists():
             return
         for line in self.path.read_text(encoding="utf-8").splitlines():
@@ -127,7 +127,7 @@ class Record:
 
 
 def facts(device: dict[str, Any]) -> dict[str, Any]:
-    """Return what a reader must know of the machine; no name of it, of users or of paths."""
+    """Return the facts of the machine for readers, without its name, users and paths."""
     found = machine_facts([device["name"]])
     for name in PACKAGES:
         try:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Runs one item of the plan: in a process group of its own, within its bound, to a sure end."""
+"""Runs one item of the plan in its own process group, and ends it for sure after its bound."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import psutil
 from .plan import Item
 from .record import ROOT
 
-#: Seconds that what is left of an item has to go after SIGKILL. A process in a driver call that
-#: never returns stays for longer, and is reported.
+#: Seconds for an item's processes to end after SIGKILL. A process in a driver call that never
+#: returns stays longer, and is reported.
 GONE = 20.0
 
-#: Runs in the child: hands a benchmark's dict over in a file.
+#: Runs in the child: writes a benchmark's dict to a file.
 BENCHMARK = """
 import importlib, json, sys
 name, out, *argv = sys.argv[1:]
@@ -36,31 +36,31 @@ with open(out, "w") as file:
 
 _SET_CHILD_SUBREAPER = 36
 
-#: By exit code; None: it did not end. pytest says 5 where all tests were left out.
+#: By exit code; None: it did not end. pytest returns 5 if all tests were left out.
 _OUTCOMES = {None: "hung", 0: "passed", 5: "left out"}
 
 
 def adopt_orphans() -> None:
-    """Have what an item leaves behind become a child of this process, so that it can be ended."""
+    """Make this process the parent of orphans of an item, so that it can end them."""
     ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def keep_driver_up() -> None:
     """Call cuInit here, which makes no context and takes no device memory.
 
-    Without persistence mode the driver starts anew for the first process that comes after the last
-    one has gone: that takes seconds, here once and not for each item.
+    Without persistence mode the driver starts again for the first process after the last one has
+    ended. This takes seconds: here once, and not for each item.
     """
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuInit(0)
 
 
 def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]:
-    """Run an item; return its line for the record. Never raises for what the item does.
+    """Run an item; return its line for the record. Never raises for a failure of the item.
 
-    ``outcome`` is "passed", "failed", "hung" or "left out"; ``tests`` or ``result`` has what it
-    found, ``output`` the end of what it printed if it did not pass, ``left`` the processes that
-    SIGKILL did not end. Not ``real``: tests that only a real GPU can run are left out.
+    ``outcome`` is "passed", "failed", "hung" or "left out"; ``tests`` or ``result`` has its
+    findings, ``output`` the end of its output if it did not pass, ``left`` the processes that
+    SIGKILL did not end. Not ``real``: tests that need a real GPU are left out.
     """
     begun = time.monotonic()
     with TemporaryDirectory(prefix="gpb") as folder:
@@ -91,7 +91,7 @@ def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]
         found = _found(item, report)
         problems = found["problems"] if isinstance(found, dict) and "problems" in found else ()
         if line["outcome"] == "passed" and (found is None or problems):
-            line["outcome"] = "failed"  # it said nothing, or that a part of it went wrong
+            line["outcome"] = "failed"  # it reported nothing, or the failure of a part
         elif found is not None:
             line["tests" if item.tests else "result"] = found
         if line["outcome"] != "passed":
@@ -103,9 +103,8 @@ def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]
 
 def _command(item: Item, report: Path, *, quick: bool, real: bool) -> list[str]:
     if item.tests:
-        # A test that hangs is ended by itself before the whole file is.
-        # Kernels that are started for a whole file count as a part of its first test. What a
-        # package of that machine warns of is no failure.
+        # A hung test ends alone, before the whole file does. Kernels started for a whole file count
+        # as a part of its first test. Warnings of that machine's packages are no failures.
         bound = item.bound * 2 // 3
         options = ["-q", "-p", "no:cacheprovider", f"--timeout={bound}", "-W", "default"]
         which = ["-m", "" if real else "not gpu"]
@@ -116,7 +115,7 @@ def _command(item: Item, report: Path, *, quick: bool, real: bool) -> list[str]:
 
 
 def _found(item: Item, report: Path) -> Any:
-    """Return what an item wrote, None if nothing."""
+    """Return the item's output file, None without one."""
     with contextlib.suppress(OSError, ValueError):
         text = report.read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()] if item.tests else json.loads(text)
@@ -124,7 +123,7 @@ def _found(item: Item, report: Path) -> Any:
 
 
 def end_descendants() -> list[str]:
-    """Kill whatever an item has left; return what did not end, for a reader."""
+    """Kill all processes that an item has left; describe those that did not end."""
     me = psutil.Process()
     deadline = time.monotonic() + GONE
     while found := [p for p in me.children(recursive=True) if _alive(p)]:

@@ -2,13 +2,13 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspend and resume by size, in seconds and GB/s, against copies of pinned memory.
 
-A process fills device memory and is suspended and resumed through ``DeviceService``, as the broker
-does it; what is on the device is computed upon between two rounds and checked after the last one.
-Every repetition counts, the first as well: it is what a notebook that is suspended once pays.
-Baseline, in the same run: synchronous copies of pinned and of pageable memory, each way.
+A process fills device memory and is suspended and resumed through ``DeviceService``, as in the
+broker. Between two rounds it computes on the memory, and at the end it checks it. Every repetition
+counts, even the first: a notebook that is suspended once has only that. Baseline, in the same run:
+synchronous copies of pinned and of pageable memory, each way.
 
-Smaller sizes come first, and none is begun that would probably not end in time: what was left out
-is in the result.
+Smaller sizes come first, and a size that would probably not end in time is not begun: the result
+lists such sizes.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from .child import Remote, remote
 PLAN = tuple((int(gib * GiB), 3 if gib <= 8 else 2) for gib in (0.5, 1, 2, 4, 8, 16, 24, 48))
 QUICK = ((GiB // 2, 2), (2 * GiB, 2), (8 * GiB, 2))
 
-#: Bytes of an emulated device for one of a real one, here.
+#: Emulated devices here have one byte for so many bytes of a real one.
 SCALE = 64
 
-#: The copy of a state takes its size of host memory, and something beyond; so much must be there.
+#: The copy of a state takes slightly more host memory than its size; so much must be free.
 FACTOR, ROOM = 1.3, 8 * GiB
 
 #: Device bytes that a process needs beside its state: its context.
 CONTEXT = GiB
 
-#: Bytes of each copy of the baseline, and how many count.
+#: Bytes of each copy of the baseline, and the number of copies.
 COPY, COPIES = GiB, 5
 
-#: Milliseconds that suspend or resume may take beyond the driver, as in ``suspend_overhead``.
+#: Most milliseconds of suspend or resume beyond the driver, as in ``suspend_overhead``.
 BUDGET_MS = 50.0
 
-#: Seconds that one operation may take before the rest is given up: 48 GiB at 0.6 GB/s.
+#: After so many seconds in one operation the rest is skipped: 48 GiB at 0.6 GB/s.
 LONGEST = 80.0
 
 CALLS = ("lock", "checkpoint", "restore", "unlock")
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def scaled(here: Machine, size: int) -> int:
-    """Return a real device's size as it is on this one."""
+    """Return the size on this device for one on a real device."""
     return size if here.real else max(2 * MiB, size // SCALE)
 
 
@@ -97,7 +97,7 @@ async def measure(here: Machine, plan: Sequence[tuple[int, int]], end: float) ->
             try:
                 row = await one_size(here, service, device, size, repetitions, end)
             except Exception as error:
-                # What was measured so far must not be lost with it.
+                # Keep the figures so far.
                 problems.append(f"{size / GiB:g} GiB: {type(error).__name__}: {error}")
                 print(problems[-1], flush=True)
                 if isinstance(error, asyncio.TimeoutError):
@@ -167,7 +167,7 @@ async def why_not(
 async def one_size(
     here: Machine, service: DeviceService, device: Device, size: int, repetitions: int, end: float
 ) -> dict[str, Any]:
-    """Suspend and resume a process with ``size`` bytes of state; return what it took."""
+    """Suspend and resume a process with ``size`` bytes of state; return the times."""
     env = {**here.env, "CUDA_VISIBLE_DEVICES": device.uuid}
     async with remote("benchmarks.gpu.raw:Raw", env) as process:
         filled = await process.do("put", "state", size, 7)
@@ -224,7 +224,7 @@ async def swap(
         "freed_bytes": sum(out.freed.values()),
         "host_bytes_suspended": rss,
         "host_bytes_resumed": resident(root),
-        # Empty, or that NVML still shows memory of it.
+        # Empty, or a note that NVML still shows its memory.
         "message": out.message,
     }
 
@@ -242,7 +242,7 @@ def timed_calls(taken: dict[str, float]) -> Any:
 
 
 def resident(process: ProcessId) -> int:
-    """Return the bytes of host memory that a process has, 0 if nobody can tell."""
+    """Return the host memory of a process in bytes, 0 if unknown."""
     with suppress(OSError, StopIteration):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmRSS:")).split()[1])
@@ -250,7 +250,7 @@ def resident(process: ProcessId) -> int:
 
 
 def summarise(size: int, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the medians, the GB/s and what came beyond the driver's own time."""
+    """Return the medians, the GB/s and the time beyond the driver's own."""
     row: dict[str, Any] = {"bytes": size, "repetitions": len(rounds), "rounds": list(rounds)}
     names = [*(f"{name}_seconds" for name in CALLS)]
     names += [f"{way}{part}_seconds" for way in ("suspend", "resume") for part in ("", "_driver")]
@@ -278,7 +278,7 @@ def against(row: Mapping[str, Any], copies: Mapping[str, Any]) -> dict[str, floa
 
 
 def fit(rows: Sequence[Mapping[str, Any]], way: str) -> dict[str, float] | None:
-    """Return the line through the medians: seconds of nothing, and GB/s beyond; None without."""
+    """Return the line through the medians: fixed seconds, and GB/s; None if impossible."""
     sizes = [row["bytes"] / 1e9 for row in rows]
     seconds = [row[f"{way}_seconds_p50"] for row in rows]
     middle = sum(sizes) / len(sizes)

@@ -2,16 +2,16 @@
 # Distributed under the terms of the Modified BSD License.
 """Two jobs that each want nearly all of a GPU's memory and compute half of their time.
 
-A job fills its state on the device, then waits (for data, as it were) and computes on all of it in
-turns, and checks at its end that the state is right. *Serial*: two of them one after the other in a
-plain ipykernel. *Shared*: both at once in Pooled GPU kernels that each ask for a share of the
-device; the one computes while the other waits, if both states fit or moving them pays.
+A job fills its state on the device, then in turns waits (as if for data) and computes on all of it,
+and checks the state at its end. *Serial*: two of them one after the other in a plain ipykernel.
+*Shared*: both at once in Pooled GPU kernels that each ask for a share of the device; one computes
+while the other waits, if both states fit or a move costs less than it saves.
 
-A slice of 90 % keeps the other one off the device whatever is in it, so what is moved is what the
-job *holds*. That is bounded here by host memory (both states are there at once while they are
-exchanged) and by the time for a benchmark; the result says how much it was. With ``phase`` seconds
-of computing in a row and ``swap`` seconds to exchange two states, many rounds take no less than
-0.5 + swap / (2 * phase) of serial, and two of them 0.625: it takes long phases for large states.
+A slice of 90 % keeps the other job off the device even if the slice is empty, so a move copies the
+bytes that the job *holds*. Here host memory (which has both states during an exchange) and the time
+for a benchmark bound them; the result has their number. With ``phase`` seconds of computing in a
+row and ``swap`` seconds to exchange two states, many rounds take at least 0.5 + swap / (2 * phase)
+of serial, and two rounds 0.625: large states need long phases.
 
 For comparison: nvshare (grgalex/nvshare at 1a8f211, thesis, figure 12.2) reports 2,043 s against
 2,766 s serial, 0.74, for two jobs of 15 GB on 16 GB at half GPU time with turns of 1000 s, and
@@ -43,7 +43,7 @@ NVSHARE = 0.74
 #: Device bytes of a context.
 CONTEXT = GiB
 
-#: Bytes of state of the first case: it is exchanged within the time that a phase takes.
+#: Bytes of state of the first case: a phase is long enough to exchange them.
 STATE = 8 * GiB
 
 #: Host memory that stays free.
@@ -100,13 +100,13 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     rounds = 2
     with ExitStack() as stack:
         pool: dict[str, Any] = {
-            # Who waits gets the slice of the other as soon as that one waits for data: both are
-            # batch jobs, and nobody sits before them.
+            # A waiting job gets the slice of the other as soon as that one waits for data: both are
+            # batch jobs without a user.
             "quiet_after": 0.2,
             "reclaim_after": 0.0,
             "max_swap_overhead": 0.0,
             "host_memory": "95%",
-            # A state that was not measured yet counts as all that was asked for.
+            # A state without a measurement counts with its requested size.
             "sample_interval": 0.25,
         }
         if not real:
@@ -160,10 +160,10 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         case(0.4, call, size, serial, max(30.0, end - time.monotonic()))
         large = larger(cases, size, largest, rounds, phase, end) if not options.quick else 0
         if large:
-            # As many bytes in all: a phase takes as long as with the small state.
+            # The same bytes in all, so a phase takes as long as with the small state.
             few = max(1, passes * size // large)
             slow = f"job({large}, {rounds}, {few}, {max(1, batch * size // large)}, {phase})"
-            # What a job takes alone was measured with the small state: the phases are as long.
+            # A job alone was measured with the small state: its phases take as long.
             case(0.9, slow, large, serial, max(30.0, end + 25 - time.monotonic()))
     if not cases:
         raise RuntimeError(f"No two jobs have run: {problems}")
@@ -203,7 +203,7 @@ def larger(
     if not cases or not cases[0]["moves"]:
         return 0
     seconds = cases[0]["moving_seconds"] / cases[0]["moves"]
-    # Each job computes and waits, and what moves is moved as often as before.
+    # Each job computes and waits, with as many moves as before.
     left = end - time.monotonic() - 10 - 2 * rounds * 2 * phase
     most = int(size * left / max(seconds * cases[0]["moves"], 0.1))
     found = min(largest, most)
@@ -212,7 +212,7 @@ def larger(
 
 
 def both(client: Client, memory: int, code: str, bound: float) -> dict[str, Any]:
-    """Run a job in two Pooled GPU kernels that ask for ``memory`` each; return what it took."""
+    """Run a job in two Pooled GPU kernels that ask for ``memory`` each; return the times."""
     after = journal(client, 0)[1]
     with ExitStack() as stack:
         kernels = [
@@ -244,7 +244,7 @@ def both(client: Client, memory: int, code: str, bound: float) -> dict[str, Any]
 
 
 def moving(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Return the seconds of each suspend and resume that moved something."""
+    """Return the seconds of each suspend and resume that moved state."""
     begun: dict[str, float] = {}
     found = []
     for row in rows:

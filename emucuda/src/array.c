@@ -12,7 +12,7 @@ struct array {
     int device;
     uint64_t bytes;
     CUDA_ARRAY3D_DESCRIPTOR descriptor;
-    bool level; /* of a mipmap, which owns the bytes */
+    bool level; /* part of a mipmap, which owns the bytes */
 };
 
 #define MAX_LEVELS 32

@@ -157,7 +157,7 @@ EXPORT CUresult cuCheckpointProcessRestore(int pid, const CUcheckpointRestoreArg
         return result;
     if (args && args->gpuPairsCount) {
         uint64_t from = 0, to = 0;
-        /* Every GPU of the machine must be listed, whatever CUDA_VISIBLE_DEVICES says
+        /* Every GPU of the machine must be listed, even those outside CUDA_VISIBLE_DEVICES
          * (NVIDIA/cuda-checkpoint #35). */
         if (!args->gpuPairs || args->gpuPairsCount != machine->spec.count)
             return CUDA_ERROR_INVALID_VALUE;

@@ -85,7 +85,7 @@ void context_end(struct context *c)
         if (a.context != c || a.kind == ALLOC_REGISTERED || a.kind == ALLOC_VMM)
             continue;
         if (a.kind == ALLOC_GRAPH) {
-            graph_memory_free(a.graph); /* takes it out of the table itself */
+            graph_memory_free(a.graph); /* this also takes it out of the table */
             continue;
         }
         if (a.kind == ALLOC_POOL)

@@ -65,8 +65,8 @@ struct device {
     struct ranges free;
     uint64_t next_physical; /* file offset of the next VMM allocation, behind the window */
     bool charged;           /* context overhead is on the account */
-    uint64_t overhead;      /* how much that is, loaded code included */
-    bool worked;            /* something was submitted to it, so lazily loaded code is loaded */
+    uint64_t overhead;      /* the bytes of the overhead, with loaded code */
+    bool worked;            /* work was submitted, so lazily loaded code is loaded */
     struct context *primary;
     unsigned primary_count;
     unsigned primary_flags;
@@ -79,7 +79,7 @@ struct context {
     unsigned flags;
     bool primary, destroyed;
     uint64_t id;
-    struct green *green; /* the green context that owns this one, and ends it */
+    struct green *green; /* the green context that owns and ends this one */
     struct stream *legacy;
     uint64_t limits[10];
     uint64_t peers; /* bit per visible ordinal */
@@ -104,7 +104,7 @@ struct event {
     unsigned flags;
     bool recorded;
     bool shared;   /* exported */
-    bool captured; /* last recorded in a capture: marks a place in a graph, not a time */
+    bool captured; /* its last record was in a capture: it marks a place in a graph, not a time */
     uint64_t time;
 };
 
@@ -113,7 +113,7 @@ struct pool {
     int device; /* -1: host */
     bool is_default, destroyed;
     bool shared;   /* exported */
-    bool imported; /* of another process: this one cannot allocate from it */
+    bool imported; /* imported from another process, and not for allocations */
     CUmemPoolProps props;
     uint64_t threshold, used, used_high, reserved, reserved_high;
     uint64_t live;
@@ -154,7 +154,7 @@ CUresult gate_enter(int *passed);
 void gate_leave(const int *passed);
 bool gate_close(uint64_t deadline); /* false: work was still running at the deadline (0: none) */
 void gate_open(void);
-bool sync_returns_early(void); /* crashes while CHECKPOINTED, true while LOCKED */
+bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the call crashes */
 
 /* At the head of every call that reaches a device: waits while the process is locked. */
 #define GATED                                                          \
@@ -164,7 +164,7 @@ bool sync_returns_early(void); /* crashes while CHECKPOINTED, true while LOCKED 
         if (gate_result_)                                              \
             return gate_result_;                                       \
     } while (0)
-/* At the head of calls that only read tables of the driver. */
+/* At the head of every call that only reads tables of the driver. */
 #define CHECKED                                     \
     do {                                            \
         CUresult check_result_ = driver_check();    \
@@ -172,8 +172,8 @@ bool sync_returns_early(void); /* crashes while CHECKPOINTED, true while LOCKED 
             return check_result_;                   \
     } while (0)
 
-/* Before those two: argument checks that come before the check for cuInit, as in NVIDIA's libraries
- * (tests/driver_records). */
+/* Used before those two: argument checks that precede the check for cuInit, as in NVIDIA's
+ * libraries (tests/driver_records). */
 #define REQUIRE(condition)                          \
     do {                                            \
         if (!(condition))                           \
@@ -209,12 +209,12 @@ bool ranges_give(struct ranges *ranges, uint64_t start, uint64_t size);
 struct allocation *allocation_find(uint64_t address);
 struct allocation *allocation_add(const struct allocation *a); /* NULL: out of host memory */
 void allocation_remove(struct allocation *a);
-/* Without `charge` (pool memory) the size is not rounded up to device pages either. */
+/* Without `charge` (pool memory) the size is also not rounded up to device pages. */
 CUresult device_allocate(int device, uint64_t size, bool charge, struct allocation *out);
 void device_release(const struct allocation *a, bool charge);
 void host_release(const struct allocation *a); /* host or managed memory */
 void managed_count(int change);
-/* Where the bytes are; device: visible ordinal, or -1 for host memory. */
+/* The place of the bytes; device: visible ordinal, or -1 for host memory. */
 CUresult resolve(uint64_t address, uint64_t size, void **host, int *device);
 
 /* ---- pool.c ---- */
@@ -267,7 +267,7 @@ CUresult fill_now(const CUDA_MEMSET_NODE_PARAMS *p, CUstream stream);
 CUresult launch_now(CUfunction kernel, CUstream stream, void **params);
 CUresult host_now(CUstream stream, void (*function)(void *), void *data);
 
-/* ---- capture.c: true if the call was recorded instead (or refused: see *result) ---- */
+/* ---- capture.c: true if the call was recorded (or refused: see *result) instead of run ---- */
 bool capture_copy(CUstream stream, const CUDA_MEMCPY3D *p, bool wait, CUresult *result);
 bool capture_fill(CUstream stream, const CUDA_MEMSET_NODE_PARAMS *p, bool wait, CUresult *result);
 bool capture_launch(CUstream stream, CUfunction kernel, void **params, CUresult *result);

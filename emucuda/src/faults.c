@@ -92,7 +92,7 @@ static bool parse_fault(char *line, struct fault *out)
     return true;
 }
 
-/* `whose`: the variable that holds the text; NULL: a file, which Python checked when writing it. */
+/* `whose`: the variable with the text; NULL: a file, which Python has checked. */
 static void parse_table(char *text, struct fault_table *table, const char *whose)
 {
     char *save = NULL;
@@ -155,7 +155,7 @@ static void load_file(const struct stat *st, int fd)
     machine->faults = table;
 }
 
-/* Python announces a change, which costs one load to notice. Calls that pass `look` (NVML and
+/* Python announces a change; noticing it costs one load. Calls that pass `look` (NVML and
  * checkpoint calls, where a stat() does not matter) also notice a file edited by hand. */
 static void refresh(bool look)
 {
@@ -177,7 +177,7 @@ static void refresh(bool look)
         load_file(&st, fd);
         memcpy(machine->faults_identity, identity, sizeof identity);
     }
-    /* The value loaded before the file was opened: a later change is seen by the next call. */
+    /* The value loaded before the file was opened: the next call sees a later change. */
     __atomic_store_n(&machine->faults_seen, touch, __ATOMIC_RELEASE);
     machine_unlock();
     if (fd >= 0)
@@ -194,7 +194,7 @@ bool faults_pending(void)
 static struct fault *search(struct fault_table *table, enum fault_kind kind, pid_t pid, int device,
                             const char *op)
 {
-    struct fault *found = NULL; /* a fault of this process alone comes before one of all processes */
+    struct fault *found = NULL; /* a fault of this process comes before a fault of all processes */
     for (unsigned i = 0; i < table->count; i++) {
         struct fault *f = &table->fault[i];
         if (f->kind == kind && (f->pid < 0 || pid < 0 || f->pid == pid) &&

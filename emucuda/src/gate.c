@@ -10,8 +10,8 @@
 
 struct driver driver = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* A page that the kernel zeroes in the child of a fork(): a child has no device, whatever it
- * inherited (the driver returns CUDA_ERROR_NOT_INITIALIZED there). */
+/* A page that the kernel zeroes in the child of a fork(): a child has no device (the driver returns
+ * CUDA_ERROR_NOT_INITIALIZED there). */
 uint32_t *driver_alive;
 
 CUresult driver_check(void)

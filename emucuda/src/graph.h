@@ -18,7 +18,7 @@ struct graph_memory {
     uint64_t address, size, extent;
     int device;
     bool live;
-    bool instantiated;   /* one executable graph has it; a second one is refused */
+    bool instantiated;   /* in use by one executable graph; a second one is refused */
     unsigned references; /* nodes, and one while live */
     CUmemPoolProps props;
     struct graph_memory *next;

@@ -165,8 +165,8 @@ static CUresult run(const struct node *first, CUstream stream)
     return result;
 }
 
-/* Memory that an earlier launch left is an error, or is freed now if the instantiation asked for
- * that. Memory is taken before anything runs, so a launch refused for memory has done nothing. */
+/* Memory left by an earlier launch is an error, or is freed now if the instantiation requested
+ * that. The launch takes its memory before it runs anything, so without memory it does nothing. */
 static CUresult prepare(struct executable *e)
 {
     CUresult result = CUDA_SUCCESS;
@@ -186,7 +186,7 @@ EXPORT CUresult cuGraphLaunch(CUgraphExec e, CUstream stream)
     CUresult result;
     if (executable_bad(e))
         return CUDA_ERROR_INVALID_VALUE;
-    if (capture_refuses(stream, NULL, &result)) /* would need a child graph node */
+    if (capture_refuses(stream, NULL, &result)) /* it would need a child graph node */
         return result;
     result = prepare(e);
     return result ? result : run(e->graph->first, stream);

@@ -107,7 +107,7 @@ CUresult graph_memory_alloc(struct graph_memory *m, struct context *context)
     return CUDA_SUCCESS;
 }
 
-/* Frees the bytes and the entry in the table; the address stays while a graph has it. */
+/* Frees the bytes and the entry in the table; the address stays while a graph uses it. */
 CUresult graph_memory_free(struct graph_memory *m)
 {
     struct allocation *a = allocation_find(m->address);
@@ -121,7 +121,7 @@ CUresult graph_memory_free(struct graph_memory *m)
     return CUDA_SUCCESS;
 }
 
-/* Takes the peak memory of a launch of the nodes. */
+/* Allocates the peak memory that a launch of the nodes needs. */
 CUresult graph_memory_upload(const struct node *first)
 {
     CUresult result = CUDA_SUCCESS;

@@ -73,7 +73,7 @@ EXPORT CUresult cuDevResourceGenerateDesc(CUdevResourceDesc *out, CUdevResource 
             return CUDA_ERROR_INVALID_VALUE;
         sms += resources[i].sm.smCount;
     }
-    *out = malloc(sizeof **out); /* the API has no call that frees one */
+    *out = malloc(sizeof **out); /* the API has no call to free a descriptor */
     if (!*out)
         return CUDA_ERROR_OUT_OF_MEMORY;
     (*out)->sms = sms;

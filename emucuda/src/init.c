@@ -121,13 +121,13 @@ EXPORT CUresult cuInit(unsigned flags)
     static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
     if (flags)
         return CUDA_ERROR_INVALID_VALUE;
-    /* In the child of a fork(): observed with 550 and 555 after a cuInit that found no device,
-     * reported of all drivers after one that succeeded. */
+    /* In the child of a fork(): observed with 550 and 555 after a cuInit that found no device, and
+     * reported for all drivers after a successful cuInit. */
     if (driver_alive && !*driver_alive)
         return driver.initialised ? CUDA_ERROR_NOT_INITIALIZED : CUDA_ERROR_OPERATING_SYSTEM;
     pthread_mutex_lock(&once);
-    /* The first result holds for the life of the process, "no device" included. Only a conflict
-     * with another machine in the state directory is tried again. */
+    /* The first result, even "no device", is valid until the process ends. Only after a conflict
+     * with another machine in the state directory is cuInit tried again. */
     if (init_result < 0 || init_result == CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)
         init_result = initialise();
     CUresult result = init_result;

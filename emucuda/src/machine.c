@@ -201,7 +201,7 @@ static int attach(const struct spec *spec)
             }
             munmap(m, sizeof *m);
         }
-        /* Another process may take the lock while it becomes a shared one: look again. */
+        /* Another process may take the lock while it becomes a shared one: check again. */
         while (flock(lock_fd, LOCK_SH) && errno == EINTR)
             ;
         m = map_file(path);

@@ -48,7 +48,7 @@ enum fault_kind {
     FAULT_DEVICE_LOST,
     FAULT_NVML_MISSING_PIDS,
     FAULT_HANG,
-    /* Quirks: the other answer, where nobody knows yet what a real driver does. */
+    /* Quirks: the other behaviour, where that of real drivers is not known yet. */
     FAULT_RESIDUE,
     FAULT_NVML_LESS,
     FAULT_NVML_WAITS,
@@ -74,9 +74,9 @@ struct fault {
     int64_t device;    /* machine index, -1: any */
     int64_t count;     /* how often it may strike, -1: always */
     uint64_t bandwidth; /* slow-copies: bytes/s */
-    uint64_t bytes;     /* of device memory, for faults about a size */
+    uint64_t bytes;     /* bytes of device memory, for faults about a size */
     uint64_t ms;        /* the delay of NVML */
-    int64_t number;     /* nvml-host-pids: the number in lists; -1: one that no process here has */
+    int64_t number;     /* nvml-host-pids: the number in lists; -1: one unused here */
     uint32_t code;     /* CUresult or Xid to report, 0: the default */
     char op[16];       /* hang: which call; "": any */
 };
@@ -105,7 +105,7 @@ struct request {
 
 struct busy {
     uint64_t bucket[BUSY_BUCKETS]; /* (absolute bucket number << 32) | busy ns */
-    uint64_t from, until;          /* the longest interval still ahead, CLOCK_MONOTONIC ns */
+    uint64_t from, until;          /* the longest interval still to come, CLOCK_MONOTONIC ns */
 };
 
 struct slot {
@@ -115,10 +115,10 @@ struct slot {
     uint32_t state; /* PROCESS_* */
     int32_t service_tid; /* 0: no context yet */
     uint32_t managed;    /* live managed allocations: with any, no checkpoint */
-    uint32_t shared;     /* live exports and imports: the same */
+    uint32_t shared;     /* live exports and imports: with any, no checkpoint */
     uint64_t suspended; /* bytes held on the host while checkpointed */
     uint64_t used[MAX_DEVICES]; /* bytes charged per device, context included */
-    uint64_t had[MAX_DEVICES];  /* while suspended: what it was charged before */
+    uint64_t had[MAX_DEVICES];  /* while suspended: the earlier charge */
     uint64_t suspended_at;      /* CLOCK_MONOTONIC ns */
     uint64_t charged_at;        /* the first time; 0: never */
     uint32_t moving;            /* a checkpoint or restore is copying */
@@ -154,10 +154,10 @@ int machine_open(void);
 extern struct machine *machine; /* NULL until machine_open() succeeded */
 const char *machine_state_dir(void);
 /* Opens the machine's control file, `<state>/nvidiactl`, or closes it and the files of all GPUs. As
- * with /dev/nvidiactl, the driver cannot be replaced while a process has it open. */
+ * with /dev/nvidiactl, the driver cannot be replaced while a process has the file open. */
 void machine_device_file(bool open_it);
-/* Opens the file of one GPU, `<state>/nvidia<index>`. The GPU cannot be reset while a process has it
- * open. */
+/* Opens the file of one GPU, `<state>/nvidia<index>`. The GPU cannot be reset while a process has
+ * the file open. */
 void machine_gpu_file(unsigned index);
 
 void machine_lock(void);
@@ -175,7 +175,7 @@ bool machine_charge(struct slot *slot, unsigned device, uint64_t bytes);
 void machine_release(struct slot *slot, unsigned device, uint64_t bytes);
 uint64_t machine_free(unsigned device);
 uint64_t machine_capacity(void); /* bytes of one device that can be charged */
-void machine_wait_still(void); /* until no live process is being moved */
+void machine_wait_still(void); /* waits until no live process is being moved */
 
 /* Utilisation: records and reads modelled kernel time. */
 void busy_record(struct slot *slot, unsigned device, uint64_t from, uint64_t until);
@@ -185,9 +185,9 @@ void uuid_text(const uint8_t uuid[16], char out[41]); /* "GPU-xxxxxxxx-..." */
 void device_name(char *out, size_t size);
 void pci_bus_id(unsigned device, char *out, size_t size);
 
-/* Faults. `device` < 0: for no particular device. Each hit of a counted fault uses up one. */
+/* Faults. `device` < 0: for no particular device. Each hit reduces the count of a counted fault. */
 bool fault_hit(enum fault_kind kind, pid_t pid, int device, const char *op, struct fault *out);
-/* The same, without using it up. */
+/* The same, without reducing the count. */
 bool fault_active(enum fault_kind kind, pid_t pid, int device, struct fault *out);
 bool faults_pending(void); /* cheap: may any fault be set? */
 bool device_is_lost(unsigned device);

@@ -12,7 +12,7 @@
 
 static uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
 
-static size_t position(uint64_t address) /* of the first allocation behind `address` */
+static size_t position(uint64_t address) /* index of the first allocation behind `address` */
 {
     size_t low = 0, high = driver.allocations;
     while (low < high) {
@@ -335,7 +335,7 @@ EXPORT CUresult cuMemGetInfo_v2(size_t *free, size_t *total)
 EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdeviceptr p)
 {
     if (!base && !size)
-        return CUDA_SUCCESS; /* no result requested: the driver checks nothing else */
+        return CUDA_SUCCESS; /* without a requested result the driver checks nothing else */
     CHECKED;
     pthread_mutex_lock(&driver.lock);
     struct allocation *a = allocation_find(p);

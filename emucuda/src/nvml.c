@@ -57,7 +57,7 @@ EXPORT nvmlReturn nvmlInitWithFlags(unsigned flags)
 EXPORT nvmlReturn nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 EXPORT nvmlReturn nvmlInit(void) { return nvmlInitWithFlags(0); }
 
-/* A surplus call is no error (tests/driver_records). */
+/* An extra call is no error (tests/driver_records). */
 EXPORT nvmlReturn nvmlShutdown(void)
 {
     pthread_mutex_lock(&init_mutex);
@@ -119,7 +119,7 @@ EXPORT nvmlReturn nvmlSystemGetDriverVersion(char *out, unsigned length)
     return text(out, length, DRIVER_VERSION);
 }
 
-/* Also before nvmlInit. */
+/* Also works before nvmlInit. */
 EXPORT nvmlReturn nvmlSystemGetNVMLVersion(char *out, unsigned length)
 {
     return text(out, length, "13." DRIVER_VERSION);

@@ -14,7 +14,7 @@ struct nvml_device {
 };
 
 nvmlReturn nvml_check(void);                     /* initialised? */
-nvmlReturn nvml_device(nvmlDevice d, unsigned *index); /* a handle of ours, not lost? */
+nvmlReturn nvml_device(nvmlDevice d, unsigned *index); /* a valid handle, not lost? */
 nvmlDevice nvml_handle(unsigned index);
 
 #define INITIALISED                            \

@@ -7,7 +7,7 @@
 
 #include <string.h>
 
-/* Answers one unsigned value whatever the device does. */
+/* Answers one unsigned value that does not depend on the device. */
 #define CONSTANT(name, value)                             \
     EXPORT nvmlReturn name(nvmlDevice d, unsigned *out)   \
     {                                                     \

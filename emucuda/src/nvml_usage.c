@@ -23,7 +23,7 @@ EXPORT nvmlReturn nvmlDeviceGetMemoryInfo_v2(nvmlDevice d, nvmlMemory_v2 *out)
     return NVML_SUCCESS;
 }
 
-/* The first version has no `reserved`: it counts as used. */
+/* The first version has no `reserved`: those bytes count as used. */
 EXPORT nvmlReturn nvmlDeviceGetMemoryInfo(nvmlDevice d, nvmlMemory *out)
 {
     DEVICE(d);
@@ -85,7 +85,7 @@ static bool listed(const struct slot *s, unsigned index, const struct view *v, u
 /* Above the largest process number of Linux (PID_MAX_LIMIT): a host's number that no process here has. */
 #define HOST_NUMBERS (1 << 22)
 
-/* The number that NVML lists for a process: of the caller's PID namespace, or of the host's. */
+/* The number that NVML lists for a process: from the caller's PID namespace, or from the host's. */
 static unsigned number_of(unsigned pid, unsigned index)
 {
     struct fault fault;

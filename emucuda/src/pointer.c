@@ -14,7 +14,7 @@ enum {
     ATTR_MEMPOOL_HANDLE, ATTR_MAPPING_SIZE, ATTR_MAPPING_BASE, ATTR_BLOCK_ID, ATTR_HW_DECOMPRESS,
 };
 
-/* A copy of the allocation, made up for VMM maps; false: not a pointer the driver knows. */
+/* A copy of the allocation, or a made-up one for a VMM map; false: an unknown pointer. */
 static bool describe(uint64_t address, struct allocation *out)
 {
     struct allocation *a = allocation_find(address);

@@ -241,7 +241,7 @@ static void destroy(struct pool *p)
 {
     if (p->shared || p->imported)
         shared_count(-1);
-    p->destroyed = true; /* its live allocations stay until they are freed */
+    p->destroyed = true; /* the pool's live allocations stay until they are freed */
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].current_pool == p)
             driver.device[i].current_pool = driver.device[i].default_pool;

@@ -102,7 +102,7 @@ static CUresult perform(struct request *r)
 static void *serve(void *started)
 {
     struct request *r = &driver.slot->request;
-    /* Announced only when requests will be served. */
+    /* Announce the thread only once it can serve requests. */
     __atomic_store_n(&driver.slot->service_tid, (int32_t)syscall(SYS_gettid), __ATOMIC_RELEASE);
     __atomic_store_n((uint32_t *)started, 1, __ATOMIC_RELEASE);
     futex_wake(started, false);
@@ -119,7 +119,7 @@ static void *serve(void *started)
     return NULL;
 }
 
-/* With the lock held, at every context: the first one starts the thread. */
+/* With the lock held, for every context: the first context starts the thread. */
 CUresult service_start(void)
 {
     static uint32_t started;

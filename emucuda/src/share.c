@@ -22,8 +22,8 @@ struct record {
     uint32_t magic;
     int32_t kind;
     int32_t pid;
-    int32_t fd;     /* of the device's memory, in that process */
-    uint64_t start; /* of that process: process numbers are reused */
+    int32_t fd;     /* descriptor of the device's memory, in that process */
+    uint64_t start; /* start time of that process: process numbers are reused */
     uint32_t device; /* of the machine */
     uint32_t unused;
     uint64_t offset, size;
@@ -148,7 +148,7 @@ EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr address)
     return found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-/* Only the event's own process knows its time: a handle can be made but not opened. */
+/* Only the event's own process knows its time, so a handle can be made but not opened. */
 EXPORT CUresult cuIpcGetEventHandle(CUipcMemHandle *out, CUevent e)
 {
     REQUIRE(out && e);

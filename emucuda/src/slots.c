@@ -79,7 +79,8 @@ static void free_slot(struct slot *slot)
     __atomic_store_n(&slot->pid, 0, __ATOMIC_RELEASE);
 }
 
-/* Reads /proc without the lock: a process that a signal stops with it would block all. */
+/* Reads /proc without the lock: if a signal stops this process, it must not block all others.
+ * */
 static void reap_slot(struct slot *slot)
 {
     int32_t pid = __atomic_load_n(&slot->pid, __ATOMIC_ACQUIRE);
@@ -105,7 +106,7 @@ struct slot *machine_slot_take(void)
     uint64_t start = process_start(pid);
     machine_reap();
     machine_lock();
-    /* If this process has a slot already, it is from before an execve(). */
+    /* A slot that this process already has is from before an execve(). */
     for (unsigned i = 0; i < machine->slots; i++)
         if (machine->slot[i].pid == pid)
             free_slot(&machine->slot[i]);
@@ -150,7 +151,7 @@ bool machine_charge(struct slot *slot, unsigned device, uint64_t bytes)
 {
     uint64_t capacity = machine_capacity() - device_residue(device);
     bool fits = false;
-    /* If the device is full, a process may just have died: look, and try once more. */
+    /* If the device is full, a process may have just died: reap, and try once more. */
     for (int attempt = 0; attempt < 2 && !fits && bytes <= capacity; attempt++) {
         if (attempt)
             machine_reap();

@@ -10,7 +10,7 @@
 #include <string.h>
 
 #define MAX_MEMORY (1ull << 40)       /* of one device */
-#define MAX_TOTAL (16ull << 40)       /* of the machine: its address space must fit twice */
+#define MAX_TOTAL (16ull << 40)       /* of the machine: its address space is needed twice */
 #define MIN_BANDWIDTH 1000000ull      /* of copies, in bytes/s: a user who writes 8 means GB/s */
 #define DEFAULT_CONTEXT (64 * MIB)
 
@@ -127,7 +127,7 @@ int spec_parse(const char *text, struct spec *out, char *error, size_t error_siz
     return 0;
 }
 
-/* For the tests, which compare this parser with the one in Python. */
+/* For the tests, which compare this parser with Python's. */
 __attribute__((visibility("default"))) int emucuda_parse(const char *text, uint64_t out[5]);
 int emucuda_parse(const char *text, uint64_t out[5])
 {

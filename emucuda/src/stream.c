@@ -72,8 +72,8 @@ uint64_t stream_tail(const struct stream *stream)
     return tail;
 }
 
-/* Lazy loading: the driver takes memory for code at the first work, as far as memory is free. No
- * call allocated it. */
+/* Lazy loading: at the first work the driver takes memory for code, if memory is free. No call
+ * allocates it. */
 static void load_code(struct device *d)
 {
     struct fault code;
@@ -230,7 +230,7 @@ EXPORT CUresult cuStreamGetDevice(CUstream stream, CUdevice *device)
     WITH_STREAM(stream, *device = s->context->device);
 }
 
-/* A host function sees the work before it done. */
+/* A host function runs after all earlier work. */
 CUresult host_now(CUstream stream, void (*function)(void *), void *data)
 {
     struct stream *s;
@@ -341,7 +341,7 @@ EXPORT CUresult cuEventQuery(CUevent e)
 
 static CUresult event_time(CUevent e, uint64_t *time)
 {
-    GATED; /* blocks while locked, but does not delay the drain while waiting */
+    GATED; /* the call blocks while locked, but its wait does not delay the drain */
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
     if (e->captured)

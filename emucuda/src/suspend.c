@@ -26,7 +26,7 @@ struct piece {
 static struct piece *pieces;
 static size_t piece_count, piece_room;
 static uint64_t owed[MAX_DEVICES]; /* per visible device: bytes charged before */
-static uint64_t kept[MAX_DEVICES]; /* the part of them that stayed there */
+static uint64_t kept[MAX_DEVICES]; /* the part of these bytes that stayed on the device */
 
 /* Limits the copy to the machine's bandwidth: sleeps until `bytes` may have passed. */
 static void pace(uint64_t start, uint64_t bytes, uint64_t bandwidth)
@@ -177,8 +177,8 @@ static void charge(uint32_t physical, int64_t bytes)
     machine->used[physical] += (uint64_t)bytes;
 }
 
-/* Charges the owed bytes on the mapped devices. If one is full, it keeps the others charged, or
- * undoes all with `nothing`. */
+/* Charges the owed bytes on the mapped devices. If one is full, keeps the other charges, or with
+ * `nothing` undoes them. */
 static bool charge_all(const uint32_t *target, bool nothing)
 {
     bool fits = true;
@@ -216,7 +216,7 @@ static void uncharge_all(const uint32_t *target, uint64_t moved)
     machine_unlock();
 }
 
-/* The extra bytes of a restored process, where the device has room. */
+/* The extra bytes of a restored process, if the device has room. */
 static void charge_more(void)
 {
     struct fault fault;

@@ -16,7 +16,7 @@ struct physical {
     uint64_t offset; /* in the memfd of the device */
     uint64_t size;
     unsigned references; /* owners and maps together */
-    unsigned owners;     /* handles the caller has yet to release */
+    unsigned owners;     /* handles that the caller must still release */
     int foreign;         /* the memfd of the exporting process; -1: our own memory */
     bool shared;         /* exported */
     CUmemAllocationProp prop;
@@ -369,7 +369,7 @@ static CUmemAllocationProp prop_of(int device)
                                  .location = {MEM_LOCATION_DEVICE, device}};
 }
 
-/* Maps whole pages; the address is where the memory begins in them. */
+/* Maps whole pages; the address is the start of the memory in them. */
 CUresult vmm_import(const struct share *share, CUdeviceptr *out)
 {
     struct share pages = *share;

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """A NumPy array on the GPU, for the notebooks beside this file.
 
-NVIDIA's cuda-core and cuda-bindings, and two small kernels as PTX text, which real and emulated
-GPUs run. Nothing here asks the pool for anything.
+It uses NVIDIA's cuda-core and cuda-bindings, and two small kernels as PTX text, which run on real
+and emulated GPUs. Nothing here asks the pool for anything.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GPUArray:
 
     @property
     def address(self) -> int:
-        """The device address; a suspended and restored array keeps it."""
+        """The device address; it stays the same after a suspend and a restore."""
         return self._address
 
     def write(self, array: np.ndarray) -> GPUArray:
@@ -90,7 +90,7 @@ class GPUArray:
         return self
 
     def free(self) -> None:
-        """Give the memory back now."""
+        """Free the device memory now."""
         address, self._address = self._address, 0
         if address:
             self.device.set_current()
@@ -99,7 +99,7 @@ class GPUArray:
     def __del__(self) -> None:
         address, self._address = getattr(self, "_address", 0), 0
         if address:
-            driver.cuMemFree(address)  # garbage collection has nobody to tell of an error
+            driver.cuMemFree(address)  # garbage collection cannot report an error
 
 
 _KERNELS: dict[tuple[int, str], Any] = {}

@@ -11,8 +11,8 @@
 ``membership``          which group a user is in
 ``nss``                 the machine's users and Unix groups, asked in threads
 ``core``                what all parts share: pool, sessions, journal, clock
-``runner``              an event to the pool, the journal written, the actions performed
-``sessions``            what is known of each kernel besides the pool's record
+``runner``              gives the pool an event, writes the journal, performs the actions
+``sessions``            what the broker knows of each kernel besides the pool's record
 ``lifecycle``           what ends a session or its waits
 ``transport/auth``      the peer of a connection, and what that user may do
 ``transport/listener``  the socket's file, and accepting connections
@@ -23,7 +23,7 @@
 ``messages/agent``      hello, hold, drop, cancel, yielded, resting
 ``messages/guard``      attach, grow, home, page, land; answers to threads that wait
 ``messages/people``     request, release, keep, status, journal, watch, ping
-``messages/parsing``    what a message asks for, and whether its sender may
+``messages/parsing``    what a message asks for, and whether its sender may ask it
 ``messages/snapshot``   the answer to status
 ``gpu/actions``         the pool's actions: attach, suspend, end
 ``gpu/landing``         processes that initialised CUDA on another GPU than their slice's
@@ -33,22 +33,22 @@
 ``gpu/health``          devices that failed
 ``gpu/maintenance``     pause, drain, resume, retest
 ``gpu/setaside``        kernels without a slice, suspended for a pause
-``pages/setup``         whether new kernels run under the guard, and what puts them under it
-``pages/control``       the shared pages, true to the pool's records
-``pages/activity``      use of devices, read from the pages -> holds; turns of compute shares
+``pages/setup``         whether new kernels run under the guard, and their variables for it
+``pages/control``       the shared pages, kept equal to the pool's records
+``pages/activity``      use of devices, read from the pages -> holds; compute time slices
 ``pages/hints``         home devices and room to grow
 ``pages/quiesce``       waiting until no call is on its way into the driver
 ``hostmemory``          host memory that a suspend may take
-``pressure``            host memory that becomes short
+``pressure``            warns sessions and the pool when host memory becomes short
 ``store/journal``       SQLite: current records for a restart, rows for the reports
-``store/journal_file``  which file that is, and whether this broker may go on with it
+``store/journal_file``  which file is the journal, and whether this broker may use it
 ``store/history``       pages of the journal for clients, and trimming
 ``store/records``       records to JSON and back
 ``store/recovery``      journal + driver -> the pool as it was before a kill
 ``store/files``         start record; files put back, and left-over files removed
-``metrics``             the switch of ``figures``: what is counted, and where it is served
-``ratelimit``           what one cause may take
+``metrics``             switches ``figures`` on and off, and serves them
+``ratelimit``           limits on what one user or one cause may take
 ``environment``         the driver that the broker sees, its files and limits
-``shutdown``            signals, and an end in time
+``shutdown``            signals, and a shutdown in bounded time
 ======================  ========================================================================
 """

@@ -12,7 +12,7 @@ from ..errors import Code
 
 
 class _Reader:
-    """Who started this broker, as the option ``--ready-fd`` names it."""
+    """The process that started this broker, behind the pipe of ``--ready-fd``."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -23,11 +23,11 @@ class _Reader:
             self._descriptor = -1
 
     def tell(self, error: Exception) -> None:
-        """Say why the start fails: a broker that says nothing was killed from outside."""
+        """Report why the start fails: without a report, something outside killed the broker."""
         message = f"The GPU pool broker ended by an error: {type(error).__name__}: {error}"[:500]
         found = {"ok": False, "code": Code.START_FAILED, "message": message}
         try:
-            # Once the broker serves it is closed, and the number is another file's.
+            # Once the broker serves, the pipe is closed, and its number may be another file's.
             if os.path.samestat(os.fstat(self._descriptor), self._pipe):
                 os.write(self._descriptor, json.dumps(found).encode() + b"\n")
         except OSError:

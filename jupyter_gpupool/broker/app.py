@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The broker's process: configuration, start in the right order, signals, end.
 
-Ending the broker does not end a session: what is attached stays attached, what is suspended stays
-suspended in its process, and the journal tells the next broker about both.
+The end of the broker ends no session: attached sessions stay attached, suspended ones stay
+suspended in their processes, and the journal tells the next broker about both.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from .store.records import devices_from_text, devices_to_text
 from .store.recovery import check_reach
 from .transport.listener import Claim, Server
 
-#: Seconds that driver calls under way may still take when the broker ends. It leaves a longer one
-#: to the next broker, which finishes or undoes it: see ``recovery``.
+#: Seconds that driver calls under way may still take when the broker ends. The next broker
+#: finishes or undoes a longer one: see ``recovery``.
 FINISH = 1.5
 
-#: Seconds for operations to end whose worker is about to be ended under them.
+#: Seconds for operations to end before the broker ends their workers.
 CLOSE = 0.5
 
-#: A broker that does not linger still waits so many seconds for the client that started it.
+#: A broker that does not linger still waits this many seconds for the client that started it.
 LEAST_LINGER = 2.0
 
-#: Seconds between two tidyings of the journal.
+#: Seconds between two clean-ups of the journal.
 TIDY = 15.0
 
 _LOG = logging.getLogger("gpupool.broker")
@@ -73,9 +73,9 @@ class BrokerApp:
     ending:
         Takes the signals.
     command:
-        What starts this broker again, the socket apart; empty if nobody but the caller can.
+        The command that starts this broker again, without its socket; empty if only the caller can.
     take_over:
-        Whether it takes sessions whose kernels look for their broker at another socket.
+        Whether to take over sessions whose kernels look for their broker at another socket.
     open_devices:
         Opens the machine's GPUs.
     """
@@ -111,7 +111,7 @@ class BrokerApp:
         async with AsyncExitStack() as stack:
             claim = Claim(self.path)
             stack.callback(claim.close)
-            # A broker that was told to end is not started again, also if it is ended by force.
+            # Nothing starts a broker again after a request to end, even if it ends by force.
             self._ending.before_force(self.start_record.forget)
             self._ending.before_force(claim.close)
             tidy_due = asyncio.Event()
@@ -137,7 +137,7 @@ class BrokerApp:
             # of the event loop instead of twenty.
             gc.collect()
             gc.freeze()
-            # Not before: to a look without them, the sessions' own processes are strangers.
+            # Only now: before, the monitor would take the sessions' processes for foreign ones.
             broker.monitor.start()
             broker.maintenance.go_on()
             server = Server(broker.router, _LOG)
@@ -175,7 +175,7 @@ class BrokerApp:
     def _open_journal(
         self, stack: AsyncExitStack, on_long: Callable[[], None]
     ) -> tuple[JournalLock, Journal, str]:
-        """Return this machine's journal, which no other broker has, its lock, and a note on it."""
+        """Return this machine's journal (no other broker has it), its lock, and a note on it."""
         state_dir = self.configuration.settings.state_dir
         where = place(state_dir, self.path)
         if where.note:
@@ -196,7 +196,7 @@ class BrokerApp:
     async def _find(
         self, stack: AsyncExitStack, journal: Journal, service: Devices
     ) -> list[Device]:
-        """Return the machine's devices, tested; untouched where an admin has paused the pool."""
+        """Return the machine's devices: tested, or untouched while an admin has paused the pool."""
         stack.push_async_callback(service.close, CLOSE)
         paused = untouchable(journal)
         known = devices_from_text(journal.meta("devices")) if paused else {}
@@ -212,10 +212,10 @@ class BrokerApp:
         return found
 
     def _known(self, journal: Journal) -> dict[str, Device]:
-        """Return the devices that need no self-test: those an earlier broker tested.
+        """Return the devices that need no self-test, because an earlier broker tested them.
 
-        Only where its sessions may live on: a test takes a CUDA context's worth of memory, which
-        may be granted to one of them, and a resume that loses its room is fatal.
+        Only while sessions of that broker may live: a test takes the memory of a CUDA context. If
+        that memory is granted to one of them, its resume may fail, which ends the session.
         """
         if not journal.records() or journal.meta("boot") != boot_id():
             return {}
@@ -223,7 +223,7 @@ class BrokerApp:
         return {uuid: device for uuid, device in known.items() if device.can_suspend}
 
     def _begin(self, broker: Broker) -> None:
-        """Tell the pool of the devices, and of what an admin has taken out of service."""
+        """Tell the pool the devices, and which of them an admin has taken out of service."""
         core, emulate = broker.core, self.configuration.settings.emulate
         core.note(
             "broker-start",
@@ -246,8 +246,8 @@ class BrokerApp:
             _LOG.warning("%s", note)
         if settings.emulate and machine_wide:
             _LOG.warning(
-                "The emulated GPUs are memory that every user's programs write and this broker's "
-                "device processes read: only for users who trust each other"
+                "Every user's programs write the emulated GPUs' memory, and this broker's device "
+                "processes read it: use them only among users who trust each other"
             )
         if broker.service.limit:
             _LOG.warning("%s", broker.service.limit)
@@ -258,7 +258,7 @@ class BrokerApp:
         if 0 < largest < settings.pool.default_memory:
             _LOG.warning(
                 "c.GPUPool.default_memory is %s and the largest GPU can give %s: a kernel that "
-                "does not ask gets that",
+                "names no size gets the latter",
                 format_bytes(settings.pool.default_memory), format_bytes(largest),
             )  # fmt: skip
         for device in broker.health.devices.values():
@@ -280,7 +280,7 @@ class BrokerApp:
             if core.journal.seq != written:
                 written = core.journal.seq
                 await asyncio.to_thread(core.journal.tidy)
-            due.clear()  # what was asked for meanwhile has been done
+            due.clear()  # this clean-up covers requests that came meanwhile
             if loop.time() - checked >= TIDY:
                 checked = loop.time()
                 for problem in core.pool.self_check():
@@ -293,7 +293,7 @@ class BrokerApp:
         sessions = broker.core.sessions
         while True:
             since = max(sessions.changed_at, broker.router.last_connection)
-            # Without a GPU there is nothing to wait for: the next try may be configured better.
+            # A broker without a GPU need not wait: the next one may have a better configuration.
             usual = self.configuration.settings.linger if broker.health.devices else 0.0
             linger = max(LEAST_LINGER, usual)
             left = since + linger - asyncio.get_running_loop().time()
@@ -318,11 +318,11 @@ class BrokerApp:
         broker.setup.close()
 
     def _forget_emulated(self, journal: Journal) -> None:
-        """Remove the emulated devices of a user's own broker, unless sessions live on in them."""
+        """Remove the emulated devices of a user's own broker, unless sessions use them."""
         if not self.configuration.settings.emulate or self.configuration.machine_wide:
             return
         if journal.records() or journal.set_aside or journal.problem:
-            return  # or may live on: what was lost is not known to have ended
+            return  # sessions use them, or may: a lost journal does not show that they ended
         remove_emulated(self.path, journal.path)
 
     async def _end(self, broker: Broker) -> None:
@@ -330,12 +330,12 @@ class BrokerApp:
         broker.core.note("broker-stop", reason="ended in order")
         broker.runner.stop()
         broker.router.close()
-        # Let what was answered last reach its reader.
+        # Let the last answers reach their readers.
         await asyncio.sleep(0)
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config | None]:
-    """Return the options, and what ``--GPUPool.name=value`` overrules."""
+    """Return the options, and the configuration that ``--GPUPool.name=value`` sets."""
     parser = argparse.ArgumentParser(
         prog="jupyter gpupool broker",
         description="Serve a GPU pool. --GPUPool.NAME=VALUE overrules a configured option.",
@@ -377,7 +377,7 @@ def main(
     if not options.debug:
         for handler in logging.getLogger().handlers:
             handler.addFilter(LogLimit())
-    # What the thread that reads the journal may keep the event loop waiting.
+    # Bounds how long the thread that reads the journal can delay the event loop.
     sys.setswitchinterval(0.001)
 
     async def run() -> None:
@@ -404,7 +404,7 @@ def main(
     except GPUPoolError as error:
         if options.ready_fd is not None:
             failure = {"ok": False, "code": error.code, "message": error.message}
-            listens = str(error.details.get("socket", ""))  # of the broker to join
+            listens = str(error.details.get("socket", ""))  # the broker to join
             report(options.ready_fd, {**failure, "next_step": error.next_step, "socket": listens})
         print(f"jupyter gpupool broker: {error}", file=sys.stderr)
         return 1
@@ -414,7 +414,7 @@ def main(
 
 
 def command_of(options: argparse.Namespace, words: Sequence[str]) -> list[str]:
-    """Return what starts a broker with these options, from any folder."""
+    """Return the command that starts a broker with these options, from any folder."""
     command = [sys.executable, "-m", __package__]
     for path in options.config:
         command += ["--config", os.path.abspath(path)]

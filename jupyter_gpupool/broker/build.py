@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""All parts of one broker, constructed in order of dependence: a part is given what it uses.
+"""All parts of one broker, constructed in order of dependence: each part gets those that it uses.
 
-There is one circle, and it is here: parts tell the pool of events (``core.handle``), and the runner
-behind that calls parts to perform what the pool decides.
+There is one circle, closed here: parts give the pool events (``core.handle``), and the runner
+behind it calls parts to perform what the pool decides.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .store.files import StartRecordFile
 from .store.journal import Journal
 from .store.recovery import Recovery
 
-#: Where memory and its limits are read.
+#: Reads host memory and its limits.
 HOST = Host()
 
 
@@ -89,10 +89,10 @@ async def build(
     journal_note: str,
     log: logging.Logger,
 ) -> Broker:
-    """Return the broker of the devices that ``find`` finds among those that are opened.
+    """Return the broker of those opened devices that ``find`` returns.
 
-    ``alone_since`` is the monotonic time from which on certainly no other broker has looked at the
-    sessions in the journal.
+    ``alone_since`` is a monotonic time after which no other broker can have used the sessions in
+    the journal.
     """
     settings, socket = configuration.settings, configuration.socket
     core = Core(
@@ -109,7 +109,7 @@ async def build(
         Options(
             log=log.getChild("devices"),
             env={**os.environ, **machine_environment(settings, socket, journal.path, os.environ)},
-            # A broker may be started from within a kernel, whose variables are the pool's own.
+            # A user may start a broker inside a kernel, where the pool has set variables.
             given=without_guard(os.environ),
             wanted=settings.devices,
             lock_timeout=settings.lock_timeout,
@@ -224,9 +224,9 @@ def _page_folder(configuration: Configuration) -> tuple[Path, str]:
 def _links(configuration: Configuration, pages: Path, journal: Path) -> Path:
     """Return the folder for the links to the guard's library.
 
-    A new process that does not find them runs without the guard, so they are not in shared memory,
-    but where a logout leaves them alone. But nobody else may enter a user's own folders, and
-    ``LD_PRELOAD`` ends at a space or colon.
+    A new process without them runs without the guard, so a user's broker has them beside its
+    journal, where a logout does not delete them. The others are in the folder of pages: of a
+    broker for all users, who must enter it, or if the path has a space or colon (LD_PRELOAD).
     """
     lasting = journal.with_suffix(".guard")
     plain = not set(str(lasting)) & set(": \t\n")

@@ -25,7 +25,7 @@ SCHEDULE_LASTS = 5.0
 
 
 class Configuration:
-    """What the admin has configured, and what follows from it for this broker.
+    """The admin's configuration, and the values that follow from it for this broker.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class Configuration:
         return load_timetable(self._files, self._overrides)
 
     def take(self, timetable: Timetable) -> tuple[str, ...]:
-        """Work with what the files say now; return the options that count from the next start."""
+        """Use the files that were read; return the options that change only at the next start."""
         late = needs_restart(self.timetable.base, timetable.base)
         self.timetable = timetable
         self._enter(timetable.rules(time.time()))
@@ -110,7 +110,7 @@ class Configuration:
         self.access = self._access()
 
     def shown(self, peer: Peer) -> dict[str, Any]:
-        """Return the configuration in force as ``peer`` may see it, for servers with another."""
+        """Return the configuration in force as ``peer`` may see it; a server may read another."""
         return shown(self.settings, private=self.access.is_admin(peer))
 
     def _access(self) -> Access:

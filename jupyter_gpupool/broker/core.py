@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What every part of the broker reads and writes: the pool, the sessions, the journal, the clock.
+"""The data that every part of the broker uses: the pool, the sessions, the journal, the clock.
 
-Everything happens in one thread, the event loop's. A part tells the pool of an event with
+Everything happens in one thread, the event loop's. A part gives the pool an event with
 :meth:`Core.handle`; ``runner`` is behind that, and performs what the pool decides.
 """
 
@@ -23,10 +23,10 @@ from .store.journal import Journal, Row
 from .store.records import journaled, slices_to_json
 
 #: Seconds for which a changed hold may be missing in the journal. A restart does not need it: the
-#: pool takes no slice before its agent has had the time to come back (see ``recovery``).
+#: pool takes no slice before the session's agent has had time to reconnect (see ``recovery``).
 FLUSH_AFTER = 0.25
 
-#: Seconds for which a view serves new kernels: a class of a hundred starts at ten o'clock.
+#: Seconds for which one view serves new kernels: a hundred may start at the same time.
 VIEW_LASTS = 0.5
 
 #: Receives an answer: (refusal or None, note for people).
@@ -37,7 +37,7 @@ RowReader = Callable[[Row], None]
 
 
 class Clock:
-    """Seconds since the epoch that never go back, also not over a restart."""
+    """Seconds since the epoch; they never go back, even over a restart."""
 
     def __init__(self, not_before: float = 0.0) -> None:
         self._offset = max(time.time(), not_before) - time.monotonic()
@@ -53,8 +53,8 @@ class Core:
     Parameters
     ----------
     handle:
-        Gives the pool an event and performs what it decides: :meth:`runner.Runner.handle`. May be
-        called from within (an action that fails at once is an event, too); then the event waits for
+        Gives the pool an event and performs what it decides: :meth:`runner.Runner.handle`. A call
+        from within a call (an action that fails at once is an event, too) makes the event wait for
         its turn.
     """
 
@@ -74,13 +74,13 @@ class Core:
         self.log = log
         self.now = clock.now
         self.handle = handle
-        #: How often something happened on a device: a sample that was begun before is stale.
+        #: Changes on each device so far: a sample that began before the last one is stale.
         self.changes: dict[str, int] = {}
         #: Set whenever ``changes`` grows.
         self.changed = asyncio.Event()
-        #: The state of each session that is not detached: most are, and they cost nothing.
+        #: The state of each session that is not detached; most are detached, and cost nothing here.
         self.busy: dict[str, str] = {}
-        #: Grows with whatever a snapshot of the pool may show.
+        #: Grows with each change that a snapshot of the pool may show.
         self.version = 0
         self._replies: dict[str, Reply] = {}
         self._dirty: set[str] = set()
@@ -113,7 +113,7 @@ class Core:
         self._replies[rid] = reply
 
     def forget(self, rid: str) -> bool:
-        """Drop an expected answer; return whether it had not come."""
+        """Drop an expected answer; return True if it was still missing."""
         return self._replies.pop(rid, None) is not None
 
     def answered(self, rid: str, refusal: Refusal | None, note: str) -> None:
@@ -130,11 +130,11 @@ class Core:
             self.changed.set()
 
     def touched(self) -> None:
-        """Note that a snapshot would show something else now."""
+        """Note that a new snapshot would differ from the last."""
         self.version += 1
 
     def set_state(self, session: str, state: str) -> None:
-        """Keep :attr:`busy` true."""
+        """Store a session's state in :attr:`busy`."""
         if state in ("detached", "ended"):
             self.busy.pop(session, None)
         else:
@@ -147,7 +147,7 @@ class Core:
         self._readers.append(reader)
 
     def stop_reading(self, reader: RowReader) -> None:
-        """Call ``reader`` no more."""
+        """Stop calling ``reader``."""
         self._readers.remove(reader)
 
     def note(
@@ -155,7 +155,7 @@ class Core:
     ) -> None:
         """Append a row to the journal (committed with the next commit) and show it to readers.
 
-        ``owner`` is whose it is where there is no session; a row of nobody is for admins.
+        ``owner`` is the user of a row without a session; only admins see a row without an owner.
         """
         row = Row(
             time=self.now(),
@@ -171,12 +171,12 @@ class Core:
             self.flush_later()
 
     def note_missing(self, *, all_of_them: bool = False) -> None:
-        """Note in one row for each user which rows of theirs were too many to be written."""
+        """Write one row per user about those of their rows that were too many to write."""
         for owner, kinds in self._rows.summaries(self.now(), all_of_them=all_of_them):
             self.note(
                 "omitted", owner=owner, detail={"rows": dict(kinds)},
-                reason=f"{kinds.total()} rows about this user's kernels without a slice were too "
-                "many to be kept.",
+                reason=f"{kinds.total()} rows about this user's kernels without a slice were left "
+                "out, because they were too many.",
             )  # fmt: skip
 
     def dirty(self, session: str) -> None:
@@ -187,15 +187,15 @@ class Core:
 
     @property
     def marked(self) -> bool:
-        """Whether a session's record is to be written."""
+        """Whether the next commit has a session's record to write."""
         return bool(self._dirty)
 
     def mark(self, session: str) -> None:
-        """Write the session's record with the next commit, which the caller sees to."""
+        """Write the session's record with the next commit, which the caller makes."""
         self._dirty.add(session)
 
     def commit(self) -> None:
-        """Write everything that is to be written, now."""
+        """Write all that is due now."""
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
@@ -210,7 +210,7 @@ class Core:
         self.journal.commit()
 
     def stop(self) -> None:
-        """Write what is not written yet; from now on only :meth:`commit` writes."""
+        """Write pending changes; from now on only :meth:`commit` writes."""
         self._stopped = True
         self.note_missing(all_of_them=True)
         self.commit()
@@ -223,7 +223,7 @@ class Core:
     # ------------------------------------------------------------------ the agents
 
     def push_lease(self, session: LiveSession, reason: str = "") -> None:
-        """Tell the session's agent and members how things stand."""
+        """Tell the session's agent and members the present state of its lease."""
         record = self.record(session.id)
         if session.has_listeners and record is not None:
             session.send(

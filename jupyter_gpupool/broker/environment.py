@@ -21,12 +21,12 @@ from .transport.listener import is_machine_wide
 def machine_environment(
     settings: BrokerSettings, socket: Path, journal: Path, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables that, over ``base``, show a process the pool's GPUs.
+    """Return the variables that, added to ``base``, show a process the pool's GPUs.
 
     None for the real driver.
 
     This module alone chooses between the real and the emulated driver: the rest of
-    the code cannot tell them apart, and NVIDIA's own client libraries find either through these.
+    the code cannot tell them apart, and NVIDIA's own client libraries find either driver here.
     """
     if not settings.emulate:
         return {}
@@ -35,8 +35,8 @@ def machine_environment(
     folder = emulated_folder(socket, journal)
     folder.mkdir(mode=0o700, exist_ok=True)
     if is_machine_wide(socket):
-        # The emulated devices are files that each process using them writes: every user enters, and
-        # finds what this broker's own processes have made; nobody else makes anything.
+        # Every user's processes write the files of the emulated devices, so all may enter the
+        # folder; only this broker's own processes may create files there.
         folder.chmod(0o711)
     try:
         return emulation.environment(settings.emulate, folder, base)
@@ -47,7 +47,7 @@ def machine_environment(
 
 
 def device_files(settings: BrokerSettings, socket: Path, journal: Path) -> str:
-    """Return how the paths of the emulated GPUs' device files begin; "" for real ones."""
+    """Return the prefix of the paths of the emulated GPUs' device files; "" for real ones."""
     if not settings.emulate:
         return ""
     from .. import emulation
@@ -56,19 +56,19 @@ def device_files(settings: BrokerSettings, socket: Path, journal: Path) -> str:
 
 
 def version_file(settings: BrokerSettings, socket: Path, journal: Path) -> Path | None:
-    """Return where the emulated driver's kernel module says its version; None: the real one.
+    """Return the version file of the emulated driver's kernel module; None: use the real one.
 
-    The emulated driver has no module, so there is no such file, unless a test pretends one.
+    The emulated driver has no module, so the file exists only where a test makes it.
     """
     return emulated_folder(socket, journal) / "version" if settings.emulate else None
 
 
 def emulated_folder(socket: Path, journal: Path) -> Path:
-    """Return the folder of the emulated devices: beside the socket, or where a logout leaves it."""
+    """Return the folder of the emulated devices: beside the socket, or safe from a logout."""
     lasting = journal.with_suffix(".emulated")
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if lasting.exists():
-        return lasting  # of the broker before, whose XDG_RUNTIME_DIR may have been another
+        return lasting  # an earlier broker made it, perhaps with another XDG_RUNTIME_DIR
     if removed_at_logout(socket) or (runtime and Path(runtime) in socket.parents):
         return lasting
     return socket.with_name(socket.name + ".emulated")
@@ -82,23 +82,23 @@ def remove_emulated(socket: Path, journal: Path) -> None:
 
 
 def report(descriptor: int, message: Mapping[str, object]) -> None:
-    """Tell who started us how it went, as one line of JSON, once."""
+    """Report the result of the start to the process that started us, once, as a line of JSON."""
     try:
         os.write(descriptor, json.dumps(message).encode() + b"\n")
         os.close(descriptor)
     except OSError:
-        pass  # it did not wait
+        pass  # that process did not wait
 
 
-#: Fewer open files than this are worth a word.
+#: The broker logs a limit of open files that is lower than this.
 FEW_DESCRIPTORS = 1024
 
-#: Open files that a broker needs at most: three for each of thousands of sessions.
+#: Most open files that a broker needs: three for each of thousands of sessions.
 DESCRIPTORS = 1 << 16
 
 
 def raise_descriptor_limit(log: logging.Logger) -> None:
-    """Allow as many open files as we may: a session takes two or three."""
+    """Raise the limit of open files as far as allowed: a session takes two or three."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         hard = max(soft, DESCRIPTORS)  # above nr_open the kernel would refuse it

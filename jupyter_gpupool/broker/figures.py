@@ -1,14 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the broker's ``/metrics`` says of the whole pool, in Prometheus' units and conventions.
+"""What the broker's ``/metrics`` reports on the whole pool, in Prometheus' units and conventions.
 
-Gauges are the pool's own accounts at the moment of asking. Counters and histograms are rows of the
-journal, counted as they are written since the metrics were switched on. What nobody could read, or
-nobody has read for a while, is absent and never 0.
+Gauges are the pool's own accounts at the time of the request. Counters and histograms count rows of
+the journal as the broker writes them, from the time that metrics are on. A figure that could not be
+read, or was not read for a while, is absent, never 0.
 
 Every user of the machine may read this, so it names devices and priority classes, and no person,
-kernel or session. No name is one of the server extension's (``server/server_metrics.py``), which
-count the kernels of one server: nobody can add the two up by mistake.
+kernel or session. The names differ from those of the server extension
+(``server/server_metrics.py``), which counts the kernels of one server: the two must not be added.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PREFIX = "jupyter_gpupool_"
 
 LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
-#: Why a slice left; the last one stands for every preemption.
+#: Why a session left its slice; the last one stands for every preemption.
 CAUSES = ("idle", "release", "waiting")
 
 #: Seconds for which a page is served again: any local user may ask, as often as they like.
@@ -60,15 +60,15 @@ FRESH = 0.5
 
 OPENMETRICS = "application/openmetrics-text"
 
-#: Seconds between two looks at how late the event loop is.
+#: Seconds between two measurements of the event loop's delay.
 BEAT = 1.0
 
-#: Else each series has a second one, with the time it began, which nobody asked for.
+#: By default each series gets a second one with the time it began, which nobody needs.
 _leave_out_created: Callable[[], None] = disable_created_metrics
 
 
 class Figures:
-    """The metrics in a registry of their own, not the process's."""
+    """The metrics, in their own registry, not the process's default one."""
 
     def __init__(self, core: Core, samples: Samples, log: logging.Logger) -> None:
         _leave_out_created()
@@ -79,7 +79,7 @@ class Figures:
         self._turn = asyncio.Lock()
         self._paged_at = float("-inf")
         self._beat: asyncio.TimerHandle | None = None
-        #: Why each session that is leaving its devices does so.
+        #: Why each session that is leaving its devices leaves them.
         self._causes: dict[str, str] = {}
         self.durations = Durations(f"{PREFIX}device_", self.registry)
         self.suspends = self._counter(
@@ -93,11 +93,11 @@ class Figures:
             "pool_preemptions", "Idle slices taken for a waiting kernel"
         )
         self.refusals = self._counter(
-            "pool_refusals", "Requests, attaches and suspends refused", "what", "code"
+            "pool_refusals", "Refused requests, attaches and suspends", "what", "code"
         )
         self.lag = Histogram(
             f"{PREFIX}broker_loop_lag_seconds",
-            "How late the broker's event loop was, measured every second",
+            "Delay of the broker's event loop, measured every second",
             buckets=LAGS,
             registry=self.registry,
         )
@@ -106,7 +106,7 @@ class Figures:
         self._accounts = _Accounts()
         self.registry.register(self._accounts)
         ProcessCollector(namespace=f"{PREFIX}broker", registry=self.registry)
-        # Nothing has happened yet, which is a figure too: without it rates miss the first event.
+        # Each series begins at 0: without that, rates miss the first event.
         for view in core.pool.view(core.now()).devices:
             uuid = view.device.uuid
             for family in (*self.durations.all, self.resumes, self.migrations):
@@ -145,11 +145,11 @@ class Figures:
     def _observe_safely(self, row: Row) -> None:
         try:
             self.observe(row)
-        except Exception:  # no figure is worth a slice
+        except Exception:  # a wrong figure must not cost a kernel its slice
             self._log.exception("A row of the journal was not counted in the metrics")
 
     def start(self) -> None:
-        """Begin to count rows and to look at the event loop."""
+        """Begin to count rows and to measure the event loop's delay."""
         self._core.read_rows(self._observe_safely)
         loop = asyncio.get_running_loop()
         due = loop.time() + BEAT
@@ -163,7 +163,7 @@ class Figures:
         self._beat = loop.call_at(due, beat)
 
     def stop(self) -> None:
-        """End both."""
+        """Stop both."""
         self._core.stop_reading(self._observe_safely)
         if self._beat is not None:
             self._beat.cancel()
@@ -171,7 +171,7 @@ class Figures:
     # ------------------------------------------------------------------ what is shown
 
     def read(self) -> None:
-        """Take what the pool's accounts say now into the registry."""
+        """Copy the pool's present accounts into the registry."""
         self._accounts.show([*self.gauges.families(), self.attached.family()])
 
     async def page(self, new_format: bool) -> tuple[bytes, str]:
@@ -187,7 +187,7 @@ class Figures:
                 self._paged_at = now
             if new_format not in self._pages:
                 self.read()
-                # Two fixed kinds: what clients write into Accept is no key of a cache.
+                # Two fixed formats: a client's Accept header must not become a key of the cache.
                 encode, kind = choose_encoder(OPENMETRICS if new_format else "")
                 self._pages[new_format] = await asyncio.to_thread(encode, self.registry), kind
             return self._pages[new_format]
@@ -207,15 +207,15 @@ class _Accounts(Collector):
 
 
 class Attached:
-    """Seconds that slices were given away, by device: from the rows of transitions.
+    """Seconds for which kernels had slices, by device, from the rows of transitions.
 
-    It takes the pool's record as it is when the row is written, as a row names one device only.
+    It reads the pool's record when a row is written, because a row names only one device.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._done: dict[str, float] = {}
-        #: By session: since when it has what it has, and on which devices.
+        #: By session: since when it has its slices, and on which devices.
         self._open: dict[str, tuple[float, tuple[str, ...]]] = {}
         now = core.now()
         for view in core.pool.view(now).devices:
@@ -245,7 +245,7 @@ class Attached:
         """Return the seconds until now."""
         family = CounterMetricFamily(
             f"{PREFIX}device_attached_seconds",
-            "Seconds that kernels had a slice of the device, each kernel counted",
+            "Seconds for which kernels had a slice of the device, summed over kernels",
             labels=["device"],
         )
         seconds, now = dict(self._done), self._core.now()
@@ -278,7 +278,7 @@ class Gauges:
             available = cgroups.available()
         except OSError:
             return
-        yield _gauge("pool_host_available_bytes", "Host memory that could be taken now", available)
+        yield _gauge("pool_host_available_bytes", "Host memory free for suspends", available)
 
     def _devices(self, view: PoolView) -> Iterator[Metric]:
         families = {name: _gauge(f"device_{name}", what, None, "device") for name, what in _DEVICE}
@@ -306,15 +306,15 @@ _DEVICE = (
     ("memory_bytes", "Memory of the device"),
     ("capacity_bytes", "Memory that the pool can grant at most"),
     ("granted_bytes", "Memory granted to kernels"),
-    ("free_bytes", "Memory that can be granted without taking anybody's slice"),
+    ("free_bytes", "Memory that can be granted without taking a kernel's slice"),
     ("used_bytes", "Memory in use by all processes, as the driver reports"),
     ("foreign_bytes", "Memory in use that no slice covers"),
-    ("utilisation_ratio", "Part of the last sample period in which the device computed, 0 to 1"),
+    ("utilisation_ratio", "Share of the last sample period in which the device computed, 0 to 1"),
 )
 
 
 def _figures(view: DeviceView, sample: DeviceSample | None) -> dict[str, float | None]:
-    """Return the figures of a device, None for what nobody could read of late."""
+    """Return the figures of a device, None for those without a recent reading."""
     percent = sample.utilisation if sample else None
     return {
         "up": 0 if view.drained_reason else 1,
@@ -354,7 +354,7 @@ def _info(name: str, what: str, values: dict[str, str]) -> InfoMetricFamily:
     return InfoMetricFamily(f"{PREFIX}{name}", what, value=values)
 
 
-#: Connections at once. One more closes the oldest: that of a scraper is the youngest.
+#: Connections at once. One more closes the oldest: a scraper's own is the newest.
 MOST = 32
 
 #: Seconds from connecting to having the answer.
@@ -385,7 +385,7 @@ class Endpoint:
         self._page = page
         self._log = log
         self._asked: set[asyncio.Task[None]] = set()
-        # What strangers send is not worth a line of the broker's log.
+        # Any local process can send nonsense, which must not fill the broker's log.
         logging.getLogger("tornado").setLevel(logging.ERROR)
         sockets = bind_sockets(port, "127.0.0.1", family=socket.AF_INET)
         self._server = _Server(
@@ -398,7 +398,7 @@ class Endpoint:
         self._server.add_sockets(sockets)
 
     def close(self) -> None:
-        """Listen no more, and close every connection."""
+        """Stop listening, and close every connection."""
         self._server.stop()
         for task in self._asked:
             task.cancel()
@@ -410,14 +410,14 @@ class Endpoint:
             self._asked.add(task)
             task.add_done_callback(self._asked.discard)
         else:
-            _send(request, 404, "Not Found", b"There is only GET /metrics here.\n")
+            _send(request, 404, "Not Found", b"Only GET /metrics is served here.\n")
 
     async def _answer_page(self, request: HTTPServerRequest) -> None:
         try:
             body, kind = await self._page(_wants_openmetrics(request.headers.get("Accept", "")))
         except Exception:
             self._log.exception("The metrics could not be served")
-            body = b"The metrics could not be told; the broker's log says why.\n"
+            body = b"The metrics could not be read; the broker's log has the reason.\n"
             _send(request, 500, "Internal Server Error", body)
         else:
             _send(request, 200, "OK", body, kind)
@@ -454,7 +454,7 @@ class _Server(HTTPServer):
         stream.close()
 
     def drop_all(self) -> None:
-        """Close what is open."""
+        """Close all open connections."""
         for stream in [*self._deadlines]:
             self._drop(stream)
 

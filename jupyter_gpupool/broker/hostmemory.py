@@ -14,16 +14,16 @@ from ..units import format_bytes
 
 _T = TypeVar("_T")
 
-#: A suspend leaves this much more than the reserve (a part of it): else what is left would be
-#: short again with the next few bytes, and the state would go back and forth.
+#: A suspend leaves the reserve and this part of it free (one eighth). With less, the next few
+#: bytes would make memory short again, and the state would go back and forth.
 SLACK = 8
 
 
 class HostRoom:
-    """The room for suspended state: what is left of each level, less what must stay free.
+    """The room for suspended state: each level's free memory, less the part that must stay free.
 
-    Suspends under way are counted: their copies are not in any figure yet, and two of them at once
-    must not both count on the same bytes. Files are read in a thread of its own.
+    Suspends under way count: no figure shows their copies yet, and two of them must not both take
+    the same bytes. A thread reads the files.
     """
 
     def __init__(
@@ -36,28 +36,28 @@ class HostRoom:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpupool-host")
 
     async def read(self, work: Callable[[], _T]) -> _T:
-        """Return what ``work`` does, which reads files, from the thread for that."""
+        """Run ``work``, which reads files, in the thread for that; return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Stop reading."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------ figures
 
     def kept(self, level: Level) -> int:
-        """Return the bytes of a level that stay free, whatever is suspended."""
+        """Return the bytes of a level that always stay free."""
         return self._reserve().of(level.limit, machine=level.group is None)
 
     def most(self, level: Level) -> int:
-        """Return the bytes that suspended state could take of a level with nothing else in it."""
+        """Return the bytes that suspended state could take of a level that holds nothing else."""
         return max(0, level.limit - self._margin(level))
 
     def machine(self) -> int:
-        """Return the bytes that suspends may take of what limits the broker itself.
+        """Return the bytes that suspends may take within the limits of the broker itself.
 
-        The machine's memory, and the broker's cgroup, which in a container is the kernels', too.
-        Suspends under way are not counted. Reads files.
+        These are the machine's memory and the broker's cgroup, which in a container also holds the
+        kernels. Suspends under way are not counted. Reads files.
         """
         return max(0, min(level.free - self._margin(level) for level in self.host.levels()))
 
@@ -80,7 +80,7 @@ class HostRoom:
             levels = await self.read(lambda: self.host.levels(pid))
         except OSError as error:
             return f"Host memory cannot be read now: {error}. The pool tries again by itself."
-        # From here on nothing waits: two suspends that were read at once are counted in turn.
+        # No await from here on: two suspends that were read at once are counted in turn.
         tightest = min(levels, key=self._spare)
         if size and size > self._spare(tightest):
             return self._refusal(tightest, size)
@@ -88,7 +88,7 @@ class HostRoom:
         return ""
 
     def give(self, session: str) -> None:
-        """The suspend is over: its copy is in the figures, or was not made."""
+        """Note that the suspend is over: the figures include its copy, or it made none."""
         self._going.pop(session, None)
 
     def never(self, levels: list[Level], size: int) -> str:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What ends a session or its waits: a process that dies, an agent that goes away, a time-out."""
+"""End sessions and waits when a process dies, an agent disconnects, or a time-out passes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .pages.activity import DEVICE_HOLD
 from .sessions import LiveSession
 from .transport.connection import Connection
 
-#: Seconds for which the holds of an agent that went away are kept, process alive.
+#: Seconds for which the holds of a disconnected agent are kept while its process lives.
 GRACE = 10.0
 
-#: Seconds from open to launched; a server that was killed in between leaves no session behind.
+#: Seconds from open to launched. Then the session ends: its server may have been killed.
 LAUNCH_TIMEOUT = 30.0
 
 
 class Lifecycle:
-    """Turns what happens to processes and connections into pool events."""
+    """Turns ends of processes and connections into pool events."""
 
     def __init__(self, core: Core, log: logging.Logger) -> None:
         self._core = core
@@ -49,7 +49,7 @@ class Lifecycle:
         session.death = processes.Death(process, lambda: self.end(session, "its process has ended"))
 
     def start_grace(self, session: LiveSession, seconds: float = GRACE) -> None:
-        """Keep the session's holds for a while: its agent may come back and say which are true."""
+        """Keep the session's holds for a while: its agent may come back and name the true ones."""
         if session.grace is not None:
             session.grace.cancel()
         session.grace = asyncio.get_running_loop().call_later(seconds, self._grace_over, session)
@@ -69,7 +69,7 @@ class Lifecycle:
         )  # fmt: skip
 
     def agent_gone(self, session: LiveSession) -> None:
-        """Drop what its agent waits for, and give it the time to come back for the rest."""
+        """Drop what its agent waits for, and keep its holds while it may reconnect."""
         session.agent = None
         if session.yielding is not None and not session.yielding[1].done():
             session.yielding[1].set_result((False, None))
@@ -83,7 +83,7 @@ class Lifecycle:
             self.cancel(session, hold)
 
     def drop_waits(self, session: LiveSession) -> None:
-        """End everything that the session's agent waits for."""
+        """End all waits of the session's agent."""
         for hold in set(session.waits) - session.member_holds:
             self.cancel(session, hold)
 

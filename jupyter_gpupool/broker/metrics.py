@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Switches the metrics of the whole pool on and off, by ``c.GPUPool.metrics_port``.
 
-Off, ``figures`` is not imported and nothing is counted. On, figures come from
-the pool's accounts and from each row of the journal, and are served on loopback.
+When off, ``figures`` is not imported and nothing is counted. When on, figures come from
+the pool's accounts and from each row of the journal; the broker serves them on loopback.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Metrics:
-    """The metrics of one broker. ``port`` is where they are served; 0: nowhere."""
+    """The metrics of one broker. ``port`` is their port; 0: they are not served."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Metrics:
     def configure(self) -> None:
         """Serve as configured from now on.
 
-        If the port is taken, the broker logs that and goes on: kernels do not depend on being
-        measured, and every user's own broker may read the same machine-wide configuration. What was
-        served before still is. The next call tries again.
+        If the port is taken, the broker logs that and goes on: kernels do not depend on metrics,
+        and every user's own broker may read the same machine-wide configuration. A port that was
+        served before stays in use. The next call tries again.
         """
         port = self._configuration.settings.metrics_port
         if port and port != self.port:
@@ -76,7 +76,7 @@ class Metrics:
         self._log.info("Metrics for every user of this machine: http://127.0.0.1:%d/metrics", port)
 
     def close(self) -> None:
-        """Serve and count no more."""
+        """Stop serving and counting."""
         if self._served is not None:
             figures, endpoint = self._served
             endpoint.close()

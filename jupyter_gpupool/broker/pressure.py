@@ -21,44 +21,44 @@ from .core import Core
 from .hostmemory import SLACK, HostRoom
 from .sessions import LiveSession
 
-#: Per cent of the time for which something waits for memory in a level that is short of it.
+#: A level in which processes wait for memory for this per cent of the time is short.
 STALLED = 10.0
 
-#: Looks after which the control groups of a process are read again: it may have been moved.
+#: Rounds after which the control groups of a process are read again: it may have been moved.
 AGAIN = 60
 
-#: Sessions whose limits one look reads for the first time, at most.
+#: Most sessions whose limits one round reads for the first time.
 AT_ONCE = 50
 
 
 @dataclass
 class _Short:
-    """A level that is short of memory, since an earlier look or this one."""
+    """A level that is short of memory."""
 
     level: Level
-    #: Sessions whose users were told, and whether that their state goes back.
+    #: Sessions whose users got a notice, and whether it announced a move to a GPU.
     told: set[tuple[str, bool]] = field(default_factory=set)
 
 
 class Pressure:
-    """Looks at the levels that hold suspended state, while there is some."""
+    """Checks the levels that hold suspended state, while there is some."""
 
     def __init__(self, core: Core, room: HostRoom, log: logging.Logger) -> None:
         self._core = core
         self._room = room
         self._log = log
         self._looks = 0
-        #: By process: its control groups, and the look that read them.
+        #: By process: its control groups, and the round that read them.
         self._groups: dict[ProcessId, tuple[int, tuple[Group, ...]]] = {}
-        #: By level: how often it had been at its limit.
+        #: By level: how often it has been at its limit.
         self._events: dict[str, int] = {}
         self._short: dict[str, _Short] = {}
         self._concerned: frozenset[str] = frozenset()
-        #: By session: the request whose limits were looked at.
+        #: By session: the request whose limits were checked.
         self._checked: dict[str, int] = {}
 
     async def look(self) -> None:
-        """Take one look, tell the pool, and warn users."""
+        """Check all levels once, tell the pool, and warn users."""
         self._looks += 1
         await self._look_at_limits()
         held = self._core.pool.suspended()
@@ -107,8 +107,8 @@ class Pressure:
         if level.free >= 2 * kept:
             self._events.pop(level.key, None)
             return False
-        # Near its reserve: there, what the system itself notices counts. Further away it does not:
-        # a group that reads many files is at its limit all the time, and drops what it read.
+        # Near its reserve, the system's own signs of stress count. Further away they do not: a
+        # group that reads many files is at its limit all the time, and drops the files again.
         stress = self._room.host.stress(level)
         before = self._events.get(level.key, stress.events)
         self._events[level.key] = stress.events
@@ -163,7 +163,7 @@ class Pressure:
     # ------------------------------------------------------------------ limits below the slice
 
     async def _look_at_limits(self) -> None:
-        """Find out, once for each size asked for, whether the session could be suspended at all."""
+        """Check once for each requested size whether the session could be suspended at all."""
         todo: list[tuple[LiveSession, ProcessId, int]] = []
         for name in self._core.busy:
             session, record = self._core.sessions.find(name), self._core.record(name)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What one cause may take: requests, rows, records of the log, time of the event loop."""
+"""Limits on what one user or one cause may take: requests, rows, log records, time of the loop."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Callable, Hashable
 
 from .store.journal import Row
 
-#: Rows of the journal a second that a user may cause for long, and at once.
+#: Rows of the journal that a user may cause: per second, and in one burst.
 ROWS = 5.0, 2000.0
 
-#: Seconds of rows that one row stands for, once there were too many.
+#: Seconds whose surplus rows one summary row covers.
 SUMMARY = 60.0
 
-#: Rows that cost a client nothing, and account for no use of a device.
+#: Kinds of rows that cost a client nothing and record no use of a device.
 _CHEAP = frozenset({"open", "close", "refuse", "queue"})
 
-#: Records of one cause in a PERIOD (seconds): of any, and of those that name a cause or carry a
-#: traceback.
+#: Records of one cause in a PERIOD (seconds): of any record, and of records that name a cause or
+#: have a traceback.
 MOST, MOST_CAUSED = 100, 10
 PERIOD = 60.0
 
@@ -37,7 +37,7 @@ class TokenBucket:
     Parameters
     ----------
     rate, size:
-        Tokens a second, and the most that it holds.
+        Tokens a second, and the most that the bucket holds.
     """
 
     __slots__ = ("_at", "_left", "rate", "size")
@@ -47,13 +47,13 @@ class TokenBucket:
         self._left, self._at = size, now
 
     def left(self, now: float) -> float:
-        """Return the tokens in it; below zero it is overdrawn."""
+        """Return the tokens in the bucket; below zero it is overdrawn."""
         self._left = min(self.size, self._left + (now - self._at) * self.rate)
         self._at = now
         return self._left
 
     def full(self, now: float) -> bool:
-        """Return whether a new bucket would be the same."""
+        """Return whether the bucket is as full as a new one."""
         return self.left(now) >= self.size
 
     def pay(self, tokens: float, now: float) -> None:
@@ -67,10 +67,10 @@ class TokenBucket:
 
 @dataclass(slots=True)
 class _Rows:
-    """What is known of one user."""
+    """One user's bucket and unwritten rows."""
 
     bucket: TokenBucket
-    #: Rows that were not written, by kind, and since when.
+    #: Rows that were not written, by kind, and the time of the first.
     missing: Counter[str] = field(default_factory=Counter)
     since: float = 0.0
 
@@ -88,8 +88,8 @@ class RowBudget:
     """Bounds the rows of the journal that one user may cause without using a device.
 
     Opening and closing sessions, requests that are refused and queueing cost a client nothing, so
-    one user could push everybody's history out of the journal. What is accounted (slices, suspends
-    and resumes) takes its time in the driver and is always written. Times are seconds of any clock
+    one user could push all others' history out of the journal. Rows of use (slices, suspends and
+    resumes) need time in the driver, so they are always written. Times are seconds of any clock
     that does not go back.
     """
 
@@ -97,7 +97,7 @@ class RowBudget:
         self._users: dict[str, _Rows] = {}
 
     def admits(self, row: Row, now: float) -> bool:
-        """Return whether the row is to be written; one that is not is counted."""
+        """Return whether to write the row; a row that is not written is counted."""
         cheap = row.kind in _CHEAP or (row.kind == "state" and row.device is None)
         if not cheap or not row.owner:
             return True
@@ -111,7 +111,7 @@ class RowBudget:
         return False
 
     def summaries(self, now: float, *, all_of_them: bool = False) -> list[tuple[str, Counter[str]]]:
-        """Return whose rows were not written, and how many by kind; for one row each."""
+        """Return the users whose rows were not written, with their number by kind."""
         found = []
         for owner, user in list(self._users.items()):
             if user.missing and (all_of_them or now - user.since >= SUMMARY):
@@ -127,13 +127,13 @@ class LogLimit(logging.Filter):
     The next record that passes says how many were dropped.
 
     The cause is the record's text before its arguments are filled in. A record may add to that with
-    ``extra={"cause": ...}``: what one user does wrong must not hide another user's record.
+    ``extra={"cause": ...}``: one user's errors must not hide another user's record.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        #: By cause: the begin of its period, records in it, and those of them that were dropped.
+        #: By cause: the start of its period, the records in it, and the dropped ones of these.
         self._causes: dict[Hashable, tuple[float, int, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -160,22 +160,22 @@ def _cause(record: logging.LogRecord) -> Hashable:
     return record.name, record.levelno, text, getattr(record, "cause", None)
 
 
-#: Seconds that one part may take, and seconds that the loop has for everybody else after it.
+#: Seconds that one part may take, and seconds that the loop then has for other work.
 PART, REST = 0.0003, 0.001
 
 
 class Pace:
     """Does long work on the event loop in short parts: await :meth:`step` after each item.
 
-    A look at a thousand sessions takes tens of milliseconds of Python. In one piece, a kernel that
-    asks for a slice meanwhile waits for all of it.
+    To read a thousand sessions takes tens of milliseconds of Python. Done in one piece, it would
+    delay a kernel that asks for a slice meanwhile.
     """
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
 
     async def step(self) -> None:
-        """Pause if this part has taken long enough; otherwise return without a switch."""
+        """Pause if this part has taken long enough; otherwise return at once."""
         if time.perf_counter() - self._began >= PART:
             await asyncio.sleep(REST)
             self._began = time.perf_counter()

@@ -107,7 +107,9 @@ class Reload:
         late = self._configuration.take(timetable)
         if late:
             names = ", ".join(f"c.GPUPool.{name}" for name in late)
-            self._log.warning("%s changed and will count from the next start of the broker", names)
+            self._log.warning(
+                "%s changed; this takes effect at the next start of the broker", names
+            )
         self._core.journal.remember(KEPT, _guarantees(timetable))
         self._core.note("config", reason="read again")
         self._memberships.forget()

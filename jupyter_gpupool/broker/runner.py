@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The loop around the pool: an event in, the journal written, the actions performed.
+"""The loop around the pool: it takes an event, writes the journal, performs the actions.
 
-The order in :meth:`Runner.handle` is the point: what the pool decided is committed to the journal
-*before* anything is done about it, so that the next broker finds at least what one that was killed
-had begun (see ``recovery``). The imports are the parts that an action reaches.
+The order in :meth:`Runner.handle` matters: it commits the pool's decision to the journal
+*before* it acts on it, so that the successor of a killed broker finds at least what that one had
+begun (see ``recovery``). The imports are the parts that an action reaches.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Runner:
         self._events: deque[e.Event] = deque()
         self._handling = False
         self._stopped = False
-        #: A transition is to be committed before anybody else gets a turn.
+        #: A transition must be committed before any other task of the loop runs.
         self._owed = False
-        #: Sessions whose agents are to hear of their lease, with the last reason.
+        #: Sessions whose agents must learn of their changed lease, with the last reason.
         self._news: dict[str, str] = {}
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakeup_at: float | None = None
@@ -71,7 +71,7 @@ class Runner:
         self._schedule()
 
     def stop(self) -> None:
-        """Handle no further event: what is under way stays as it is in the journal."""
+        """Handle no further event: the journal keeps the state of the actions under way."""
         self._stopped = True
         if self._wakeup is not None:
             self._wakeup.cancel()
@@ -100,7 +100,7 @@ class Runner:
             self._commit()
         elif self._core.marked:
             self._core.flush_later()
-        # Before anybody learns that it may go on.
+        # First: no process may go on before its page is true.
         self._tell_guard(actions, event)
         for action in actions:
             self._perform(action)
@@ -144,10 +144,10 @@ class Runner:
                     self._tell(session, action)
 
     def _tell(self, session: LiveSession, action: e.Action) -> None:
-        """Pass on what concerns the processes of a session."""
+        """Tell the processes of a session about an action that concerns them."""
         match action:
             case e.StateChanged():
-                # Whether its own cells run, the agent knows better than the broker.
+                # The agent itself knows best whether its cells run.
                 if not steady(action):
                     self._news[session.id] = action.reason
             case e.Resize():
@@ -158,7 +158,7 @@ class Runner:
                 self._guard.refused(session, action.refusal)
             case e.HoldGranted():
                 wait = session.waits.pop(action.hold, None)
-                if wait is not None:  # else nobody asked for an answer
+                if wait is not None:  # else no request waits for an answer
                     slices = slices_to_json(action.slices)
                     wait.answer({"epoch": action.epoch, "slices": slices})
             case e.HoldRefused():
@@ -182,10 +182,10 @@ class Runner:
                 if session.agent is not None:
                     session.agent.send({"type": "wanted"})
             case _:
-                raise AssertionError(f"an action nobody performs: {action!r}")
+                raise AssertionError(f"an action that no code performs: {action!r}")
 
     def _tell_agents(self) -> None:
-        """Push each changed lease once: how it came about in several steps is no news."""
+        """Push each changed lease once, not each step of its change."""
         news, self._news = self._news, {}
         for name, why in news.items():
             session = self._core.sessions.find(name)
@@ -216,7 +216,7 @@ class Runner:
     # ------------------------------------------------------------------ the pool's clock
 
     def _schedule(self) -> None:
-        """Have a Tick come when the pool wants one."""
+        """Schedule the Tick that the pool asked for."""
         at = None if self._stopped else self._core.pool.next_wakeup()
         if at == self._wakeup_at and self._wakeup is not None:
             return
@@ -235,15 +235,15 @@ class Runner:
 
 
 def steady(change: e.StateChanged) -> bool:
-    """Return whether only a hold came or went: the lease is as it was."""
+    """Return whether only a hold began or ended, and the lease did not change."""
     return {change.old, change.new} == {"active", "idle"}
 
 
 def _must_be_written_first(action: e.Action) -> bool:
     """Return whether the journal must know before ``action`` is performed.
 
-    Not so for a hold more or less, nor while the pool looks for a slice: that is committed when its
-    outcome is clear, which mostly is one commit for a whole grant.
+    This is not needed for a hold, nor while the pool looks for a slice: that is committed with its
+    result, so a whole grant mostly is one commit.
     """
     if isinstance(action, e.StateChanged):
         return not steady(action) and action.new not in ("queued", "attaching")
@@ -253,20 +253,20 @@ def _must_be_written_first(action: e.Action) -> bool:
 
 
 class TransitionRows:
-    """Transitions as rows of the journal: what reports add up and timelines draw.
+    """Writes transitions as rows of the journal, for reports and timelines.
 
     ``state`` is every transition of a lease. Beside it, one row for each device: ``attach`` (first
-    bytes), ``resume`` and ``migrate`` (state that came back, and from elsewhere), ``suspend``,
-    ``release`` (a slice given back that held nothing), ``queue`` and ``refuse``.
+    bytes), ``resume`` and ``migrate`` (state came back, or came from another device), ``suspend``,
+    ``release`` (an empty slice was given back), ``queue`` and ``refuse``.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        #: The records of sessions whose attach is under way, as they were when it began.
+        #: Records of sessions with an attach under way, from when it began.
         self._before: dict[str, SessionRecord] = {}
 
     def attach_begins(self, session: str) -> None:
-        """Keep the record as it is: the row at the end of the attach needs it."""
+        """Keep the present record for the row at the end of the attach."""
         record = self._core.record(session)
         if record is not None:
             self._before[session] = record
@@ -276,7 +276,7 @@ class TransitionRows:
         self._before.pop(session, None)
 
     def changed(self, change: e.StateChanged, cause: e.Event) -> None:
-        """Note a transition and what it means; ``cause`` is the event that brought it."""
+        """Write a transition and its rows by device; ``cause`` is the event behind it."""
         session = self._core.sessions.find(change.session)
         if session is None or steady(change):
             return

@@ -26,7 +26,7 @@ MAX_EARLY, MAX_EARLY_OF_USER = 16, 256
 
 
 def digest(token: str) -> str:
-    """Return what is kept of a token: enough to check it, useless to a reader of the journal."""
+    """Return the hash of a token: enough to check it, useless to a reader of the journal."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -50,31 +50,31 @@ class HoldWait:
 
 @dataclass
 class Use:
-    """How a session uses its devices, as its page told."""
+    """A session's use of its devices, as last read from its page."""
 
-    #: Bytes by device, contexts included; empty before the first look.
+    #: Bytes by device, contexts included; empty before the first read.
     counted: Mapping[str, int] = field(default_factory=dict)
     #: Threads that wait at the gate.
     waiting: int = 0
-    #: Streams that record a graph, and the loop time of the last sign of life while they do.
+    #: Streams that record a graph, and the loop time of their last CUDA call.
     captures: int = 0
     captured_at: float = float("-inf")
-    #: It has the hold of its CUDA activity, as the pool would say at more cost.
+    #: Whether it has the hold of its CUDA activity: a copy, as asking the pool costs more.
     held: bool = False
     #: Why it cannot be suspended; empty if nothing is known.
     pins: str = ""
-    #: Loop time at which it was last seen to use CUDA, and last read for being busy.
+    #: Loop time of the last use of CUDA that was seen, and of the last check for use.
     busy_at: float = float("-inf")
     looked_at: float = float("-inf")
     #: Loop time at which its whole page was last read.
     read_at: float = float("-inf")
-    #: Seconds of its leases in which it used CUDA.
+    #: Seconds with CUDA calls during its leases.
     busy_seconds: float = 0.0
-    #: Bytes that the driver takes beyond what the guard charges (less: negative), in the order in
-    #: which the processes see their devices; and what of it the last look explains, by device.
+    #: Bytes that the driver takes beyond the guard's charge (negative: less), in the order in
+    #: which the processes see their devices; and the part that the last sample explains, by device.
     beyond: tuple[int, ...] = ()
     explained: Mapping[str, int] = field(default_factory=dict)
-    #: The processes that its page showed when that was learnt.
+    #: The processes in its page when these were measured.
     processes: Collection[ProcessId] = ()
     #: Device bytes that it has beyond its slices, and in how many samples in a row.
     overuse: int = 0
@@ -83,7 +83,7 @@ class Use:
 
 @dataclass(eq=False)
 class LiveSession:
-    """One session's life outside the pool."""
+    """The broker's state of one session, beside the pool's record."""
 
     id: str
     owner: Owner
@@ -92,7 +92,7 @@ class LiveSession:
     kernel_id: str
     #: The kernel's process, once launched.
     process: ProcessId | None = None
-    #: Where it was opened, until launched.
+    #: The connection that opened it, until launched.
     opener: Connection | None = None
     agent: Connection | None = None
     #: Its other programs, and the one that started it: their holds, by connection.
@@ -100,47 +100,47 @@ class LiveSession:
     death: Death | None = None
     #: By hold.
     waits: dict[str, HoldWait] = field(default_factory=dict)
-    #: Runs while the agent may come back with holds that we do not know.
+    #: Runs while the agent may come back with holds that the broker does not know.
     grace: asyncio.TimerHandle | None = None
     #: Runs from open to launched.
     launch_timer: asyncio.TimerHandle | None = None
-    #: What the process, or one of its children, said before its launched came; by connection.
+    #: Messages of the process or its children from before its ``launched``, by connection.
     early: dict[Connection, Message] = field(default_factory=dict)
-    #: The yield asked of the agent: its epoch, and the future of (yielded, cuda).
+    #: The open ``yield`` request to the agent: epoch, and future for (yielded, cuda).
     yielding: tuple[int, asyncio.Future[tuple[bool, bool | None]]] | None = None
-    #: Whether the process has called cuInit, as its agent last said.
+    #: Whether the process has called cuInit, by its agent's last report.
     cuda: bool | None = None
-    #: Bytes by device that a suspend in progress moves; for a restart in its middle.
+    #: Bytes by device that a suspend under way moves, for a restart of the broker during it.
     moving: Mapping[str, int] = field(default_factory=dict)
-    #: When the wait that goes on began, for the journal.
+    #: When its present wait began, for the journal.
     queued_at: float = 0.0
     #: Messages that its processes have sent, agent and guard.
     messages: int = 0
-    #: What it shares with the guard in its processes; None without a guard.
+    #: The page that it shares with the guard in its processes; None without a guard.
     page: Page | None = None
     #: The devices that its processes see before a lease.
     home: tuple[str, ...] = ()
-    #: The epoch of the lease for which somebody is known to wait; its agent tells when it rests.
+    #: The epoch of its lease if others wait for it: then the agent reports the end of its cells.
     wanted: int = -1
     #: Threads that wait at the gate and asked for a lease: the id of each request.
     guards: dict[Connection, int | None] = field(default_factory=dict)
-    #: What its page said when it was last read; see ``activity``.
+    #: Its page's data when last read; see ``activity``.
     use: Use = field(default_factory=Use)
-    #: Devices on which processes of it take a context before they are moved to its slice.
+    #: Devices on which its processes make a context before they move to its slice.
     landing: tuple[str, ...] = ()
-    #: How often one of them was not moved, since one last was.
+    #: Failed moves of its processes since the last success.
     not_landed: int = 0
-    #: Its processes that were suspended last, children first; empty once they were resumed.
+    #: Its suspended processes, children first; empty once they are resumed.
     frozen: tuple[ProcessId, ...] = ()
-    #: Why its state could never be suspended where it runs, and what its user was told while host
-    #: memory is short there; "" if there is nothing to say.
+    #: Why its state could never be suspended where it runs, and its user's notice while host
+    #: memory is short there; "" if there is none.
     host_limit: str = ""
     host_short: str = ""
     #: Its processes have been made safe to kill, see ``actions.retire``.
     retired: bool = False
 
     def token_is(self, token: str) -> bool:
-        """Return whether ``token`` is the one this session was opened with."""
+        """Return whether ``token`` is this session's."""
         return hmac.compare_digest(self.token_digest, digest(token))
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -183,7 +183,7 @@ class LiveSession:
             connection.close()
 
     def connect_agent(self, connection: Connection) -> None:
-        """Take a connection as that of the session's agent."""
+        """Make a connection that of the session's agent."""
         self.agent = connection
         connection.speaks_for(self)
 
@@ -216,12 +216,12 @@ class LiveSession:
         self.early[connection] = {k: v for k, v in message.items() if k != "holds"}
 
     def drop_early(self, connection: Connection) -> None:
-        """Forget what a connection that has ended said."""
+        """Forget the message of a connection that has ended."""
         if self.early.pop(connection, None) is not None:
             connection.hold_early(None)
 
     def take_early(self) -> list[tuple[Connection, Message]]:
-        """Return the messages that were kept, and forget them."""
+        """Return the kept messages, and forget them."""
         found = [*self.early.items()]
         for connection, _ in found:
             self.drop_early(connection)
@@ -298,16 +298,16 @@ class LiveSessions:
         return found
 
     def proven(self, peer: Peer, message: Message) -> LiveSession:
-        """Return the session that the sender of a message proves to belong to.
+        """Return the session of a message, after its sender has proved to belong to it.
 
         Raises
         ------
         RefusedError
-            If there is no such session, the token is another one, or the user.
+            If the session does not exist, or the token or the user is not the session's.
         """
         session = self.get(message["session"])
         if not session.token_is(message["token"]):
-            raise RefusedError("The token is not this session's.", code=Code.BAD_TOKEN)
+            raise RefusedError("The token is not valid for this session.", code=Code.BAD_TOKEN)
         if peer.uid != session.uid:
             raise RefusedError(
                 f"The session belongs to user id {session.uid} and you are {peer.uid}.",
@@ -320,14 +320,14 @@ class LiveSessions:
         return next((s for s in self._by_id.values() if s.process == process), None)
 
 
-#: Seconds between looks at ``/proc`` where the kernel has no pidfd (before Linux 5.3).
+#: Seconds between checks of ``/proc`` where the kernel has no pidfd (before Linux 5.3).
 POLL = 0.25
 
 
 class Death:
     """Calls ``on_death`` once, from the event loop, when ``process`` has ended.
 
-    Not to be confused with the agent's connection: a child of the kernel can keep that open.
+    The agent's connection does not show this: a child of the kernel can keep it open.
     """
 
     def __init__(self, process: ProcessId, on_death: Callable[[], None]) -> None:

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """SIGTERM and SIGINT end the broker within :data:`WITHIN` seconds, whatever it is doing.
 
-The first signal asks: the start is abandoned, or what runs is ended in order. A thread then waits
-for the end, and forces it when time is up: a blocked event loop, or a child that cannot be ended,
-cannot keep the lock. A second signal forces it at once. What is under way in the driver at that
-moment is finished or undone by the next broker, as after a crash (see ``recovery``).
+After the first signal the broker abandons its start, or ends in order. A thread waits for the end,
+and forces it when time is up: a blocked event loop, or a child that cannot be ended, cannot keep
+the lock. A second signal forces the end at once. The next broker finishes or undoes the driver
+calls under way at that moment, as after a crash (see ``recovery``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Stopped(Exception):
 
 
 class Ending:
-    """Knows whether the broker is to end, and sees to it that it does.
+    """Notes the request to end the broker, and forces the end if need be.
 
     Parameters
     ----------
@@ -39,10 +39,10 @@ class Ending:
 
     def __init__(self, force: Callable[[int], Any] = os._exit) -> None:
         self._force = force
-        #: Whether the broker is to end.
+        #: Whether the broker was asked to end.
         self.asked = False
         self._over = threading.Event()
-        # Not an event of ``threading``: its lock may be held by what the signal interrupts.
+        # Not an event of ``threading``: the code that the signal interrupts may hold its lock.
         self._reading, self._writing = os.pipe()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._event = asyncio.Event()
@@ -51,24 +51,24 @@ class Ending:
         threading.Thread(target=self._see_to_it, name="gpupool-end", daemon=True).start()
 
     def listen(self) -> None:
-        """Take the signals from now on. In the main thread."""
+        """Handle the signals from now on. Call this in the main thread."""
         numbers = (signal.SIGTERM, signal.SIGINT)
         for number in numbers:
             signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # our parent may block them
 
     def attach(self) -> None:
-        """Be heard in the running event loop from now on."""
+        """Let the signals wake the running event loop from now on."""
         self._loop = asyncio.get_running_loop()
         if self.asked:
             self._event.set()
 
     def before_force(self, act: Callable[[], None]) -> None:
-        """Call ``act`` before a forced end, so that the next start stumbles over nothing."""
+        """Call ``act`` before a forced end, so that no leftovers trouble the next start."""
         self._last_acts.append(act)
 
     def ask(self) -> None:
-        """End the broker. In the main thread, and from a signal handler."""
+        """End the broker. Call this in the main thread or from a signal handler."""
         if not self.asked:
             self.asked = True
             os.write(self._writing, b"!")
@@ -76,16 +76,16 @@ class Ending:
             try:
                 self._loop.call_soon_threadsafe(self._event.set)
             except RuntimeError:
-                pass  # the loop is closed: it ends already
+                pass  # the loop is closed: the broker is ending
 
     def over(self) -> None:
-        """Nothing is left that could keep the process."""
+        """Note that nothing is left that could keep the process from ending."""
         self._over.set()
         if not self.asked:
             os.write(self._writing, b"!")
 
     async def wait(self) -> None:
-        """Wait until the broker is to end."""
+        """Wait until the broker is asked to end."""
         await self._event.wait()
 
     async def unless_asked(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -94,7 +94,7 @@ class Ending:
         Raises
         ------
         Stopped
-            If the broker is to end before that; the work is cancelled, and not waited for long.
+            If the broker is asked to end before that; it cancels the work and waits only briefly.
         """
         task = asyncio.ensure_future(work)
         asked = asyncio.ensure_future(self.wait())
@@ -119,14 +119,14 @@ class Ending:
     def _see_to_it(self) -> None:
         os.read(self._reading, 1)
         if not self._over.wait(WITHIN):
-            self._end_now(f"It did not end within {WITHIN:g} s")
+            self._end_now(f"The broker did not end within {WITHIN:g} s")
         os.close(self._reading)
         os.close(self._writing)
 
     def _end_now(self, why: str) -> None:
         # No logging: the thread that was interrupted may hold its lock.
         with suppress(OSError):  # nobody may read it any more
-            os.write(2, f"{why}: ended by force; the next goes on from the journal\n".encode())
+            os.write(2, f"{why}: ended by force; the next one goes on from the journal\n".encode())
         for act in self._last_acts:
             act()
         self._force(1)

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What ``jupyter gpupool doctor`` looks at on this machine, one function per question.
+"""The checks of ``jupyter gpupool doctor`` on this machine, one function per question.
 
-Each returns one :class:`Finding` (or several). A check that cannot decide says so and does not
+Each returns one :class:`Finding` (or several). A check that cannot decide reports that and does not
 guess.
 """
 
@@ -26,7 +26,7 @@ from ..endpoint import check_socket, find_socket
 from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..units import format_bytes
 
-#: Distributions without which some part does not work, and which part that is.
+#: Required distributions, and the part that does not work without each.
 PACKAGES = {
     "jupyter_client": "kernels",
     "ipykernel": "the Pooled GPU kernel",
@@ -60,13 +60,13 @@ def configuration(settings: BrokerSettings) -> list[Finding]:
 
 
 def in_force(settings: BrokerSettings, status: Mapping[str, Any]) -> list[Finding]:
-    """Whether the running broker works with the configuration that was read here."""
+    """Whether the running broker has the configuration that was read here."""
     found = []
     for d in differences(settings, status.get("config") or {}):
         text = f"c.GPUPool.{d.option} is {d.here} here ({d.here_from}) and {d.in_force} in force"
         todo = (
-            f"The running broker has it from {d.in_force_from}. Change that and send it SIGHUP, or "
-            "end it, so that a new one starts."
+            f"The running broker read it from {d.in_force_from}. Change it there and send SIGHUP, "
+            "or end the broker, so that a new one starts."
         )
         found.append(Finding("warn", "config", text, todo))
     return found
@@ -108,7 +108,7 @@ def guard(settings: BrokerSettings) -> Finding:
 
 
 def attach(in_force: str, reason: str, settings: BrokerSettings) -> Finding:
-    """The attach policy that kernels get which do not ask for one, and why."""
+    """The attach policy of kernels that do not ask for one, and why."""
     when = {
         "lazy": "kernels get their slice at their first CUDA call",
         "cell": "kernels get their slice when a cell starts",
@@ -117,12 +117,12 @@ def attach(in_force: str, reason: str, settings: BrokerSettings) -> Finding:
     text = f"{in_force}: {when.get(in_force, in_force)}"
     if not reason:
         return Finding("ok", "attach", text)
-    # Who has turned the guard off need not be warned of it; lazy is only the default then.
+    # An admin who turned the guard off needs no warning; lazy is only the default then.
     return Finding("warn" if settings.guard else "ok", "attach", text, reason)
 
 
 def guard_limits(found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """The limits of the guard, where it is in force."""
+    """The limits of the guard, if it is in use."""
     if not any(device["tier"] == "guarded" for device in found):
         return []
     return [
@@ -174,7 +174,7 @@ def kernelspecs() -> list[Finding]:
 
 
 def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
-    """Yama (kernel documentation, admin-guide/LSM/Yama) may forbid one process to reach another."""
+    """Whether Yama (kernel documentation, admin-guide/LSM/Yama) lets one process reach another."""
     try:
         scope = int((proc / "sys/kernel/yama/ptrace_scope").read_text())
     except (OSError, ValueError):
@@ -188,7 +188,7 @@ def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
 
 
 def host_memory(settings: BrokerSettings, devices: Sequence[Mapping[str, Any]]) -> Finding:
-    """Whether suspended state has room: its copy lies in the kernels' own memory."""
+    """Whether suspended state has room: it is copied to the kernels' own memory."""
     budget = settings.pool.host_memory
     text = f"{format_bytes(budget)} of {format_bytes(Host().total())} for suspended state"
     largest = max((int(d["memory_capacity"]) for d in devices), default=0)
@@ -208,7 +208,7 @@ def host_memory(settings: BrokerSettings, devices: Sequence[Mapping[str, Any]]) 
 def memory_limits(
     settings: BrokerSettings, devices: Sequence[Mapping[str, Any]], host: Host | None = None
 ) -> list[Finding]:
-    """Whether slices fit in what the machine and the control groups here allow a process.
+    """Whether slices fit in the memory that the machine and the control groups allow a process.
 
     Kernels that another program starts (a spawner, a service manager) may have other limits.
     """
@@ -236,7 +236,7 @@ def memory_limits(
 
 
 def journal(status: Mapping[str, Any]) -> list[Finding]:
-    """Whether the running broker can write what a restart begins from."""
+    """Whether the running broker can write the journal, from which a restart begins."""
     broker = status.get("broker") or {}
     if not broker.get("journal_problem"):
         if broker.get("journal_note"):
@@ -247,7 +247,7 @@ def journal(status: Mapping[str, Any]) -> list[Finding]:
 
 
 def journal_place(settings: BrokerSettings, path: Path) -> list[Finding]:
-    """Where a broker at the socket ``path`` would keep its journal, if none runs."""
+    """The place of the journal of a broker at the socket ``path``, if none runs."""
     from ..broker.store.journal_file import place
 
     try:
@@ -273,7 +273,7 @@ def devices(
         return [Finding("fail", "devices", problem or "no GPU was found", "See 'driver' above.")]
     lines = []
     for device in found:
-        # The emulated driver's names say it already; any other name gets the word.
+        # The emulated driver's names contain the word; any other name gets it.
         label = "EMULATED " * (device["emulated"] and "EMULATED" not in device["name"].upper())
         size = format_bytes(device["memory_total"])
         text = f"{label}{device['name']}, {size}, tier {device['tier']}"
@@ -296,7 +296,7 @@ def devices(
 
 
 def _taken_out(order: Mapping[str, Any], device: Mapping[str, Any]) -> str:
-    """Return who took a GPU out of service, when and why, and how it comes back."""
+    """Return who took a GPU out of service, when and why, and how to put it back."""
     done = {"pause": "paused", "drain": "drained"}[str(order["kind"])]
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(order["since"])))
     why = f" ({order['reason']})" if order.get("reason") else ""
@@ -307,12 +307,12 @@ def _taken_out(order: Mapping[str, Any], device: Mapping[str, Any]) -> str:
 
 
 def limited(limit: str) -> list[Finding]:
-    """Which variable leaves GPUs of the machine out of the pool."""
+    """The variable that leaves GPUs of the machine out of the pool."""
     return [Finding("ok", "devices", limit)] if limit else []
 
 
 def default_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """A kernel that asks for nothing gets at most the largest GPU; a larger default misleads."""
+    """A kernel that does not ask gets at most the largest GPU, so a larger default misleads."""
     largest = max((int(d["memory_capacity"]) for d in found), default=0)
     memory = settings.pool.default_memory
     if not largest or memory <= largest:
@@ -325,7 +325,7 @@ def default_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -
 
 
 def reserve_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """A reserve as large as a GPU leaves nothing of it to grant."""
+    """A reserve as large as a GPU leaves no memory to grant."""
     reserve = settings.pool.reserve
     small = [d for d in found if reserve and int(d["memory_total"]) <= reserve]
     if not small:
@@ -336,7 +336,7 @@ def reserve_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -
 
 
 def stanzas() -> list[Finding]:
-    """The options of the pooled kernelspecs: a kernel with a wrong one does not start."""
+    """The options of the pooled kernelspecs: a kernel with a wrong option does not start."""
     from traitlets import TraitError
 
     from ..kernelspecs import list_pooled

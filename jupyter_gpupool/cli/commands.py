@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The commands of ``jupyter gpupool``, one function each, and the one place that prints errors.
 
-A command is a function under :func:`registry.command`, which says what it does and takes. Longer
-work is in other modules, imported only when the command runs: ``status`` must not wait for
+A command is a function under :func:`registry.command`, which gets its description and arguments.
+Longer work is in modules that are imported only when the command runs: ``status`` must not wait for
 jupyter_client.
 """
 
@@ -274,7 +274,7 @@ def _demo(options: Options) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with errors that fit on a line and name the nearest right word."""
+    """argparse with errors that fit on a line and name the most similar valid word."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.match(r"argument .*: invalid choice: '([^']*)'", message)
@@ -294,7 +294,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _description() -> str:
-    """Return what the program is for, and its commands by what people want to do."""
+    """Return the purpose of the program, and its commands grouped by task."""
     lines = [_SUMMARY, ""]
     for group, members in groupby(in_order(), lambda one: one.group):
         lines.append(f"{group:<25}{', '.join(one.name for one in members)}")
@@ -302,7 +302,7 @@ def _description() -> str:
 
 
 def _build() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser, and that of each command."""
+    """Return the parser, and the parsers of the commands."""
     parser = _Parser(
         prog=PROG, description=_description(), epilog=EXIT_CODES, formatter_class=_Formatter
     )
@@ -329,7 +329,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors are one sentence on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments[:1] == ["broker"]:  # it has options of its own, --help among them
+        if arguments[:1] == ["broker"]:  # it has its own options, such as --help
             options = Options(command="broker", arguments=arguments[1:])
         else:
             options = _build()[0].parse_args(arguments)
@@ -341,7 +341,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130  # as in shells: ended by SIGINT
     except BrokenPipeError:
-        # The reader (``| head``) has enough; Python must not complain about it at exit.
+        # The reader (``| head``) has closed the pipe; Python must not complain about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as error:  # argparse: --help, --version, wrong usage

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool doctor``: every check, one line each, what to do beneath. Changes nothing."""
+"""``jupyter gpupool doctor``: one line for each check, and below it what to do. Changes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def examine(
 ) -> int:
     """Check, print, and return 0, or 1 if something fails.
 
-    ``retest``: have the running broker test the GPUs again that are out of service.
+    ``retest``: the running broker first tests the GPUs that are out of service again.
     """
     if retest:
         note = maintenance.retest(socket)
@@ -67,7 +67,7 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     try:
         settings = load_settings(config_files)
     except WrongConfiguration as error:
-        # The other checks would judge a configuration that the admin did not write.
+        # The other checks would use a configuration that the admin did not write.
         found += [Finding("fail", "config", f.text, f.next_step) for f in error.faults]
         return found
     found += checks.configuration(settings)
@@ -105,13 +105,13 @@ def _ask_broker(path: Path) -> Mapping[str, Any] | None:
         with Client(path) as client:
             return client.call("status")
     except GPUPoolError:
-        return None  # the check of the socket says why
+        return None  # the check of the socket reports why
 
 
 def probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str, str]:
     """Find and test the devices as a starting broker would, and release them.
 
-    Return them, why there are none, why none is guarded, and which setting leaves out others.
+    Return the devices, why there are none, why none is guarded, and what setting excludes others.
     """
 
     async def look(

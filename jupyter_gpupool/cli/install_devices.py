@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool install-devices``: an environment for the broker's device processes.
 
-NVIDIA's packages go there, in the versions that this release was tested with, so that no other
-environment needs them: neither that of Jupyter Server, nor that of a kernel.
+It gets NVIDIA's packages in the versions that this release was tested with, so that no other
+environment (of Jupyter Server, or of a kernel) needs them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _PIP = ("--quiet", "--disable-pip-version-check", "--only-binary", ":all:")
 
 
 class InstallError(GPUPoolError):
-    """The environment could not be made; the one before, if any, is unchanged."""
+    """The environment could not be made; an existing one is unchanged."""
 
     code = Code.INSTALL
 
 
 def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
-    """Make the environment, or make it anew, and say where it is. Returns 0.
+    """Make or replace the environment, and print its place. Returns 0.
 
     Parameters
     ----------
     folder:
-        Where; None: the first place that can be written of those where a broker looks.
+        Its place; None: the first writable place of those that a broker searches.
     wheels:
         Take every package from this folder and nothing from an index.
     """
@@ -54,8 +54,8 @@ def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
             next_step="Name another folder with --folder.",
         ) from None
     try:
-        # mkdtemp's folder is for its owner alone; kernels of other users never need this one, but
-        # a broker of another account may.
+        # Only its owner can read mkdtemp's folder. Kernels of other users never need it, but a
+        # broker of another account may.
         scratch.chmod(0o755)
         python = _fill(scratch / "new", wheels)
         found = vendor.interpreter.ask(str(python))

@@ -11,18 +11,18 @@ from typing import Any, Mapping, Sequence
 from ..client import Client
 from .status import socket_path
 
-#: Seconds between two looks at how far an order is.
+#: Seconds between two checks of an order's progress.
 LOOK = 0.5
 
-#: Seconds after which the command says that it waits.
+#: Seconds until the command prints that it waits.
 AT_ONCE = 2.0
 
-#: Seconds that the self-tests of a resume may take.
+#: Longest time of the self-tests of a resume, in seconds.
 TEST_TIMEOUT = 600.0
 
 
 def pause(socket: str, device: str, reason: str) -> int:
-    """Pause the pool or one GPU; return 0 when nothing of the pool uses it, 130 if interrupted.
+    """Pause the pool or one GPU; return 0 when the pool no longer uses it, 130 if interrupted.
 
     By then no kernel has a slice there, and no process of the pool has its device file open.
     """
@@ -35,7 +35,7 @@ def drain(socket: str, device: str, reason: str) -> int:
 
 
 def resume(socket: str, device: str) -> int:
-    """Give everything, or one GPU, back to the pool. Returns 0.
+    """Put all GPUs, or one, back into service. Returns 0.
 
     Raises
     ------
@@ -50,7 +50,7 @@ def resume(socket: str, device: str) -> int:
 
 
 def retest(socket: str) -> str:
-    """Have every failed GPU tested again; return the result as a sentence."""
+    """Let the broker test every failed GPU again; return the result as a sentence."""
     with Client(socket_path(socket)) as client:
         answer = client.call("maintain", action="retest", timeout=TEST_TIMEOUT)
     return str(answer["note"])
@@ -61,7 +61,7 @@ def _until_done(socket: str, action: str, device: str, reason: str) -> int:
         answer = client.call("maintain", action=action, device=device, reason=reason)
         try:
             return _wait(client, str(answer["device"]), str(answer["note"]))
-        except KeyboardInterrupt:  # the order is in force, whether or not its note was printed
+        except KeyboardInterrupt:  # the order is in force even if its note was not printed
             target = f" --device {device}" if device else ""
             print(
                 f"\nNot finished, and it stays {action}d: kernels leave as they become idle, and "
@@ -73,7 +73,7 @@ def _until_done(socket: str, action: str, device: str, reason: str) -> int:
 
 
 def _will_test(status: Mapping[str, Any], device: str) -> bool:
-    """Return whether a resume has devices to test; the broker says why if not."""
+    """Return whether a resume has devices to test; if not, the broker reports why."""
     orders = {str(row["device"]) for row in status.get("maintenance") or ()}
     if not device:
         return bool(orders)
@@ -108,7 +108,7 @@ def _wait(client: Client, uuid: str, note: str) -> int:
 
 
 def progress(order: Mapping[str, Any]) -> list[str]:
-    """Return what an order still waits for, one line per kernel or process."""
+    """Return one line for each kernel or process that an order still waits for."""
     waits, others = order["waits"], order["others"]
     lines = []
     if waits or others:
@@ -141,7 +141,7 @@ def _process(row: Mapping[str, Any]) -> str:
 
 
 def _outside(order: Mapping[str, Any]) -> Sequence[str]:
-    """Return the other processes with open device files, which the admin has to end."""
+    """Return the other processes with open device files; the admin must end them."""
     lines = []
     files = [row for row in order.get("files") or () if not row["session"]]
     if files:

@@ -15,7 +15,7 @@ from ..units import format_bytes, format_seconds, format_wait
 
 Snapshot = Mapping[str, Any]
 
-#: SGR colours (ECMA-48) by what they mean here.
+#: SGR colours (ECMA-48) by their meaning here.
 _COLOURS = {
     "running": "32",
     "idle": "33",
@@ -28,7 +28,7 @@ _COLOURS = {
     "emulated": "1;36",
 }
 
-#: Fill of a bar by what it means: (any terminal that knows Unicode, any terminal).
+#: Fill of a bar by its meaning: (for a terminal with Unicode, for any terminal).
 _FILLS = {
     "running": ("█", "#"),
     "idle": ("▒", "="),
@@ -61,14 +61,14 @@ class Style:
     unicode: bool = True
 
     def paint(self, text: str, colour: str) -> str:
-        """Return ``text`` in ``colour``, or as it is."""
+        """Return ``text`` in ``colour``, or unchanged."""
         return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if self.colour and text else text
 
     def fill(self, kind: str) -> str:
         return _FILLS[kind][0 if self.unicode else 1]
 
     def cut(self, text: str, width: int) -> str:
-        """Return ``text`` in at most ``width`` columns, with an ellipsis if it was longer."""
+        """Return ``text`` in at most ``width`` columns; an ellipsis marks a longer text."""
         text = printable(text)
         if columns(text) <= width:
             return text
@@ -95,7 +95,7 @@ def draw(snapshot: Snapshot, style: Style) -> list[str]:
     attached = (s["id"] for s in sessions if s.get("granted_bytes"))
     letters = dict(zip(attached, _LETTERS, strict=False))
     devices = snapshot["devices"]
-    # Bars of one length can be compared by eye, so the longest text beside one counts for all.
+    # Bars of one length can be compared by eye, so the longest text sets their length.
     beside = max((len(_figures(device)) for device in devices), default=0)
     return [
         *_head(snapshot, style),
@@ -108,7 +108,7 @@ def draw(snapshot: Snapshot, style: Style) -> list[str]:
 
 
 def _order(session: Snapshot, place: Mapping[str, int]) -> tuple[int, int, str]:
-    """Attached ones first, as their devices come; then those that wait, next ones first."""
+    """Return the sort key of sessions: attached ones in the order of devices, then the queue."""
     if session.get("granted_bytes"):
         return 0, place.get(str(session.get("device")), 0), str(session["id"])
     return 1, session.get("queue_position") or 1 << 30, str(session["id"])
@@ -145,7 +145,7 @@ def _schedule(schedule: Snapshot) -> str:
 
 
 def style_warning(text: str, style: Style) -> list[str]:
-    """Return an important sentence, on as many lines as it needs."""
+    """Return an important sentence, wrapped."""
     return [style.paint(line, "alarm") for line in textwrap.wrap(printable(text), style.width)]
 
 
@@ -166,7 +166,7 @@ def _device(
 ) -> list[str]:
     uuid = str(device["uuid"])
     title = f"GPU {device['index']}  "
-    # The emulated driver's names say it already; any other emulated device gets the word.
+    # The emulated driver's names contain the word; any other emulated device gets it.
     unsaid = device["emulated"] and "EMULATED" not in str(device["name"]).upper()
     emulated = "  EMULATED" if unsaid else ""
     tier = f"  {device['tier']}"
@@ -183,7 +183,7 @@ def _device(
     ]
     if device.get("memory_foreign"):
         parts.append(("foreign", int(device["memory_foreign"]), ""))
-    # On a device out of service nothing is free, whatever its memory holds.
+    # On a device out of service nothing is free, even if its memory is.
     rest = " " if device.get("drained_reason") else style.fill("free")
     wide = style.width >= 72
     room = style.width - 2 - (beside + 1 if wide else 0)
@@ -206,14 +206,14 @@ def _devices_of(session: Snapshot) -> Sequence[str]:
 
 
 def _share(session: Snapshot) -> int:
-    """Bytes on each of the session's devices: a request is the same on all of them."""
+    """Bytes on each of the session's devices; a request is the same on all."""
     return int(session["granted_bytes"]) // max(1, len(_devices_of(session)))
 
 
 def _bar(
     parts: Iterable[tuple[str, int, str]], capacity: int, room: int, style: Style, rest: str
 ) -> str:
-    """Return ``room`` columns; every part has at least one, so that it can be seen."""
+    """Return ``room`` columns; every part has at least one, so that it is visible."""
     drawn: list[str] = []
     left = max(0, room)
     exact = 0.0
@@ -286,7 +286,7 @@ def _short(session_id: str) -> str:
 
 
 def _uses(session: Snapshot) -> str:
-    """Return the use that the guard counts now, else as last measured."""
+    """Return the use that the guard counts now, or else the last measurement."""
     counted = session.get("used_bytes")
     return _size(session.get("footprint_bytes") if counted is None else counted)
 

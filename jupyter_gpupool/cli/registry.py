@@ -30,7 +30,7 @@ Argument = Callable[[argparse._ActionsContainer], object]
 
 @dataclass(frozen=True)
 class Subcommand:
-    """One command: what it does, what it takes, and what runs it and returns the exit code."""
+    """One command: its description, its arguments, and the function that returns its exit code."""
 
     name: str
     group: str
@@ -63,12 +63,12 @@ def in_order() -> list[Subcommand]:
 
 
 def argument(*names: str, **settings: Any) -> Argument:
-    """Return an argument, described as ``ArgumentParser.add_argument`` takes it."""
+    """Return an argument; the parameters are those of ``ArgumentParser.add_argument``."""
     return lambda parser: parser.add_argument(*names, **settings)
 
 
 def either(*arguments: Argument) -> Argument:
-    """Return arguments of which at most one may be given."""
+    """Return arguments that exclude each other."""
 
     def add(parser: argparse._ActionsContainer) -> None:
         group = parser.add_mutually_exclusive_group()

@@ -27,13 +27,13 @@ _LEAVE = "\x1b[?25h\x1b[?1049l"
 
 
 def socket_path(given: str) -> Path:
-    """Return the socket to talk to: ``--socket``, else as configured, else where it is found."""
+    """Return the broker's socket: ``--socket``, else as configured, else as found."""
     if given:
         return Path(given)
     try:
         configured = load_settings().socket
     except ConfigError as error:
-        # A broker may be running with the configuration as it was before it was broken.
+        # A broker may be running with the earlier, valid configuration.
         print(f"Warning: {error}", file=sys.stderr)
         configured = ""
     return find_socket(configured)
@@ -49,7 +49,7 @@ def style_for(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Style:
 
 
 def show_status(socket: str, *, as_json: bool, watch: bool, interval: float) -> int:
-    """Print the pool once, or again and again until interrupted. Returns the exit code."""
+    """Print the pool once, or repeatedly until interrupted. Returns the exit code."""
     path = socket_path(socket)
     if watch:
         return _watch(path, as_json=as_json, interval=interval)
@@ -73,7 +73,7 @@ def _connect(path: Path) -> Client:
             raise BrokerUnavailable(
                 error.message,
                 code=error.code,
-                next_step="It is the machine's: the service manager starts it again, and cells "
+                next_step="It is the machine's broker: the service manager restarts it, and cells "
                 "that need a GPU wait until then. If it stays away: systemctl status gpupool.",
             ) from None
         if not startrecord.can_revive(path) and not startrecord.can_restore(path):
@@ -98,7 +98,7 @@ def _watch(path: Path, *, as_json: bool, interval: float) -> int:
     screen = sys.stdout.isatty() and not as_json
     client: Client | None = None
     try:
-        client = _connect(path)  # a wrong socket is an error now, not something to wait for
+        client = _connect(path)  # a wrong socket is an error at once, without a wait
         if screen:
             sys.stdout.write(_ENTER)
         while True:
@@ -137,24 +137,24 @@ def _frame(lines: Sequence[str], *, screen: bool) -> None:
     if not screen:
         print("\n".join(lines), flush=True)
         return
-    # A terminal that does not know its size reports 0 rows or columns (Python 3.10 hands it on).
+    # A terminal without a known size reports 0 rows or columns (Python 3.10 passes that on).
     height = shutil.get_terminal_size().lines or 24
     shown = list(lines[: height - 1])
     if len(shown) < len(lines):
         shown[-1] = f"({len(lines) - len(shown) + 1} more lines; make the window higher)"
-    # One write, each line cleared only behind its text, the rest of the screen below: nothing
-    # is blank at any time, so nothing flickers.
+    # One write, which clears each line only behind its text, and the screen only below: no part is
+    # ever blank, so nothing flickers.
     sys.stdout.write("\x1b[H" + "".join(line + "\x1b[K\n" for line in shown) + "\x1b[J")
     sys.stdout.flush()
 
 
 def release(socket: str, name: str, *, say: Callable[[str], None] = print) -> int:
-    """Ask the broker to take back the slice of the session whose id begins with ``name``.
+    """Release the slice of the session whose id begins with ``name``.
 
     Raises
     ------
     RefusedError
-        If no session or more than one begins so, or the broker refuses.
+        If no session or several sessions match, or the broker refuses.
     """
     with _connect(socket_path(socket)) as client:
         session = find_session(name, client.call("status")["sessions"])

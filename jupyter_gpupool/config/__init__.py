@@ -3,7 +3,7 @@
 """The admin's configuration: ``c.GPUPool.*`` in ``jupyter_server_config.py``.
 
 - ``options``: the traits, the only place for names, units, defaults and examples.
-- ``reading``: how their values are read: sizes, durations, quotas, devices, paths.
+- ``reading``: readers of their values: sizes, durations, quotas, devices, paths.
 - ``grouping``: reading groups: what each gets, and who is in it.
 - ``tree``: whether groups go together: parents, sizes, and who is in several.
 - ``calendar``: when a rule of a calendar is in force; time zones and summer time.
@@ -14,7 +14,7 @@
 - ``faults``: mistakes, all at once, each with its place.
 - ``places``: the line of a file on which a value is written.
 - ``loading``: finding, reading and checking Jupyter's configuration files.
-- ``differences``: what to tell a server whose configuration is not the broker's.
+- ``differences``: the notice to a server whose configuration differs from the broker's.
 """
 
 from .faults import Fault, WrongConfiguration

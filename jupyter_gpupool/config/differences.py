@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Differences between the configuration of a server, or a user's command, and that of its broker.
+"""Differences between the configurations of a server or command and its broker.
 
-One broker serves all of a user's servers, with the configuration with which it was started. A
-server with another configuration learns which options differ, where the values in force come from,
-and how to change them.
+One broker serves all of a user's servers, with the configuration of its start. A server with
+another configuration learns which options differ, where the present values come from, and how to
+change them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .options import GPUPool
 from .reading import Seconds, Size
 from .settings import BrokerSettings
 
-#: Options with names of users, which a broker shows only to its admins.
+#: Options with names of users: a broker shows them only to its admins.
 PRIVATE = ("quotas", "admins", "groups", "schedules")
 
-#: Options about how to find the broker; they do not change how it works.
+#: Options for finding the broker; they do not change how it works.
 _ASIDE = ("socket",)
 
-#: Options that one sentence names at most.
+#: Most options that one sentence names.
 _MOST = 4
 
 
@@ -37,7 +37,7 @@ _LOGGED: set[str] = set()
 
 
 def not_logged(text: str) -> bool:
-    """Return whether ``text`` is not in this process's log yet; true once for each text.
+    """Return whether ``text`` is new in this process's log; true once for each text.
 
     The provisioner and the server extension both notice the same difference.
     """
@@ -49,7 +49,7 @@ def not_logged(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """One option that has another value here than in the broker, values as people write them."""
+    """One option whose value here differs from the broker's; values as people write them."""
 
     option: str
     here: str
@@ -59,7 +59,7 @@ class Difference:
 
 
 def shown(settings: BrokerSettings, *, private: bool) -> dict[str, Any]:
-    """Return what a broker shows of its configuration; ``private``: to its admins."""
+    """Return the part of its configuration that a broker shows; ``private``: to its admins."""
     hidden = [] if private else [*PRIVATE]
     return {
         "options": {k: v for k, v in settings.options.items() if k not in hidden},
@@ -69,7 +69,7 @@ def shown(settings: BrokerSettings, *, private: bool) -> dict[str, Any]:
 
 
 def differences(own: BrokerSettings, in_force: Mapping[str, Any]) -> list[Difference]:
-    """Return the options in which ``own`` differs from what the broker shows (:func:`shown`)."""
+    """Return the options in which ``own`` differs from the broker's (:func:`shown`)."""
     options, origins = in_force.get("options") or {}, in_force.get("origins") or {}
     aside = {*_ASIDE, *(in_force.get("hidden") or ())}
     known = GPUPool.class_traits(config=True)
@@ -94,16 +94,16 @@ def differences(own: BrokerSettings, in_force: Mapping[str, Any]) -> list[Differ
 def notice(
     section: Mapping[str, Any] | None, status: Mapping[str, Any], *, who: str = "This server"
 ) -> str:
-    """Return the notice for the user of ``who``; "" if its configuration is the one in force.
+    """Return the notice for the user of ``who``; "" if the configurations agree.
 
     Parameters
     ----------
     section:
-        The caller's own ``c.GPUPool``, besides what configuration files say.
+        The caller's own ``c.GPUPool``, in addition to the configuration files.
     status:
-        Of the broker, or the part of an answer that has its ``config`` and ``broker``.
+        The broker's status, or the part of an answer with its ``config`` and ``broker``.
     who:
-        Begins the sentence.
+        The beginning of the sentence.
     """
     in_force = status.get("config")
     if not in_force:
@@ -130,7 +130,7 @@ def sentence(found: Sequence[Difference], status: Mapping[str, Any], *, who: str
         change = "It is the broker of the whole machine: ask your admin to change it."
     else:
         change = (
-            f"To change it, edit what it comes from and send SIGHUP to the broker (process "
+            f"To change it, edit it there and send SIGHUP to the broker (process "
             f"{status.get('pid')}); or shut down all Pooled GPU kernels, wait until it has ended, "
             "and start one here."
         )
@@ -141,7 +141,7 @@ def sentence(found: Sequence[Difference], status: Mapping[str, Any], *, who: str
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` as JSON brings it back."""
+    """Return ``value`` after a round trip through JSON."""
     return json.loads(json.dumps(value, default=str))
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Reading ``c.GPUPool`` from Jupyter's configuration files, refusing what it does not know."""
+"""Read ``c.GPUPool`` from Jupyter's configuration files, and refuse unknown options."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _NAMES = (
     "jupyter_server_config.json",
 )
 
-#: Our sections of a configuration file, and what each configures.
+#: Our sections of a configuration file, and the class of each.
 _OURS = {"GPUPool": "the pool", "GPUPoolProvisioner": "the pool's provisioner"}
 
-#: Likeness from which the name of a section counts as a misspelt one of ours.
+#: Similarity from which a section's name counts as a misspelling of one of ours.
 _LIKENESS = 0.8
 
 #: The origin of what overrules every file.
@@ -68,9 +68,9 @@ def load_timetable(
 
     Read in this order, later values win: ``jupyter_config`` and ``jupyter_server_config``
     (``.py``, then ``.json``) in each folder of ``jupyter --paths``, the one listed last first;
-    then ``config_files``; then ``overrides``, usually the command line's. Only the
-    section ``GPUPool`` is looked at. Unlike Jupyter Server, the working directory is not searched:
-    a broker may be started from a folder of notebooks.
+    then ``config_files``; then ``overrides``, usually the command line's. Only the section
+    ``GPUPool`` counts. Unlike Jupyter Server, this does not search the working directory: a broker
+    may start in a folder of notebooks.
 
     With ``only_given``, ``config_files`` and ``overrides`` alone are read. ``now`` (seconds since
     the epoch) is the time from which on schedules are checked together.
@@ -78,8 +78,8 @@ def load_timetable(
     Raises
     ------
     WrongConfiguration
-        For a file that cannot be read, an unknown name, a bad value, or values that do not go
-        together, also by a schedule; names each place, what is allowed, and the nearest valid name.
+        For an unreadable file, an unknown name, a bad value, or values that contradict each other,
+        also by a schedule; it names each place, what is allowed, and the nearest valid name.
     """
     merged = Config()
     read: list[Path] = []
@@ -160,7 +160,7 @@ class _Places:
 def _note_origins(origins: dict[str, str], merged: Config, more: Config, origin: str) -> None:
     """Note ``origin`` for the options that ``more`` changes.
 
-    A server hands on all that it has read: a value that a file has as well keeps that file's name.
+    A server passes on all that it has read: a value that is also in a file keeps the file's name.
     """
     before = merged.get("GPUPool", {})
     for name, value in more.get("GPUPool", {}).items():
@@ -199,7 +199,7 @@ def wrong_values(config: Config, *, origin: str = "") -> list[Fault]:
             found.append(Fault("there is no such option.", hint, name))
             continue
         try:
-            # A copy: reading the value of ``c.GPUPool.admins.append(...)`` would end its merging.
+            # A copy: a read of ``c.GPUPool.admins.append(...)`` itself would end its merging.
             GPUPool(config=Config({"GPUPool": {name: deepcopy(value)}}))
         except (TraitError, ValueError, TypeError) as error:
             example = f"Example: {options[name].metadata['example']}"
@@ -215,7 +215,7 @@ def wrong_values(config: Config, *, origin: str = "") -> list[Fault]:
 
 
 def _reason(name: str, value: Any, error: Exception) -> str:
-    """Return the sentence for a bad value: that of our check, else what the option allows."""
+    """Return the sentence for a bad value: from our check, else what the option allows."""
     option = GPUPool.class_traits()[name]
     text = str(error)
     if isinstance(error, TraitError) and " trait of " not in text:
@@ -251,12 +251,12 @@ def _read(path: Path, *, required: bool) -> Config | None:
     except Exception as error:
         text = f"The configuration file {path} cannot be read: {_one_line(error)}."
         raise WrongConfiguration([Fault(text, "Correct it; nothing was changed.")]) from error
-    # A file of another application may hold anything; only our sections are checked.
+    # A file of another application may have any content; only our sections are checked.
     return Config({name: value for name, value in config.items() if _meant(name)})
 
 
 def _meant(section: str) -> str:
-    """Return the section of ours that ``section`` is, or is a misspelling of; "" if none."""
+    """Return our section that ``section`` names or misspells; "" if none."""
     near = {name.lower(): name for name in _OURS}
     return near.get(nearest(section.replace("_", "").lower(), near, likeness=_LIKENESS), "")
 

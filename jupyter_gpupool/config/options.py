@@ -48,7 +48,7 @@ from .settings import (
 )
 from .tree import check_groups
 
-#: Seconds of one turn at least: the broker's timers and a kernel's polling take milliseconds.
+#: Least seconds of one turn: the broker's timers and a kernel's polling take milliseconds.
 MIN_TURN = 0.01
 
 _POOL = PoolSettings()
@@ -65,10 +65,10 @@ def _option(
     read: Callable[[Any], object] | None = None,
     restart: bool = False,
 ) -> _T:
-    """Return ``trait`` as a configuration option with all that its reader needs to know.
+    """Return ``trait`` as a configuration option, with its reader.
 
-    ``read`` returns what the broker works with, or raises ``ValueError`` with a sentence; without
-    it the broker works with the value as it is. ``restart``: a running broker keeps the old value.
+    ``read`` returns the value for the broker, or raises ``ValueError`` with a sentence; without it
+    the broker uses the value unchanged. ``restart``: a running broker keeps the old value.
     """
     trait.help = f"{what}\n\nUnit: {unit}. Default: {default}. Example: c.GPUPool.{example}"
     trait.tag(
@@ -79,7 +79,7 @@ def _option(
 
 
 def _reader(trait: object) -> Callable[[Any], Any] | None:
-    """Return what reads the values of an option; None if they are used as they are."""
+    """Return the reader of an option; None if its values are used unchanged."""
     return trait.metadata.get("read") if isinstance(trait, TraitType) else None
 
 
@@ -93,10 +93,10 @@ def _choice(policy: Any, what: str, *, example: str, trait: Any = Enum) -> Any:
 
 
 class _Overuse(Enum):  # type: ignore[type-arg]
-    """The policies for overuse; a configuration of an earlier version may name a third one."""
+    """The policies for overuse; a configuration of an earlier version may have a third policy."""
 
     def validate(self, obj: Any, value: Any) -> Any:
-        """Return ``value``, or say which one replaces it."""
+        """Return ``value``, or report its replacement."""
         if value == "suspend":
             raise TraitError(
                 "'suspend' is no longer a value: a kernel that goes around the guard can take "
@@ -120,7 +120,7 @@ class GPUPool(Configurable):
     emulate = _option(
         Unicode(""),
         "Emulate these GPUs in host memory, for machines without one. The environment variable "
-        "GPUPOOL_EMULATE fills this in where no configuration sets it.",
+        "GPUPOOL_EMULATE is used if no configuration sets this option.",
         unit="machine, as COUNTxSIZE with options after commas",
         default="'' (use the real driver)",
         example='emulate = "2x16GiB"',
@@ -138,8 +138,8 @@ class GPUPool(Configurable):
         Bool(True),
         "Start kernels under the guard, a library between them and the CUDA driver: it holds their "
         "CUDA calls while they have no slice, and refuses allocations beyond it as the driver "
-        "would. A limit for well-behaved programs, not a security boundary. Without it a slice is "
-        "a promise, and 'lazy' acts as 'cell'.",
+        "would. A limit for well-behaved programs, not a security boundary. Without it nothing "
+        "enforces a slice, and 'lazy' acts as 'cell'.",
         unit="True or False",
         default="True",
         example="guard = False",
@@ -147,25 +147,25 @@ class GPUPool(Configurable):
     )
     allow_unguarded = _option(
         Bool(False),
-        "Start a kernel without the guard where the page that it shares with the broker cannot be "
-        "made, which mostly means that shared memory is full. Otherwise it is refused: nothing "
-        "would keep its CUDA calls within the slice.",
+        "Start a kernel without the guard if the page that it shares with the broker cannot be "
+        "made (usually because shared memory is full). By default the broker refuses such a "
+        "kernel, because nothing would keep its CUDA calls within the slice.",
         unit="True or False",
         default="False",
         example="allow_unguarded = True",
     )
     default_memory = _option(
         Size(_POOL.default_memory),
-        "Device memory that a kernel is guaranteed when it does not ask, CUDA context included. "
-        "Where the largest GPU, or max_memory_per_kernel, has less, it is that much.",
+        "Guaranteed device memory of a kernel that does not ask, with its CUDA context. At most "
+        "the size of the largest GPU, and max_memory_per_kernel.",
         unit="bytes, or text such as '4GiB'",
         default="4 GiB",
         example='default_memory = "6GiB"',
     )
     default_limit = _option(
         Size(None, allow_none=True),
-        "Device memory up to which a kernel that does not ask may grow while the GPU has memory "
-        "free, beyond what it is guaranteed. Without the guard nothing grows.",
+        "A kernel that does not ask may grow beyond its guarantee to this device memory, while "
+        "the GPU has free memory. Only kernels under the guard can grow.",
         unit="bytes, or text such as '12GiB'",
         default="None (the same as default_memory)",
         example='default_limit = "12GiB"',
@@ -179,10 +179,10 @@ class GPUPool(Configurable):
     )
     quotas = _option(
         Dict(),
-        "Limits per user; '*' is every user who is not named. Of each user's kernels together: "
-        "memory (granted device bytes), devices (GPUs), leases (kernels attached at once), "
-        "suspended (host bytes of suspended state), gpu_seconds_per_day (as in groups). What is "
-        "left out has no limit.",
+        "Limits per user; '*' stands for all users who are not named. For all kernels of a user "
+        "together: memory (granted device bytes), devices (GPUs), leases (kernels attached at "
+        "once), suspended (host bytes of suspended state), gpu_seconds_per_day (as in groups). A "
+        "missing limit means no limit.",
         unit="dict of user name to dict",
         default="{} (no limits)",
         example='quotas = {"*": {"memory": "16GiB", "leases": 2}, "ada": {"memory": "48GiB"}}',
@@ -260,8 +260,8 @@ class GPUPool(Configurable):
     )
     max_sessions_per_user = _option(
         Int(256),
-        "Kernels that one user may have in the pool, with a slice or without. Not a quota of GPUs "
-        "but a bound on what one user can cost the broker.",
+        "Kernels that one user may have in the pool, with a slice or without. This is not "
+        "a quota of GPUs: it bounds the broker's work for one user.",
         unit="whole number, 1 at least",
         default="256",
         example="max_sessions_per_user = 50",
@@ -332,10 +332,10 @@ class GPUPool(Configurable):
     host_reserve = _option(
         AnyTrait("10%"),
         "Host memory that a suspend leaves free, of the machine and of each control group "
-        "(cgroup) above the kernel. A percentage counts from each of these limits and is 1 GiB at "
-        "least, but at most a quarter of a small limit; of a control group, a size is a quarter at "
-        "most, too. Where less than this is free and kernels are suspended, the largest suspended "
-        "state that has room on a GPU goes back there, and its user is warned.",
+        "(cgroup) above the kernel. A percentage counts from each of these limits. It is at least "
+        "1 GiB, but at most a quarter of a small limit; a size is also at most a quarter of a "
+        "control group. If less is free while kernels are suspended, the largest suspended state "
+        "that has room on a GPU goes back there, and its user gets a warning.",
         unit="bytes, text such as '4GiB', or per cent such as '10%'; 0 for none",
         default="'10%'",
         example='host_reserve = "8GiB"',
@@ -344,9 +344,9 @@ class GPUPool(Configurable):
     resume_headroom = _option(
         Size(_POOL.resume_headroom, zero=True),
         "Device memory that must be free beyond what a suspended kernel held before it is resumed, "
-        "at most a sixteenth of the GPU. A driver may need more to bring a process back than it "
-        "freed, and a resume without room can cost the process; it goes back to the pool as soon "
-        "as the kernel is resumed.",
+        "at most a sixteenth of the GPU. A resume may need more memory than the suspend freed, "
+        "and without room it can kill the process. The extra memory goes back to the pool once "
+        "the kernel is resumed.",
         unit="bytes, or text such as '512MiB'",
         default="256 MiB",
         example='resume_headroom = "512MiB"',
@@ -354,9 +354,9 @@ class GPUPool(Configurable):
     max_swap_overhead = _option(
         Share(_POOL.max_swap_overhead, zero=True),
         "The part of the time that moving kernels may take while they contend for a GPU. A kernel "
-        "with short pauses stays until it has used its GPU for so long that its move is this part "
-        "of it. A kernel that computes nothing stays no longer than its move takes while somebody "
-        "waits. 0: a waiting kernel gets an idle slice at once, whatever moving it costs.",
+        "with short pauses stays until its move takes only this part of the time for which it has "
+        "used its GPU. While another kernel waits, an idle kernel stays no longer than its move "
+        "takes. 0: a waiting kernel gets an idle slice at once, even if the move takes long.",
         unit="number from 0 to below 1, or per cent such as '10%'",
         default="0.1",
         example="max_swap_overhead = 0.05",
@@ -395,9 +395,9 @@ class GPUPool(Configurable):
     )
     foreign_processes = _choice(
         ForeignPolicy,
-        "Processes on a pool GPU that are not of the pool: 'count' takes their memory off what can "
-        "be granted, 'report' also logs each one, 'end' also ends those that belong to a user who "
-        "has a kernel in the pool.",
+        "Processes on a pool GPU that do not belong to the pool: 'count' subtracts their memory "
+        "from the pool's, 'report' also logs each one, 'end' also ends those of users who have a "
+        "kernel in the pool.",
         example='foreign_processes = "report"',
     )
     socket = _option(
@@ -482,7 +482,7 @@ class GPUPool(Configurable):
 
     @validate(*[name for name, trait in vars().items() if _reader(trait)])
     def _check_one(self, proposal: Mapping[str, Any]) -> Any:
-        # Raises for a bad value, but keeps what the admin wrote: ``settings`` reads it.
+        # Raises for a bad value, but keeps the admin's text: ``settings`` reads it.
         try:
             proposal["trait"].metadata["read"](proposal["value"])
         except ValueError as error:
@@ -492,19 +492,19 @@ class GPUPool(Configurable):
     def settings(
         self, *, host_total: int | None = None, environ: Mapping[str, str] | None = None
     ) -> BrokerSettings:
-        """Return what the broker works with.
+        """Return the settings of the broker.
 
         Parameters
         ----------
         host_total:
-            Bytes of host memory that percentages count from; None: read from the machine.
+            Bytes of host memory, for percentages; None: read from the machine.
         environ:
             Where ``GPUPOOL_EMULATE`` is looked up; None: ``os.environ``.
 
         Raises
         ------
         ConfigError
-            If values that are good on their own do not go together.
+            If values that are valid alone contradict each other.
         """
         total = Host().total() if host_total is None else host_total
         faults: list[Fault] = []
@@ -529,7 +529,7 @@ class GPUPool(Configurable):
         return BrokerSettings(pool=PoolSettings(**pool), notes=tuple(notes), **values)
 
     def chosen(self) -> dict[str, Any]:
-        """Return the options that do not have their default, as JSON values."""
+        """Return the options with other values than their defaults, as JSON values."""
         found = {}
         for name, trait in self.class_traits(config=True).items():
             value = getattr(self, name)
@@ -538,7 +538,7 @@ class GPUPool(Configurable):
         return found
 
     def _read(self, name: str) -> Any:
-        """Return the value of an option as the broker works with it."""
+        """Return the value of an option as the broker uses it."""
         value, reader = getattr(self, name), _reader(self.class_traits()[name])
         return reader(value) if reader else value
 
@@ -551,7 +551,7 @@ class GPUPool(Configurable):
             faults.append(Fault(text, hint, "default_priority"))
 
     def _check_sizes(self, faults: list[Fault]) -> int:
-        """Return the default limit in bytes; note whether the three sizes fit together."""
+        """Return the default limit in bytes; note where the three sizes contradict each other."""
         memory, most = self.default_memory, self.max_memory_per_kernel
         limit: int = memory if self.default_limit is None else self.default_limit
         if limit < memory:
@@ -587,11 +587,11 @@ class GPUPool(Configurable):
 
 
 def needs_restart(old: BrokerSettings, new: BrokerSettings) -> tuple[str, ...]:
-    """Return the options that differ and take effect only when the broker is restarted."""
+    """Return the options that differ and need a restart of the broker."""
     return tuple(name for name in fixed_options() if getattr(old, name) != getattr(new, name))
 
 
 def fixed_options() -> list[str]:
-    """Return the options of which a running broker keeps the old value."""
+    """Return the options whose old value a running broker keeps."""
     traits = GPUPool.class_traits(config=True)
     return [name for name in vars(GPUPool) if name in traits and traits[name].metadata["restart"]]

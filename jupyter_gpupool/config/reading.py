@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Read the values that an admin writes: sizes, durations, quotas, devices, paths.
 
-A reader returns what the broker works with, or raises ``ValueError`` with a sentence for people.
+A reader returns the value for the broker, or raises ``ValueError`` with a sentence for people.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ QUOTA_KEYS = tuple(
     {field: key for key, field in _QUOTA_FIELDS.items()}.get(f.name, f.name) for f in fields(Quota)
 )
 
-#: Least bytes that stay free where the reserve is a share; of a small limit, at most this part.
+#: A reserve that is a share has at least so many bytes, but at most this part of a small limit.
 LEAST_RESERVE, MOST_RESERVE_PART = 1 << 30, 4
 
 
 @dataclass(frozen=True, slots=True)
 class HostReserve:
-    """Host memory that a suspend leaves free: a share of each limit, or a size where given."""
+    """Host memory that a suspend leaves free: a share of each limit, or the configured size."""
 
     share: float = 0.1
     size: int | None = None
 
     def of(self, limit: int, *, machine: bool) -> int:
-        """Return the bytes that stay free of ``limit`` bytes, the machine's or a control group's.
+        """Return how many bytes of a machine's or control group's ``limit`` stay free.
 
-        A share is 1 GiB at least; that, and a size, are at most a quarter of a control group, so
-        that a small one can still hold suspended state.
+        A share is at least 1 GiB. The result is at most a quarter of a control group, so that a
+        small group can still hold suspended state.
         """
         scaled = limit // MOST_RESERVE_PART
         if self.size is not None:
@@ -72,14 +72,14 @@ class _Quantity(TraitType[Any, Any]):
         super().__init__(default, **kwargs)
 
     def from_string(self, s: str) -> Any:
-        """Return what ``--GPUPool.name=s`` means."""
+        """Return the value of ``--GPUPool.name=s``."""
         return None if self.allow_none and s == "None" else s
 
     def read(self, value: Any) -> float:
         raise NotImplementedError
 
     def validate(self, obj: Any, value: Any) -> Any:  # noqa: ARG002 (traitlets' contract)
-        """Return ``value`` as a plain number, or say what is wrong with it."""
+        """Return ``value`` as a plain number, or raise with the reason."""
         if not isinstance(value, (int, float, str)) or isinstance(value, bool):
             raise TraitError(f"{value!r} is not {self.what}")
         if self.zero and str(value).strip() in ("0", "0.0"):
@@ -245,7 +245,7 @@ def read_devices(value: Sequence[Any] | None) -> tuple[str, ...] | None:
 
 
 def read_host_memory(value: Any, total: int) -> int:
-    """Return ``c.GPUPool.host_memory`` in bytes, per cent counted from ``total`` bytes."""
+    """Return ``c.GPUPool.host_memory`` in bytes; per cent values are parts of ``total``."""
     if isinstance(value, str) and value.strip().endswith("%"):
         try:
             share = float(value.strip()[:-1])
@@ -281,7 +281,7 @@ def read_host_reserve(value: Any) -> HostReserve:
 
 
 def read_count(value: Any) -> int:
-    """Return a number of things, one at least."""
+    """Return a count of at least 1."""
     if type(value) is not int or not 1 <= value <= 100_000:
         raise ValueError(f"{value!r} is not a number of sessions. Write a whole number above zero.")
     return value
@@ -305,17 +305,17 @@ def read_path(value: str) -> Path:
 
 
 def read_program(value: str) -> str:
-    """Return the absolute path of a program, "" left as it is."""
+    """Return the absolute path of a program; "" stays ""."""
     return str(read_path(value)) if value else ""
 
 
 def read_folder(value: str) -> Path:
-    """Return the folder of the journal; "" is the usual one."""
+    """Return the folder of the journal; "" is the default."""
     return read_path(value) if value else local_machine.state_dir()
 
 
 def read_socket(value: str) -> str:
-    """Return the socket's path, "" left as it is."""
+    """Return the socket's path; "" stays ""."""
     if not value:
         return ""
     path = read_path(value)

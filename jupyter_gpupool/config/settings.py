@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the broker works with, and the rules by which configured values fit together."""
+"""The broker's settings, and the rules that configured values must satisfy together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .grouping import Members
 from .reading import HostReserve
 from .schedules import Schedule
 
-#: Fills ``c.GPUPool.emulate`` where no configuration sets it.
+#: The value of ``c.GPUPool.emulate`` if no configuration sets it.
 EMULATE_VARIABLE = "GPUPOOL_EMULATE"
 
 ForeignPolicy = Literal["count", "report", "end"]
@@ -26,12 +26,12 @@ OverusePolicy = Literal["report", "end"]
 class BrokerSettings:
     """The configuration, checked. Sizes are bytes, times seconds.
 
-    A field has the name of its option and means what the option says (:class:`.GPUPool`). What the
-    rules of the pool read is in ``pool``.
+    A field has the name and meaning of its option (:class:`.GPUPool`). The settings of the pool's
+    rules are in ``pool``.
     """
 
     pool: PoolSettings
-    #: As configured; :func:`usable_attach` says what these devices can do.
+    #: As configured; :func:`usable_attach` returns the policy that these devices allow.
     attach: AttachPolicy
     guard: bool
     allow_unguarded: bool
@@ -42,9 +42,9 @@ class BrokerSettings:
     overuse: OverusePolicy
     emulate: str
     devices: tuple[str, ...] | None
-    #: As configured; "" means :func:`jupyter_gpupool.endpoint.find_socket` decides.
+    #: As configured; "": :func:`jupyter_gpupool.endpoint.find_socket` decides.
     socket: str
-    #: "": the broker looks for one.
+    #: "": the broker searches for it.
     device_python: str
     state_dir: Path
     journal_size: int
@@ -59,11 +59,11 @@ class BrokerSettings:
     schedules: tuple[Schedule, ...] = ()
     #: Who is in each group of ``pool.groups``.
     members: Mapping[str, Members] = field(default_factory=dict)
-    #: What the admin should read in the log: settings that act differently from what they say.
+    #: Messages for the admin's log: settings whose effect differs from their text.
     notes: tuple[str, ...] = ()
     #: The configuration files that were read, lowest precedence first.
     files: tuple[Path, ...] = ()
-    #: Options that do not have their default, as JSON values; and which file or command set them.
+    #: Options that differ from their defaults, as JSON; and the file or command that set each.
     options: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -71,16 +71,16 @@ class BrokerSettings:
 def usable_attach(
     policy: AttachPolicy, guarded: bool, reason: str = ""
 ) -> tuple[AttachPolicy, str]:
-    """Return the attach policy that works where ``policy`` is asked for, and why it differs.
+    """Return the attach policy to use for a requested ``policy``, and why it differs.
 
     Parameters
     ----------
     policy:
-        As configured, or as a kernelspec asks for.
+        As configured, or as requested by a kernelspec.
     guarded:
         Whether a device of the pool has the tier "guarded".
     reason:
-        Why none has, as a sentence (``DeviceService.guard_problem``).
+        Why no device has it, as a sentence (``DeviceService.guard_problem``).
     """
     if policy != "lazy" or guarded:
         return policy, ""
@@ -93,7 +93,7 @@ def usable_attach(
 
 def wrong_machine(text: str) -> str:
     """Return why the machine ``text`` cannot be emulated, or ""."""
-    # Inside: the emulator is no part of the normal path.
+    # Imported here: the emulator is not on the normal path.
     from .. import emulation
 
     try:

@@ -1,16 +1,16 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The GPUs of this machine, behind one Protocol that knows no vendor.
+"""The GPUs of this machine, behind one Protocol for all vendors.
 
 ======================  ========================================================================
 ``backend``             the Protocol: what the broker needs of a vendor's GPUs
-``model``               what comes out: samples and outcomes, frozen values
-``children``, ``child``   child processes, in which vendor libraries run: the parent's end, theirs
+``model``               the results: samples and outcomes, frozen values
+``children``, ``child``   child processes for vendor libraries: the parent's end, the child's
 ``nvidia``              NVIDIA's GPUs
 ======================  ========================================================================
 
-The rest of the product imports from here, and from no module below. This is the one place that
-chooses a vendor: another one is a folder beside ``nvidia``, and a choice here.
+The rest of the product imports from here, and from no module below. Only this module
+chooses a vendor: a further vendor is a folder beside ``nvidia``, and a choice here.
 """
 
 from . import nvidia as vendor

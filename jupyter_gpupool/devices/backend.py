@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the broker needs of a vendor's GPUs: the Protocol behind which a vendor's code stands.
+"""The Protocol that a vendor's code implements: all that the broker needs of its GPUs.
 
 A vendor is one folder here, such as ``nvidia``, with an ``open_devices(options)`` that returns
 :class:`Devices`; ``devices/__init__.py`` chooses the vendor. Devices are named by UUID, sizes are
@@ -8,14 +8,14 @@ bytes, durations are seconds. Processes are named by :class:`~jupyter_gpupool.pr
 
 **Blocking.** The broker awaits the ``async`` methods on its event loop: they wait for a driver in
 other processes, or in threads, never in the loop's own thread. Plain methods and properties answer
-at once from what is known, except :meth:`Devices.holders`, which the broker calls in a thread.
+at once from memory, except :meth:`Devices.holders`, which the broker calls in a thread.
 
 **Cancelling.** A driver call cannot be cancelled. A caller that is cancelled stops waiting, and the
 operation goes on to its end; the next operation on the same device waits for it.
 
-**Errors.** How an operation on a session ended is a value with a status. ``DriverError`` means that
-the question itself failed; its code is ``no-driver``, ``no-device``, ``unknown-device``, ``paused``
-(see :meth:`Devices.stand_down`), ``no-room``, ``lost``, or the vendor's own.
+**Errors.** An operation on a session returns its result as a value with a status. ``DriverError``
+means that the question itself failed; its code is ``no-driver``, ``no-device``, ``unknown-device``,
+``paused`` (see :meth:`Devices.stand_down`), ``no-room``, ``lost``, or the vendor's own.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ def _nothing(*_: str) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """What a vendor's devices are opened with. A vendor ignores what does not concern it."""
+    """Options for opening a vendor's devices. A vendor ignores those that do not concern it."""
 
     log: logging.Logger
-    #: The whole environment of child processes (it chooses the driver's library); None: our own.
+    #: The whole environment of child processes (it chooses the driver library); None: the broker's.
     env: Mapping[str, str] | None = None
     #: Variables by which a batch system or an admin gave this user some of the GPUs.
     given: Mapping[str, str] = field(default_factory=dict)
-    #: ``c.GPUPool.devices``: indices or beginnings of UUIDs; None: all that were given.
+    #: ``c.GPUPool.devices``: indices or beginnings of UUIDs; None: all that this user was given.
     wanted: Sequence[str] | None = None
-    #: Time that a session's submitted work may take to finish before a suspend is given up.
+    #: Seconds for a session's submitted work to finish before a suspend is given up.
     lock_timeout: float = 5.0
-    #: Whether sessions are to run under the guard, where the vendor has one.
+    #: Whether sessions run under the guard, if the vendor has one.
     guard: bool = False
     #: ``c.GPUPool.device_python``: the interpreter of child processes; "": the vendor's choice.
     python: str = ""
     #: :attr:`Devices.memo` of the broker before this one; "" if there was none.
     memo: str = ""
-    #: How the paths of the GPUs' device files begin; "": as usual for the vendor.
+    #: Prefix of the paths of the GPUs' device files; "": the vendor's usual one.
     files: str = ""
-    #: The file in which the loaded kernel driver says its version; None: as usual for the vendor.
+    #: The file with the version of the loaded kernel driver; None: the vendor's usual one.
     version_file: Path | None = None
     #: Called with a device's UUID and a reason, once for each failure of a device.
     on_lost: Callable[[str, str], None] = _nothing
 
 
 class Devices(Protocol):
-    """The GPUs of this machine that the pool has."""
+    """The pool's GPUs on this machine."""
 
     @property
     def problem(self) -> str:
@@ -71,7 +71,7 @@ class Devices(Protocol):
 
     @property
     def limit(self) -> str:
-        """What leaves out some of the machine's GPUs, in sentences; "" if nothing does."""
+        """Why some of the machine's GPUs are left out, in sentences; "" if none are."""
 
     @property
     def versions(self) -> str:
@@ -79,19 +79,19 @@ class Devices(Protocol):
 
     @property
     def hazard(self) -> str:
-        """Why a resumed process must be suspended again before it is killed; "" if it need not."""
+        """Why a resumed process must be suspended again before it is killed; "" if not needed."""
 
     @property
     def memo(self) -> str:
-        """What the next broker on this machine should know, in a form of the vendor's own."""
+        """The vendor's own text for the next broker on this machine."""
 
     @property
     def guard(self) -> GuardedDevices | None:
-        """What the guard needs. None: the vendor has no guard.
+        """The devices as the guard needs them. None: the vendor has no guard.
 
         Then no device has the tier "guarded". A kernel attaches before a cell or on ``%gpu attach``
-        instead of at its first device call; it is idle between cells; the memory it takes is
-        compared with its grant afterwards, by samples, and not limited as it asks.
+        instead of at its first device call; it is idle between cells; samples compare its memory
+        with its grant afterwards, because nothing limits its allocations.
         """
 
     # ------------------------------------------------------------------ discover and test
@@ -99,13 +99,13 @@ class Devices(Protocol):
     async def start(self, known: Mapping[str, Device] | None = None) -> list[Device]:
         """Find the devices, test each, and return them; [] and :attr:`problem` if there are none.
 
-        ``known`` are devices as an earlier broker tested them. They are not tested again, because
+        ``known`` are devices that an earlier broker has tested. They are not tested again, because
         its sessions may use them, and a test takes memory.
 
         Raises
         ------
         ConfigError
-            If ``Options.wanted`` names a device that is not there.
+            If ``Options.wanted`` names a device that does not exist.
         """
 
     async def self_test(self, uuid: str) -> Device:
@@ -122,7 +122,7 @@ class Devices(Protocol):
         Raises
         ------
         DriverError
-            If there is no answer in time. The next call tries anew.
+            If no answer comes in time. The next call tries again.
         """
 
     def context_bytes(self, uuid: str) -> int:
@@ -131,7 +131,7 @@ class Devices(Protocol):
     def environment(self, devices: Sequence[str]) -> dict[str, str]:
         """Return the variables by which a new program sees these devices, in order, and no other.
 
-        Frameworks' defaults that would keep their memory from being suspended belong here, too.
+        They also make frameworks use only memory that the driver can suspend.
         """
 
     # ------------------------------------------------------------------ move the state of a session
@@ -149,8 +149,8 @@ class Devices(Protocol):
         These are ``root``, its descendants, and processes of the same user with
         ``GPUPOOL_SESSION=session`` in their environment. ``devices`` are those of its lease.
 
-        A refused suspend is undone. Where that takes longer, the operation lasts until it is done,
-        and ``on_kept`` is called once with the reason.
+        A refused suspend is undone. If that takes longer, the operation lasts until the undo is
+        done, and ``on_kept`` is called once with the reason.
         """
 
     async def resume(
@@ -163,17 +163,17 @@ class Devices(Protocol):
         need: Mapping[str, int],
         known: Sequence[ProcessId] = (),
     ) -> ResumeOutcome:
-        """Move a suspended session's state back: what was on ``origin[i]`` goes to ``devices[i]``.
+        """Move a suspended session's state back: from ``origin[i]`` to ``devices[i]``.
 
         ``need`` is the free memory, by device, without which the operation does not begin. The
         broker has reserved it. ``known`` are the processes of the session's last suspend.
         """
 
     async def driver_state(self, root: ProcessId, *, session: str) -> SessionState:
-        """Return what the driver says of a session: the worst over its processes."""
+        """Return the driver's state of a session: the worst over its processes."""
 
     async def unlock(self, root: ProcessId, *, session: str) -> None:
-        """Let a session run again that a broker died on in the middle of a suspend.
+        """Let a session run again after its broker died in the middle of a suspend.
 
         Raises
         ------
@@ -185,23 +185,23 @@ class Devices(Protocol):
 
     @property
     def down(self) -> str:
-        """Why every call fails: the reason given to :meth:`stand_down`; "" if they do not."""
+        """Why every call fails: the reason given to :meth:`stand_down`; "" if calls work."""
 
     @property
     def renewed(self) -> frozenset[str]:
         """The devices that the last :meth:`renew` has tested."""
 
     async def assume(self, known: Mapping[str, Device], reason: str) -> list[Device]:
-        """Start, instead of with :meth:`start`, without touching the driver; stand down at once.
+        """Start without touching the driver, in place of :meth:`start`; stand down at once.
 
         ``known`` are the devices that an earlier broker found; they are returned.
         """
 
     async def stand_down(self, reason: str, uuids: Sequence[str] | None = None) -> None:
-        """Let go of devices (None: of the driver altogether), once operations on them have ended.
+        """Release devices (None: the whole driver), once operations on them have ended.
 
-        No process of this side has their device files open then. Calls that need them raise
-        DriverError with the code ``paused`` and ``reason`` until :meth:`renew`.
+        Then the broker and its children have none of their device files open. Calls that need them
+        raise DriverError with the code ``paused`` and ``reason`` until :meth:`renew`.
         """
 
     async def renew(self, uuids: Collection[str] | None = None) -> list[Device]:
@@ -210,7 +210,7 @@ class Devices(Protocol):
         Raises
         ------
         DriverError
-            If the driver does not start or shows no device. Nothing has changed then.
+            If the driver does not start or shows no device. Then nothing has changed.
         """
 
     async def retest(self, uuid: str) -> Device:
@@ -223,29 +223,29 @@ class Devices(Protocol):
         """
 
     def is_aside(self, uuid: str) -> bool:
-        """Return whether a device was let go by itself: not with all others, and not renewed."""
+        """Return whether a device alone was released, without the others, and not renewed."""
 
     def has_file(self, uuid: str) -> bool:
-        """Return whether the device has a device file of its own, which :meth:`holders` looks for.
+        """Return whether the device has its own device file, which :meth:`holders` looks for.
 
-        A part of a device shares the file of the whole.
+        A part of a device, such as a MIG instance, shares the file of the whole.
         """
 
     def holders(self, uuid: str = "") -> tuple[list[Holder], int]:
-        """Return the processes that have a device file open, and how many hide their open files.
+        """Return the processes that have a device file open, and the number that hide theirs.
 
         The file of one device, or any (""). Blocks: it reads ``/proc`` of the whole machine.
         """
 
     async def close(self, grace: float = 10.0) -> None:
-        """End, having let operations end that take no longer than ``grace``."""
+        """End, after waiting at most ``grace`` seconds for operations under way."""
 
 
 class GuardedDevices(Devices, Protocol):
-    """What devices must do besides, for kernels under the guard.
+    """The further functions of devices for kernels under the guard.
 
     A guarded process may initialise the driver without a lease. It is then bound to the devices
-    that it saw at that moment, and *lands*: alone of its session, it is moved to the session's own.
+    that it saw at that moment, and *lands*: it alone is moved to the devices of its session.
     """
 
     @property
@@ -253,7 +253,7 @@ class GuardedDevices(Devices, Protocol):
         """Why no device has the tier "guarded", in sentences; "" if one has."""
 
     def moves(self, devices: Sequence[str], origin: Sequence[str]) -> Mapping[str, str]:
-        """Return where a resume from ``origin`` to ``devices`` takes each device that is seen."""
+        """Return the target of each visible device in a resume from ``origin`` to ``devices``."""
 
     async def land(
         self,
@@ -271,13 +271,13 @@ class GuardedDevices(Devices, Protocol):
         """
 
     async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
-        """Let a process run whose landing a broker died in.
+        """Let a process run after its broker died during its landing.
 
-        Return the driver's state as it was found, and why the process does not run ("": it does).
+        Return the driver's state before this, and why the process does not run ("": it runs).
         """
 
 
-#: How a vendor is opened. It finds no device yet, and touches no driver.
+#: Opens a vendor. It looks for no device yet, and touches no driver.
 OpenDevices = Callable[[Options], Devices]
 
 

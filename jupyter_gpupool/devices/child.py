@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Start of every child process, a script: ``PYTHON .../devices/child.py MODULE ARGUMENT...``.
+"""The start script of every child process: ``PYTHON .../devices/child.py MODULE ARGUMENT...``.
 
-It runs ``MODULE`` (``jupyter_gpupool.devices.nvidia.programs``, say) in any Python, whether this
-package is installed there or not: the package is taken from this very file's place, and nothing
-else that is installed beside it. A vendor's packages come from the interpreter's own environment.
+It runs ``MODULE`` (``jupyter_gpupool.devices.nvidia.programs``, say) in any Python, even if this
+package is not installed there: it imports the package from this file's folder, and nothing else
+that is installed beside it. A vendor's packages come from the interpreter's own environment.
 """
 
 import importlib.util
@@ -17,9 +17,9 @@ SCRIPT = Path(__file__).resolve()
 
 
 def main() -> None:
-    """Import this package from where this file is, and run the program."""
+    """Import this package from this file's folder, and run the program."""
     folder = SCRIPT.parent
-    # Python puts a script's folder first: our modules would stand in front of others of that name.
+    # Python puts a script's folder first: our modules would hide others of the same name.
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != folder]
     package = folder.parent
     init = package / "__init__.py"

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The parent's end of a child process: calls with a wall-clock time-out.
 
-A call that is late ends the child, because a driver call cannot be cancelled; only its process can
-be ended. The next call starts a new child.
+A late call ends the child: a driver call cannot be cancelled, but its process can be ended. The
+next call starts a new child.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any, Callable, Mapping
 from ..errors import Code, DriverError
 from .child import SCRIPT
 
-#: Seconds that a new child may take to load its libraries and initialise the driver. cuInit of a
-#: machine with many GPUs and no persistence mode takes seconds.
+#: Seconds for a new child to load its libraries and initialise the driver. On a machine with many
+#: GPUs and no persistence mode, cuInit takes seconds.
 START_TIMEOUT = 60.0
 
-#: Seconds to wait for a killed child. A child that is stuck inside the kernel driver is left.
+#: Seconds to wait for a killed child. A child that is stuck in the kernel driver is left alone.
 _REAP_TIMEOUT = 5.0
 
-#: Seconds before a call is repeated whose child died.
+#: Seconds before a call is repeated after its child died.
 RETRY_PAUSE = 0.05
 
 #: Bytes of one line from a child: a sample of 64 devices with a thousand processes fits.
@@ -45,7 +45,7 @@ class ChildLost(Exception):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call that waits, and the process it was made to."""
+    """A call that waits, and the process that must answer it."""
 
     process: asyncio.subprocess.Process
     answer: asyncio.Future[dict[str, Any]]
@@ -57,17 +57,17 @@ class Child:
     Parameters
     ----------
     program:
-        Its name, for the module and for people.
+        Name of the program, for the module and for people.
     arguments:
-        For the program, after the parent's pid.
+        The program's arguments after the parent's pid.
     module:
         Dotted name of the module that has the program.
     env:
         The child's whole environment.
     on_event:
-        Called with each line that the child sends unasked.
+        Called with each line that the child sends without a request.
     restart:
-        Whether a lost child is replaced by the next call.
+        Whether the next call replaces a lost child.
     python:
         The interpreter that has the vendor's packages; "": this process's own.
     """
@@ -111,18 +111,18 @@ class Child:
 
     @property
     def generation(self) -> int:
-        """How many processes this child has had."""
+        """Number of processes that this child has had."""
         return self._started
 
     async def start(self, timeout: float = START_TIMEOUT) -> dict[str, Any]:
-        """Start the program if it does not run; return its first line.
+        """Start the program if it is not running; return its first line.
 
         Raises
         ------
         ChildLost
             If it does not come up in time.
         DriverError
-            If it says that it cannot work, with its reason.
+            If it reports that it cannot work, with its reason.
         """
         async with self._lock:
             if self._held:
@@ -173,10 +173,10 @@ class Child:
         return answer
 
     async def ask(self, op: str, timeout: float, **fields: Any) -> dict[str, Any]:
-        """Make a call that changes nothing: if the child dies under it, ask the next one.
+        """Make a call that changes nothing; if the child dies during it, ask the next one.
 
-        For as long as one call may take, because giving up on a question may end a notebook. A
-        child that hung is not asked again: it has cost the whole time-out already.
+        This goes on for one call's time-out, because an unanswered question may end a notebook. It
+        does not ask again after a child that hung, which has used the whole time-out.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -193,21 +193,21 @@ class Child:
             await self._end(self._process)
 
     async def hold(self, reason: str) -> None:
-        """End the process, and start none as long as there is a ``reason`` ("": from now on)."""
+        """End the process, and start none while there is a ``reason``; with "", allow it again."""
         self._held = reason
         if reason:
-            async with self._lock:  # one that is starting
+            async with self._lock:  # a process may be starting
                 await self.kill()
 
     async def close(self) -> None:
-        """End the process; there will be no other."""
+        """End the process for good."""
         self._closed = True
         await self.kill()
         with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
             await asyncio.wait_for(self._end_late(), _REAP_TIMEOUT)
 
     async def _end_late(self) -> None:
-        """End a process that was only being started, and wait for one that has just died."""
+        """End a process that is being started, and wait for one that has just died."""
         async with self._lock:
             await self.kill()
         if self._reader is not None and self._reader is not asyncio.current_task():
@@ -257,14 +257,14 @@ class Child:
         self, process: asyncio.subprocess.Process, ready: asyncio.Future[dict[str, Any]]
     ) -> None:
         assert process.stdout is not None
-        if self._closed:  # while it was being made
+        if self._closed:  # closed while the process started
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         try:
             while line := await process.stdout.readline():
                 self._take(json.loads(line), ready)
         except Exception:  # not JSON, an endless line, or the callback failed
-            self._log.exception("What the %s process sent could not be taken", self.program)
+            self._log.exception("A line from the %s process could not be handled", self.program)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         # Closed stdout is the end, even if the process lingers.
@@ -273,9 +273,9 @@ class Child:
         lost = ChildLost(f"The {self.program} process {process.pid} ended.", hung=False)
         if not ready.done():
             ready.set_exception(lost)
-            ready.exception()  # retrieved, or asyncio logs it if no call waits
+            ready.exception()  # retrieve it, or asyncio logs it if no call waits
         for call in self._waiting.values():
-            # Others wait for the process that has taken this one's place.
+            # Other calls wait for the process that replaced this one.
             if call.process is process and not call.answer.done():
                 call.answer.set_exception(lost)
         await self._reap(process)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the devices tell the broker: frozen values. Bytes, seconds, devices by UUID."""
+"""Results that the devices return: frozen values, in bytes and seconds, devices by UUID."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Verdict = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report; ``todo`` is "" if there is nothing to do."""
+    """One line of the doctor's report; ``todo`` is "" if no action is needed."""
 
     verdict: Verdict
     name: str
@@ -32,9 +32,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Device bytes of one process as NVML shows them; None where NVML does not know."""
+    """Device bytes of one process as NVML shows them; None without a figure of NVML."""
 
-    #: Negative: the number may be of another PID namespace; see ``nvidia/sampler.py``.
+    #: Negative: the number may belong to another PID namespace; see ``nvidia/sampler.py``.
     pid: int
     bytes: int | None
 
@@ -43,8 +43,8 @@ class ProcessMemory:
 class DeviceSample:
     """One device at one instant.
 
-    If ``lost`` is not empty the device could not be read, for the reason it gives; ``total``,
-    ``used`` and ``reserved`` are then the last known figures, and ``free`` is 0.
+    If ``lost`` is not empty, it says why the device could not be read; ``total``, ``used`` and
+    ``reserved`` are then the last known figures, and ``free`` is 0.
     """
 
     uuid: str
@@ -79,29 +79,29 @@ class SuspendOutcome:
     ``nothing``    no process of the session has a CUDA context
     ``pinned``     the driver cannot suspend it; everything was undone and runs
     ``drain``      not now: its work did not drain in time, a process is stopped (SIGSTOP), or
-                   nothing could be begun; it is where it was, and may be tried again
+                   the operation could not begin; nothing changed, and a retry is possible
     ``kept``       refused, and a part of the session could not be brought back yet; the driver has
-                   its state. (Of one operation; the service tries again until it is another one.)
+                   its state. (Only of one operation; the service retries until the status changes.)
     ``gone``       the root process has ended
-    ``failed``     the driver lost the session's state: end it, so that what it holds is freed
+    ``failed``     the driver lost the session's state: end it to free its memory
     ``hung``       not even a fresh worker could read the state: treat as ``failed``
     =============  ================================================================================
     """
 
     status: SuspendStatus
     message: str = ""
-    #: Device bytes given back, by device; the footprint that a resume must reserve. From the
-    #: process lists of NVML where these show the session's processes, else free memory after
-    #: less before (too little if others took memory meanwhile: reserve the grant if it is more).
-    #: Empty if NVML did not answer, or a process was suspended already (a broker died meanwhile)
-    #: and what it held cannot be seen any more: the grant is the safe figure then, too.
+    #: Device bytes given back, by device; the footprint that a resume must reserve. From NVML's
+    #: process lists if these show the session's processes, else the increase of free memory (too
+    #: little if others took memory meanwhile: reserve the grant if it is more). Empty if NVML did
+    #: not answer, or if a process was suspended before (a broker died meanwhile), so that its
+    #: memory is unknown: the grant is the safe figure then, too.
     freed: Mapping[str, int] = field(default_factory=dict)
     #: Whether the session has called cuInit and is bound to its devices; None: unknown.
     cuda: bool | None = None
-    #: The whole operation, and the part of it spent inside driver calls.
+    #: Seconds of the whole operation, and of its driver calls.
     seconds: float = 0.0
     driver_seconds: float = 0.0
-    #: What was suspended, in the order it was done (children first).
+    #: The suspended processes, in the order of their suspend (children first).
     processes: tuple[ProcessId, ...] = ()
 
 
@@ -111,12 +111,12 @@ class ResumeOutcome:
 
     ===========  ==================================================================================
     ``resumed``  every process runs, on the new devices
-    ``no-room``  nothing was begun: NVML shows too little free memory or does not answer, or a
+    ``no-room``  it did not begin: NVML shows too little free memory or does not answer, or a
                  process is stopped (SIGSTOP); ``message`` says which
-    ``refused``  the driver refused, and reports that the state is as it was: a retry is possible;
+    ``refused``  the driver refused, and reports that the state is intact: a retry is possible;
                  if ``stay``, only on the devices that the state came from
     ``gone``     the root process has ended
-    ``failed``   the driver lost the session's state: end it, so that what it holds is freed
+    ``failed``   the driver lost the session's state: end it to free its memory
     ``hung``     not even a fresh worker could read the state: treat as ``failed``
     ===========  ==================================================================================
     """
@@ -129,12 +129,12 @@ class ResumeOutcome:
     stay: bool = False
 
 
-#: Bytes that a context is taken to cost where nothing was measured; at most this part of a small
-#: (emulated) device. Those of the drivers in use take 300 to 600 MiB on data-centre GPUs.
+#: Assumed bytes of a context without a measurement; at most this part of a small (emulated)
+#: device. With the drivers in use, contexts take 300 to 600 MiB on data-centre GPUs.
 _CONTEXT = 512 << 20
 _CONTEXT_PART = 16
 
 
 def assumed_context(total: int) -> int:
-    """Return what a process's first context is taken to cost on a device of ``total`` bytes."""
+    """Return the assumed bytes of a first context on a device of ``total`` bytes."""
     return min(_CONTEXT, total // _CONTEXT_PART)

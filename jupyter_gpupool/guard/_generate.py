@@ -18,12 +18,12 @@ SPARES = 256
 _NAME = re.compile(r"(cu(?:[A-Z]|dbg)\w*?)(_v\d+)?(_ptds|_ptsz)?")
 _KINDS = ("never", "free", "gate", "wait", "note", "back", "wrap", "peek", "same", "refuse")
 
-#: Arguments of a call that is noted: ``LATER_ARGUMENTS`` of ``src/guard.h``.
+#: Most arguments of a noted call: ``LATER_ARGUMENTS`` of ``src/guard.h``.
 _NOTED = 3
 
 
 class EntriesError(ValueError):
-    """``entries.txt`` has a line that cannot be."""
+    """``entries.txt`` has an invalid line."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Entry:
     """One line of ``entries.txt``."""
 
     symbol: str
-    #: The name that cuGetProcAddress knows it by.
+    #: Its name for cuGetProcAddress.
     base: str
     #: Whether it is the variant for per-thread default streams.
     per_thread: bool

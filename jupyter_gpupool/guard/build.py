@@ -35,9 +35,9 @@ _FLAGS = (
     *("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g1", "-Wall", "-Wextra"),
     *("-fPIC", "-fvisibility=hidden", "-pthread", "-ftls-model=initial-exec"),
 )
-# -Bsymbolic: another library may define our names; inside the guard they are ours. nodelete: a
+# -Bsymbolic: another library may define the same names; inside the guard its own win. nodelete: a
 # wait at the gate, a signal handler and the driver outlive a dlclose(). Bound lazily: a process
-# that never calls CUDA looks no symbol up.
+# that never calls CUDA resolves no symbol.
 _LINK = (
     "-shared",
     "-Wl,-Bsymbolic",
@@ -100,7 +100,7 @@ def _generate(soname: str, sources: Sequence[Path], folder: Path) -> Sequence[st
             (folder / name).write_text(text, encoding="ascii")
         return [*include, str(folder / "nvml_gen.S")]
     entries = generator.read(ENTRIES)
-    # The header first, for the preprocessor; it does not depend on which functions there are.
+    # The header first, for the preprocessor; it does not depend on the set of functions.
     (folder / "entries_gen.h").write_text(generator.header(entries), encoding="ascii")
     wraps = _wraps(compiler(), sources, folder)
     for name, text in generator.generate(entries, wraps).items():

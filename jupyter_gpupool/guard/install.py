@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Where the compiled guard is, and which environment puts a session's processes under it.
+"""Where the compiled guard is, and the environment that puts a session's processes under it.
 
-Builds nothing (see ``build``). Standard library only: provisioners import this, too.
+Builds nothing (see ``build``). Standard library only: provisioners also import this.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Mapping, MutableMapping
 
 from ..errors import Code, GPUPoolError
 
-#: The guard's two faces: the CUDA driver, and the NVML whose memory queries it answers.
+#: The guard's two libraries: the CUDA driver, and NVML for its memory queries.
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 
-#: Name of a folder of links, made by :func:`guard_directory`. Entries of search paths are known as
-#: ours by it, also those of a broker that has ended.
+#: Name of a folder of links, made by :func:`guard_directory`. By this name the entries of search
+#: paths are recognised, even those of a broker that has ended.
 FOLDER = "gpupool-guard"
 
-#: Variables of a session's processes that no process outside the session may inherit.
+#: Variables that no process outside the session may inherit.
 VARIABLES = (
     "GPUPOOL_PAGE",
     "GPUPOOL_VISIBLE",
@@ -34,7 +34,7 @@ VARIABLES = (
     "GPUPOOL_NO_SESSION",
 )
 
-#: In an environment whose devices the pool has hidden: what CUDA_VISIBLE_DEVICES was before.
+#: In an environment with hidden devices: the earlier value of CUDA_VISIBLE_DEVICES.
 _HIDDEN = "GPUPOOL_HIDDEN"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -78,10 +78,10 @@ def guard_directory(base: Path) -> Path:
     """Make the folder of links to the guard in ``base``, if need be, and return it.
 
     Frameworks ask for the driver as ``libcuda.so.1`` or ``libcuda.so``; the dynamic loader finds
-    both here and takes them for the preloaded file, which they are links to. A folder of our own
-    and not the package's, because a wheel cannot hold links. Links that point elsewhere (of a
-    package that was installed anew in another place) are replaced, one at a time: at any moment a
-    process that starts finds the one or the other.
+    both here and takes them for the preloaded file, which they are links to. The folder is not in
+    the package, because a wheel cannot hold links. Links that point elsewhere (because the package
+    was installed again in another place) are replaced one at a time, so that a starting process
+    always finds the old or the new one.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def guard_directory(base: Path) -> Path:
             for name in (soname, soname.removesuffix(".1")):
                 if (target / soname).is_file():
                     _link(folder / name, target / soname)
-                else:  # without its face NVML answers for itself; a dead link would hide it
+                else:  # without this library NVML answers itself; a dead link would hide it
                     (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise GuardFolderError(
@@ -147,8 +147,8 @@ def session_environment(
     page_path:
         The session's page.
     base:
-        Variables that the process gets besides (those of the emulated driver, say): what they have
-        of ``LD_PRELOAD`` and ``LD_LIBRARY_PATH`` comes after the guard.
+        Other variables for the process (for example those of the emulated driver). Their
+        ``LD_PRELOAD`` and ``LD_LIBRARY_PATH`` come after the guard.
     """
     base = base or {}
     folder, preload = str(directory), str(directory / LIBRARIES[0])
@@ -165,7 +165,7 @@ def _in_front(first: str, rest: str) -> str:
 
 
 def remember_devices(env: MutableMapping[str, str]) -> None:
-    """Note in ``env`` which devices its user was given, before the pool shows it its own."""
+    """Save the user's visible devices in ``env``, before the pool sets its own."""
     if _HIDDEN not in env:
         env[_HIDDEN] = env.get(_VISIBLE, _NONE)
 
@@ -173,7 +173,7 @@ def remember_devices(env: MutableMapping[str, str]) -> None:
 def hide_devices(env: MutableMapping[str, str]) -> None:
     """Let a process with this environment, and its children, find no CUDA device.
 
-    The old value stays in it for a Jupyter server or a broker that this process starts
+    The old value is kept for a Jupyter server or a broker that this process starts
     (:func:`without_guard`).
     """
     remember_devices(env)
@@ -181,10 +181,10 @@ def hide_devices(env: MutableMapping[str, str]) -> None:
 
 
 def without_guard(env: Mapping[str, str]) -> dict[str, str]:
-    """Return ``env`` for a process that must not run under the guard of the session around us.
+    """Return ``env`` for a process that must not run under the guard of the present session.
 
     A broker, or a Jupyter server with pooled kernels of its own, may be started from within a
-    pooled kernel; the outer session's page is nothing to its children.
+    pooled kernel; its children must not use the outer session's page.
     """
     found = {name: value for name, value in env.items() if name not in VARIABLES}
     before = found.pop(_HIDDEN, None)
@@ -195,7 +195,7 @@ def without_guard(env: Mapping[str, str]) -> dict[str, str]:
     for name in ("LD_PRELOAD", "LD_LIBRARY_PATH"):
         if name not in found:
             continue
-        # The dynamic loader takes spaces between the entries of LD_PRELOAD, too (ld.so(8)).
+        # The dynamic loader also accepts spaces between the entries of LD_PRELOAD (ld.so(8)).
         text = found[name].replace(" ", os.pathsep) if name == "LD_PRELOAD" else found[name]
         entries = text.split(os.pathsep)
         kept = [entry for entry in entries if not entry or not _ours(entry)]
@@ -209,7 +209,7 @@ def without_guard(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ours(entry: str) -> bool:
-    """Return whether this is the guard, or a folder that the guard is found in."""
+    """Return whether this is the guard, or a folder with the guard."""
     path = Path(entry)
     folder = path.parent if path.name in LIBRARIES else path
     if folder.name == FOLDER:

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The broker's side of a session's shared page; ``src/page.h`` has the layout and says who writes.
+"""The broker's side of a session's shared page; ``src/page.h`` has the layout and the writers.
 
 Read and written with ``pread`` and ``pwrite``, never mapped: the page belongs to the session's
-user, and a mapped file that its owner truncates ends the process that reads it (SIGBUS).
+user, and if an owner truncates a mapped file, its reader ends with SIGBUS.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ PINS = {
 
 SLOT_CUDA, SLOT_CONTEXT = 1, 2
 
-#: ``sees`` of a slot, where it is no device's name.
+#: Values of ``sees`` of a slot that are no device's name.
 SEES_NONE, SEES_SLICE = 0, 1
 
-#: How far a process is on its way to the slice (``enum slot_landing``).
+#: The progress of a process on its way to the slice (``enum slot_landing``).
 LANDING_NONE, LANDING_BEGUN, LANDING_MOVES, LANDING_RESTORE, LANDING_ASIDE = range(5)
 
 _FIXED = struct.Struct("<IIBBxxI6Q")
@@ -64,7 +64,7 @@ LANDING_AT = SEES_AT + 8 * DEVICES
 
 
 def device_name(uuid: str) -> int:
-    """Return the number that stands for a device in a slot (``page_name``: FNV-1a)."""
+    """Return the number of a device in a slot (``page_name``: FNV-1a)."""
     name = 0xCBF29CE484222325
     for byte in uuid.encode()[: UUID_BYTES - 1]:
         name = (name ^ byte) * 0x100000001B3 % (1 << 64)
@@ -81,8 +81,8 @@ class PageError(GPUPoolError):
 class Slot:
     """One process of the session. ``used`` and ``context`` are bytes by device.
 
-    ``sees`` has the name of the device that it sees in the place of each of the session's, see
-    :func:`device_name`. ``at`` is the place of the slot in the page.
+    ``sees`` has, for each device of the session, the name of the device that the process sees
+    instead, see :func:`device_name`. ``at`` is the place of the slot in the page.
     """
 
     pid: int
@@ -101,7 +101,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A page at one instant (not atomic: the session goes on while it is read)."""
+    """A page at one instant (not atomic: the session runs while it is read)."""
 
     gate: int
     devices: int
@@ -154,7 +154,7 @@ class Page:
 
     @classmethod
     def create(cls, path: Path, session: str, uid: int) -> Page:
-        """Make the file for a new session, closed, belonging to user ``uid``.
+        """Make the file for a new session, with a closed gate, owned by user ``uid``.
 
         Raises
         ------
@@ -163,14 +163,15 @@ class Page:
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # All of it now: in full shared memory a write to a hole ends the process (SIGBUS).
+            # Allocate all now: with full shared memory, a write to a hole ends the process
+            # (SIGBUS).
             os.posix_fallocate(descriptor, 0, SIZE)
             if uid != os.geteuid():
                 os.fchown(descriptor, uid, -1)
             page = cls(path, descriptor)
             page._write(SESSION_AT, session.encode()[:63])
             page._write(GATE_AT, bytes([CLOSED]))
-            # Last: a process that finds the magic finds the rest.
+            # Written last: a process that finds the magic also finds the rest.
             page._write(0, struct.pack("<II", MAGIC, VERSION))
         except BaseException:
             os.close(descriptor)
@@ -185,7 +186,7 @@ class Page:
         Raises
         ------
         PageError
-            If it is not there or not a page of this version.
+            If it is missing or not a page of this version.
         """
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -201,13 +202,13 @@ class Page:
 
     @classmethod
     def find(cls, path: Path, session: str) -> Page | None:
-        """Return the page of a session whose file lost its name, from a process that has it open.
+        """Return the page of a session whose file has no name, from a process that has it open.
 
         The guard keeps the descriptor for that. None if no process of this user has it.
         """
         gone = f"{path} (deleted)"
         for pid in procfs.all_pids():
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
+            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
                 for link, target in procfs.open_files(pid):
                     page = cls._open_link(path, link) if target == gone else None
                     if page is not None and page._is_of(session):
@@ -224,7 +225,7 @@ class Page:
         return None
 
     def _is_of(self, session: str) -> bool:
-        """Return whether this is a page, and of that session."""
+        """Return whether this is a page of that session."""
         try:
             self.read()
         except (OSError, PageError):
@@ -233,7 +234,7 @@ class Page:
         return stat.S_ISREG(os.fstat(self._fd).st_mode) and name == session.encode()[:63]
 
     def is_lost(self) -> bool:
-        """Return whether the file has lost its name, so that children would not find it."""
+        """Return whether the file has no name any more, so that children would not find it."""
         try:
             return not os.path.samestat(os.fstat(self._fd), self.path.stat())
         except OSError:
@@ -242,13 +243,13 @@ class Page:
     def restore(self) -> None:
         """Give the file its name again, as a link to this process's descriptor.
 
-        Linux gives no second name to a file that has lost its last one; a copy would be a second
-        page, with accounts of its own.
+        Linux gives no new name to a file without a name; a copy would be a second page with its own
+        accounts.
 
         Raises
         ------
         OSError
-            If that is not possible now.
+            If this is not possible now.
         """
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
         temporary.symlink_to(self._link())
@@ -263,10 +264,10 @@ class Page:
     def close(self) -> None:
         """Forget the file; the session's processes keep theirs.
 
-        A link of :meth:`restore` goes with the descriptor, whose number another file gets next.
+        Also removes a link of :meth:`restore`: another file will get the descriptor's number.
         """
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # mostly: it is no link
+            with contextlib.suppress(OSError):  # usually it is no link
                 if str(self.path.readlink()) == self._link():
                     self.path.unlink()
             os.close(self._fd)
@@ -287,7 +288,7 @@ class Page:
         return found[0]
 
     def read(self) -> Reading:
-        """Return what the page says.
+        """Return the page's content.
 
         Raises
         ------
@@ -309,7 +310,7 @@ class Page:
             if taken[place]:
                 at = HEADER_BYTES + SLOT_BYTES * place
                 _, pid, start, inflight, waiting, flags, pins, *rest = _SLOT.unpack_from(data, at)
-                inflight += rest[2 * DEVICES + 1]  # the first thread has a word of its own
+                inflight += rest[2 * DEVICES + 1]  # the first thread has its own word
                 slots.append(
                     Slot(
                         pid, start, inflight, waiting, flags, pins,
@@ -340,7 +341,7 @@ class Page:
         self._write(GATE_AT, bytes([gate]))
 
     def set_devices(self, uuids: Sequence[str]) -> None:
-        """Say which devices the session's processes see, in their order."""
+        """Write which devices the session's processes see, in their order."""
         if len(uuids) > DEVICES:
             raise PageError(f"{len(uuids)} devices were given; a page has room for {DEVICES}.")
         texts = [uuid.encode()[: UUID_BYTES - 1].ljust(UUID_BYTES, b"\0") for uuid in uuids]
@@ -348,37 +349,37 @@ class Page:
         self._write(DEVICES_AT, struct.pack("<I", len(uuids)))
 
     def set_grant(self, granted: Sequence[int], limit: int, epoch: int) -> None:
-        """Say how many bytes are granted on each device, and up to which they may grow."""
+        """Write the granted bytes on each device, and the limits of their growth."""
         values = [*granted, *[0] * (DEVICES - len(granted))]
         self._write(GRANTED_AT, struct.pack(f"<{DEVICES}Q", *values))
         self._write(LIMIT_AT, struct.pack("<Q", limit))
         self._write(EPOCH_AT, struct.pack("<Q", epoch))
 
     def set_room(self, room: Sequence[int]) -> None:
-        """Say by how many bytes the grant could grow now on each device; [] for not known."""
+        """Write how many bytes the grant could grow now on each device; []: not known."""
         values = [*(size + 1 for size in room), *[0] * (DEVICES - len(room))]
         self._write(ROOM_AT, struct.pack(f"<{DEVICES}Q", *values))
 
     def set_vain(self, totals: Sequence[int], until: int) -> None:
-        """Say from how many bytes in all growth is refused on each device; [] for nowhere.
+        """Write from which total size growth is refused on each device; []: on none.
 
-        ``until`` (CLOCK_MONOTONIC, nanoseconds): from then on processes ask again.
+        Processes ask again after ``until`` (CLOCK_MONOTONIC, nanoseconds).
         """
         values = [*totals, *[0] * (DEVICES - len(totals))]
         self._write(VAIN_AT, struct.pack(f"<{DEVICES}QQ", *values, until))
 
     def set_policy(self, *, managed: bool, context_bytes: int) -> None:
-        """Say what is allowed, and what a context is charged."""
+        """Write what is allowed, and the charge of a context."""
         self._write(MANAGED_AT, bytes([managed]))
         self._write(CONTEXT_AT, struct.pack("<Q", context_bytes))
 
     def set_sees(self, slot: Slot, sees: Sequence[int]) -> None:
-        """Say what the process of a slot sees, which the broker has moved."""
+        """Write what the process of a slot sees after the broker has moved it."""
         values = [*sees, *[SEES_NONE] * (DEVICES - len(sees))]
         self._write(_at(slot) + SEES_AT, struct.pack(f"<{DEVICES}Q", *values))
 
     def set_landing(self, slot: Slot, landing: int) -> None:
-        """Say how far the process of a slot is on its way to the slice."""
+        """Write the progress of a slot's process on its way to the slice."""
         self._write(_at(slot) + LANDING_AT, struct.pack("<Q", landing))
 
     def _write(self, at: int, data: bytes) -> None:

@@ -6,9 +6,9 @@ The provisioner loads it with ``--IPKernelApp.extra_extensions=jupyter_gpupool.k
 importable in kernel environments that do not have this package.
 
 - ``agent``: puts the parts below into the kernel
-- ``link``: the session: connection, lease, holds (``holds``), a broker that has died (``revive``)
-- ``guard_state``: whether the guard is in this process, and what the session's page says
-- ``cells``: the gate in front of each cell; ``waits``: what a wait shows, and how it is interrupted
+- ``link``: the session: connection, lease, holds (``holds``), restart of the broker (``revive``)
+- ``guard_state``: whether the guard is in this process, and the data of the session's page
+- ``cells``: the gate in front of each cell; ``waits``: the line and the interrupt of a wait
 - ``frameworks``: visible devices, memory caps; ``advice``: the line under an error
 - ``command``, ``magic``, ``magic_display``: ``%gpu``
 """

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What this kernel says of a failure that the pool caused: why, and what the user can do.
+"""Explains to the user a failure that the pool caused: the reason, and what to do.
 
-A CUDA call that is refused ends with a bare error code. The broker's sentence about it comes by
-itself (``refused``); without one, the error's own text tells what the line below it is about.
+A refused CUDA call ends with a bare error code. The broker sends a sentence about it
+(``refused``); without that, the error's own text selects the line below it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .holds import CallRefusal
 from .link import SessionLink
 from .waits import sentence
 
-#: How libraries name the error of a call that waited in vain (802), and of managed memory (801).
+#: Libraries' names for the errors of a call without a slice (802), and of managed memory (801).
 _NOT_READY = re.compile(
     r"CUDA_ERROR_SYSTEM_NOT_READY|cudaErrorSystemNotReady|system not yet initialized", re.IGNORECASE
 )
@@ -27,7 +27,7 @@ _NOT_SUPPORTED = re.compile(
     re.IGNORECASE,
 )
 
-#: The user's own doing: nothing to explain.
+#: Interrupts by the user, which need no explanation.
 _INTERRUPTS = ("KeyboardInterrupt", "GPUWaitInterrupted")
 
 
@@ -39,16 +39,16 @@ _MANAGED = (
 
 
 def may_be_refused(name: str, text: str) -> bool:
-    """Return whether the broker may still say why this error came."""
+    """Return whether the broker may still send a reason for this error."""
     return name not in _INTERRUPTS and bool(is_out_of_memory(name, text) or _NOT_READY.search(text))
 
 
 def explain(
     link: SessionLink, guard: Guard, refused: CallRefusal | None, name: str, text: str
 ) -> str:
-    """Return the line to add under the error of a cell; empty if there is nothing to say.
+    """Return the line to add under the error of a cell; empty if none is needed.
 
-    ``refused``: what the broker refused while the cell ran.
+    ``refused``: the broker's refusal while the cell ran.
     """
     if name in _INTERRUPTS:
         return ""
@@ -90,7 +90,7 @@ def _not_ready(link: SessionLink) -> str:
 
 _GIB = 1 << 30
 
-#: What the libraries say, over names and texts of their errors.
+#: Names and texts of libraries' errors when device memory ran out.
 _PATTERN = re.compile(
     r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|CUDA out of memory"
     r"|CUDA error: out of memory|RESOURCE_EXHAUSTED: Out of memory"
@@ -107,7 +107,7 @@ def is_out_of_memory(name: str, text: str) -> bool:
 
 
 def tried_bytes(text: str) -> int:
-    """Return the bytes that the failed allocation asked for; 0 if the text does not say."""
+    """Return the bytes that the failed allocation asked for; 0 if the text has no size."""
     found = _TRIED.search(text)
     if found is None:
         return 0
@@ -174,7 +174,7 @@ def _round_up(value: int) -> int:
 
 
 def no_broker(link: SessionLink, error: GPUPoolError) -> GPUPoolError:
-    """Return ``error``, that no broker can be used, with the way to start one if none is there."""
+    """Return ``error`` (no broker can be used), with the way to start one if none runs."""
     named = str(link.path.with_suffix(".log")) in str(error)
     hint = "" if named else log_hint(link)
     if error.code in (Code.NO_BROKER, BrokerUnavailable.code):
@@ -193,7 +193,7 @@ def no_broker(link: SessionLink, error: GPUPoolError) -> GPUPoolError:
 
 
 def log_hint(link: SessionLink) -> str:
-    """Return where to look when the broker does not answer."""
+    """Return a sentence with the log to read when the broker does not answer."""
     if link.path == MACHINE_SOCKET:
         return ""
     return f"The broker's log is {link.path.with_suffix('.log')}, if it was started for you."

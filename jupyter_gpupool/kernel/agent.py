@@ -27,8 +27,8 @@ _COMPLETED = ("%gpu", "%%gpu")
 class Agent:
     """Everything this package does inside one IPython kernel.
 
-    A kernel that was started without a session gets only ``%gpu``, which says so; where a launcher
-    has tried to open one, its first cell says why it has no GPU.
+    A kernel without a session gets only ``%gpu``, which says so; if a launcher has tried to open
+    a session, the first cell says why the kernel has no GPU.
     """
 
     def __init__(self, shell: Any) -> None:
@@ -37,7 +37,7 @@ class Agent:
         self.gate: CellGate | None = None
         self.visible: Visible | None = None
         environ = os.environ
-        # Not for the programs that this kernel starts.
+        # Removed, because it does not concern programs that this kernel starts.
         self._no_session = environ.pop(NO_SESSION_VARIABLE, "")
         if environ.get(SESSION_VARIABLE) and getattr(shell, "kernel", None) is not None:
             guard = Guard(environ)
@@ -57,14 +57,14 @@ class Agent:
             self.gate = CellGate(shell, self.link, guard, FrameworkCaps(probe), interrupts)
             if guard.on:
                 self.visible = Visible(guard.devices)
-            # For this kernel, not for a server that its user starts in it.
+            # Removed, because it does not concern a server that the user starts in this kernel.
             notice = os.environ.pop(NOTICE_VARIABLE, "")
             if notice:
                 self.gate.notice(f"GPU pool: {notice}")
         self.magics = GPUMagics(shell, self.link, self.gate, self._no_session)
 
     def load(self) -> None:
-        """Begin."""
+        """Install all parts."""
         self.shell.register_magics(self.magics)
         for name in _COMPLETED:
             self.shell.set_hook("complete_command", self._complete, str_key=name)
@@ -77,7 +77,7 @@ class Agent:
             self.shell.events.register("pre_run_cell", self._say_no_session)
 
     def unload(self) -> None:
-        """End: the kernel is as it was, and the broker frees the slice when it ends."""
+        """Undo :meth:`load`; the broker frees the slice when the kernel ends."""
         if self.gate is not None and self.link is not None:
             self.gate.uninstall()
             if self.visible is not None:
@@ -100,7 +100,7 @@ class Agent:
         self.shell.kernel.io_loop.add_callback(run)
 
     def _show(self, message: str) -> None:
-        """Show it at once, under the output of the latest cell, and again above the next one."""
+        """Show ``message`` now, under the latest cell's output, and again above the next one."""
         text = f"GPU pool: {message}"
         if self.gate is not None:
             self.gate.notice(text)

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The cell gate: what happens around each execute request, before and after its code runs.
+"""The cell gate: the steps before and after the code of each execute request.
 
-It wraps ``kernel.do_execute`` on the instance: one call per execute request, whichever thread. Not
+It wraps ``kernel.do_execute`` on the instance: one call per execute request, in any thread. Not
 ``pre_run_cell``: IPython swallows a KeyboardInterrupt there, so that interrupting the wait would
 run the cell. Not ``post_execute``: a widget message fires it in the middle of a running cell.
 
@@ -56,10 +56,10 @@ from .waits import (
 
 Admission = Literal["pass", "free", "soft", "if-attached", "wait"]
 
-#: Seconds in which the broker's reason for a refusal comes after the error that it caused.
+#: Seconds to wait, after a refused call's error, for the broker's reason.
 WORD = 0.25
 
-#: Seconds in which a request (not a wait) is answered.
+#: Seconds for the answer to a request (not to a wait).
 ANSWER = 10.0
 
 log = logging.getLogger("jupyter_gpupool.kernel")
@@ -113,7 +113,7 @@ class CellGate:
             self.link.on_news = self.calls.news
 
     def uninstall(self) -> None:
-        """Take the gate away again."""
+        """Remove the gate."""
         kernel = self.kernel
         for name in ("do_execute", "do_inspect", "do_complete"):
             setattr(kernel, name, self._originals[name])
@@ -185,7 +185,7 @@ class CellGate:
     async def _run(
         self, code: str, silent: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run the code of a request that may run now."""
+        """Run the code of a request, which need not wait any more."""
         self._before_cell(silent)
         calls, refusals = self.calls, self.link.refusals
         key = calls.begin(silent) if calls is not None else 0
@@ -220,9 +220,9 @@ class CellGate:
     async def do_inspect(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a tooltip without touching device memory that is in host memory now.
 
-        Inspecting an object may compute its text, for a tensor a copy from a device: it would
-        block the kernel, or crash it where the driver cannot wait, or bring all of the state back
-        for a tooltip.
+        Inspecting an object may compute its text, which for a tensor needs a copy from a device.
+        That would block the kernel, or crash it if the driver cannot wait, or bring back all of
+        the state for a tooltip.
         """
         if not self._away():
             return await _result(self._originals["do_inspect"](*args, **kwargs))
@@ -235,7 +235,7 @@ class CellGate:
     async def do_complete(self, *args: Any, **kwargs: Any) -> Any:
         """Complete without evaluating properties while the device memory is in host memory.
 
-        Only Jedi evaluates them, of the ways in which IPython completes.
+        Of IPython's ways to complete, only Jedi evaluates properties.
         """
         completer: Any = self.shell.Completer
         jedi = getattr(completer, "use_jedi", False) and self._away()
@@ -253,7 +253,7 @@ class CellGate:
     def plan(
         self, code: str, silent: bool, meta: Mapping[str, Any] | None, header: str = ""
     ) -> Admission:
-        """Return what to do for one execute request before it runs."""
+        """Return the plan for one execute request before it runs."""
         if header:
             return "wait"
         lazy = self.lazy
@@ -309,7 +309,7 @@ class CellGate:
                 display.clear()
 
     def _without_broker(self, explicit: bool) -> GPUPoolError | None:
-        """Decide about a cell when there is no broker: None lets it run without a slice."""
+        """Decide about a cell without a broker: None lets it run without a slice."""
         error = no_broker(self.link, self.link.unavailable())
         if self.link.suspended or explicit:
             why = (
@@ -331,7 +331,7 @@ class CellGate:
         return None
 
     def _tell_suspended(self) -> None:
-        """Say once for each release, in ``manual`` policy, what CUDA calls will do now."""
+        """Tell the user once for each release, in ``manual`` policy, what CUDA calls do now."""
         if self._told_suspended != self.link.epoch:
             self._told_suspended = self.link.epoch
             then = "fails" if self.guard.on else "waits, and cannot be interrupted"
@@ -362,11 +362,11 @@ class CellGate:
         if slices != self._settled and slices:
             self._settled = slices  # once for each lease: the user may narrow it afterwards
             show_devices([s.device for s in slices])
-        if not self.guard.on:  # it tells the frameworks the size of the slice
+        if not self.guard.on:  # the guard tells the frameworks the size of the slice
             self.caps.apply(slices)
 
     def request_changed(self) -> None:
-        """Do the same for a changed request, also before the session has a slice."""
+        """Do the same for a changed request, even before the session has a slice."""
         self.settle()
         if not self.link.slices:
             show_devices(self.guard.devices())
@@ -391,7 +391,7 @@ class CellGate:
             self.publisher()("stream", {"name": "stderr", "text": line + "\n"})
 
     async def _word(self, refusals: int) -> None:
-        """Wait a moment for the broker's reason for the refusal that has just ended a call."""
+        """Wait a moment for the broker to explain the refusal that has just ended a call."""
         alarm = Alarm()
         deadline = time.monotonic() + WORD
         with self.interrupts.watch(alarm.ring):  # an interrupt must not reach the event loop
@@ -401,8 +401,8 @@ class CellGate:
     def publisher(self) -> Callable[[str, dict[str, Any]], None]:
         """Return a function that publishes outputs of the request now being handled.
 
-        Bound to it, because other messages may be handled while this one waits. Not through
-        ``display_pub``, because the line of a wait belongs to no cell history and no ``%%capture``.
+        It is bound to that request, because other messages may be handled while this one waits. It
+        bypasses ``display_pub``, because a wait's line belongs in no cell history or ``%%capture``.
         """
         kernel = self.kernel
         parent = kernel.get_parent()
@@ -462,18 +462,18 @@ class RequestForOneCell:
         try:
             answer = await self._call("request", **asked.fields)
         except BrokerUnavailable:
-            await self.broker_expected(TICK)  # it died just now: it may be back in a moment
+            await self.broker_expected(TICK)  # a broker that has just died may be back in a moment
             answer = await self._call("request", **asked.fields)
         before.update({name: value for name, value in old.items() if value is not None})
         self._link.note_request(answer)
         smallest = min((s.bytes for s in self._link.slices), default=0)
         if self._link.attached and not self._link.holds and smallest < asked.memory:
-            # Not enough room where it is: detach, so that the cell waits for the new size.
+            # Its GPU has too little room: detach, so that the cell waits for the new size.
             await self._call("release")
             await self._until_detached(asked.memory)
 
     async def _until_detached(self, wanted: int) -> None:
-        """Wait until the slice that was released is on its way back."""
+        """Wait until the broker takes the released slice."""
         alarm = Alarm()
         give_up = time.monotonic() + ANSWER
         with self._interrupts.watch(alarm.interrupt):
@@ -515,8 +515,8 @@ class RequestForOneCell:
     async def _call(self, kind: str, **fields: Any) -> Mapping[str, Any]:
         """Send a request and return its answer, which comes soon.
 
-        An interrupt does not end this wait. It must not reach the event loop either, which a
-        KeyboardInterrupt would end.
+        An interrupt does not end this wait. Nor may it reach the event loop, which would end by a
+        KeyboardInterrupt.
         """
         alarm = Alarm()
         with self._interrupts.watch(alarm.ring):

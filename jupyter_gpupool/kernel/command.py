@@ -13,7 +13,7 @@ from ..errors import Code, GPUPoolError
 from ..text import did_you_mean
 from ..units import parse_bytes, parse_seconds
 
-#: The subcommands and what ``%gpu help`` says of each.
+#: The subcommands with their example and text in ``%gpu help``.
 SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("%gpu", "what this kernel has, asks for and waits for"),
     "memory": (
@@ -33,7 +33,7 @@ SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
     "help": ("%gpu help", "this list"),
 }
 
-#: Options of ``memory``, by name: how a value is read.
+#: Names of the options of ``memory``.
 OPTIONS = ("limit", "devices", "priority", "compute")
 
 _WITHOUT_ARGUMENTS = ("status", "attach", "release", "pool", "help")
@@ -46,7 +46,7 @@ current_header: ContextVar[str] = ContextVar("gpupool_current_header", default="
 
 
 class CommandError(GPUPoolError):
-    """What was typed after ``%gpu`` cannot be done; says what was typed and what can be."""
+    """The text after ``%gpu`` is wrong; the message quotes it and shows what is possible."""
 
     code = Code.USAGE
 
@@ -90,7 +90,7 @@ def hide_header(lines: list[str]) -> list[str]:
     """Remove the ``%%gpu`` line that the gate has carried out (IPython input transformer).
 
     The line becomes a comment, which keeps the line numbers of tracebacks; before another cell
-    magic, which must come first, it goes.
+    magic, which must come first, the line is removed.
     """
     header = current_header.get()
     if not header or not lines:
@@ -106,7 +106,7 @@ def hide_header(lines: list[str]) -> list[str]:
 
 
 def parse_cell_header(header: str, request: Mapping[str, Any]) -> CellRequest:
-    """Read a ``%%gpu`` line; ``request`` is the session's request as it is.
+    """Read a ``%%gpu`` line; ``request`` is the session's present request.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def parse_cell_header(header: str, request: Mapping[str, Any]) -> CellRequest:
         words = words[1:]
     if not words:
         raise CommandError(
-            "%%gpu needs the device memory for its cell.",
+            "%%gpu needs the size of its cell's device memory.",
             next_step="Write for example %%gpu 16GiB.",
         )
     if words[0] in SUBCOMMANDS:
@@ -130,7 +130,7 @@ def parse_cell_header(header: str, request: Mapping[str, Any]) -> CellRequest:
 
 
 def parse_command(line: str, request: Mapping[str, Any]) -> GPUCommand:
-    """Read what stands after ``%gpu``; ``request`` is the session's request as it is.
+    """Read the text after ``%gpu``; ``request`` is the session's present request.
 
     Raises
     ------
@@ -201,7 +201,7 @@ def _memory(words: list[str], request: Mapping[str, Any]) -> dict[str, Any]:
     if "limit" not in fields:
         old_memory, old_limit = request.get("memory"), request.get("limit")
         if isinstance(old_limit, int) and old_limit != old_memory:
-            fields["limit"] = max(old_limit, fields["memory"])  # a burst was asked for: keep it
+            fields["limit"] = max(old_limit, fields["memory"])  # keep the asked burst
         else:
             fields["limit"] = fields["memory"]
     elif fields["limit"] < fields["memory"]:

@@ -1,14 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What libraries in this process see of the slice: the visible devices, their own memory caps.
+"""Shows the slice to libraries in this process: the visible devices, their own memory caps.
 
 No call here may be the first to initialise CUDA: a context takes device memory, and a kernel that
-computes on the CPU must not pay for one because a cell had a slice.
+computes on the CPU needs none just because a cell had a slice.
 
 The guard corrects ``CUDA_VISIBLE_DEVICES`` at cuInit, in every language. But Python libraries also
 read it themselves, to count devices through NVML (``torch.cuda.device_count``), and child processes
-get what ``os.environ`` holds. So an assignment that names a GPU outside the session is corrected as
-it is made, by the guard's own rules (``choose`` in ``guard/src/init.c``), and one line says so.
+get what ``os.environ`` holds. So the agent corrects an assignment that names a GPU outside the
+session at once, by the guard's rules (``choose`` in ``guard/src/init.c``), and prints a line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONTEXT_BYTES = 512 << 20
 SMALLEST_SHARE = 0.5
 
 
-#: The text of ``CUDA_VISIBLE_DEVICES`` that comes from the pool; set where there is a guard.
+#: The text of ``CUDA_VISIBLE_DEVICES`` that comes from the pool; set under a guard.
 OURS_VARIABLE = "GPUPOOL_VISIBLE"
 
 
@@ -48,9 +48,9 @@ class CudaProbe:
         self._initialised = False
 
     def __call__(self) -> bool | None:
-        """Return True or False; None if libcuda is loaded and cannot tell."""
+        """Return True or False; None if libcuda is loaded but gives no answer."""
         if self._initialised:
-            return True  # there is no way back
+            return True  # a process stays initialised
         if self._library is None:
             try:
                 mode = os.RTLD_NOLOAD | os.RTLD_NOW
@@ -71,7 +71,7 @@ def show_devices(devices: Sequence[str], environ: MutableMapping[str, str] = os.
 
     Before cuInit this decides which device the process gets. After it the driver no longer reads
     the variable, but child processes do, and they must see the devices that the session has now.
-    Only the pool's own list is corrected (the second variable has it); a list of the user stays.
+    Only the pool's own list is replaced (the second variable has a copy); a user's list stays.
     """
     if not devices:
         return
@@ -90,7 +90,7 @@ def usable_bytes(granted: int) -> int:
 
 
 class FrameworkCaps:
-    """Keeps torch's and CuPy's own limits at the size of the slice, if those are loaded.
+    """Keeps torch's and CuPy's own limits at the size of the slice, if these are loaded.
 
     A cap does not enforce the limit. It makes the library free its caches, and then fail with its
     own out-of-memory error, before the device is full.
@@ -99,7 +99,7 @@ class FrameworkCaps:
     def __init__(self, probe: CudaProbe) -> None:
         self._probe = probe
         self._set: dict[str, tuple[Slice, ...]] = {}
-        #: What went wrong last, for ``%gpu``; a cap is never worth an error in a cell.
+        #: The last error, for ``%gpu``; a failed cap must cause no error in a cell.
         self.problem = ""
 
     def apply(self, slices: Sequence[Slice]) -> None:
@@ -112,7 +112,7 @@ class FrameworkCaps:
             if module is None or self._set.get(name) == wanted:
                 continue
             if name == "cupy" and self._probe() is not True:
-                continue  # CuPy's call would initialise CUDA; torch keeps ours until it does
+                continue  # CuPy's call would initialise CUDA; torch keeps the cap for later
             try:
                 if setter(module, wanted):
                     self._set[name] = wanted
@@ -124,7 +124,7 @@ class FrameworkCaps:
 def _cap_torch(torch: Any, slices: tuple[Slice, ...]) -> bool:
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not hasattr(cuda, "set_per_process_memory_fraction"):
-        return False  # half imported, or built without CUDA
+        return False  # torch is half imported, or built without CUDA
 
     def cap() -> None:
         for index, part in enumerate(slices):
@@ -156,9 +156,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def corrected(text: str, devices: Sequence[str], ours: str) -> str | None:
-    """Return what ``text`` means in a session with ``devices``; None if it is right as it is.
+    """Return the right value for ``text`` in a session with ``devices``; None if it is right.
 
-    ``ours`` is the pool's own list: a user who names only GPUs of others means "a GPU".
+    ``ours`` is the pool's own list, which replaces a list of only other sessions' GPUs.
     """
     if text == ours or not devices:
         return None
@@ -181,7 +181,7 @@ def corrected(text: str, devices: Sequence[str], ours: str) -> str | None:
 
 
 def _place(entry: str, devices: Sequence[str], home: Sequence[str]) -> int | None:
-    """Return the session's number of the device; -1: it has no such; None: the list ends here."""
+    """Return the device's number in the session; -1: not in it; None: the list ends here."""
     if not entry.upper().startswith(("GPU-", "MIG-")):
         number = re.match(r"\s*[+-]?[0-9]+", entry)
         if number is None or int(number[0]) < 0:
@@ -209,7 +209,7 @@ class Visible:
         self._said: set[str] = set()
 
     def install(self) -> None:
-        """Begin. What is in the variable by now is the pool's, or the guard's business."""
+        """Watch from now on. The guard checks the present value, if the pool has not set it."""
         plain = type(os.environ)
         watcher = self
 
@@ -223,20 +223,20 @@ class Visible:
                 super().__delitem__(key)
                 ours = self.get(OURS_VARIABLE)
                 if key == VISIBLE and ours:
-                    # Without it libraries count all GPUs of the machine.
+                    # Without the variable, libraries count all GPUs of the machine.
                     super().__setitem__(key, ours)
 
         self._plain = plain
         os.environ.__class__ = Environ
 
     def uninstall(self) -> None:
-        """End."""
+        """Stop watching."""
         if self._plain is not None:
             os.environ.__class__ = self._plain
             self._plain = None
 
     def check(self, text: str) -> str:
-        """Return what to put into the variable for ``text``; say so if it is something else."""
+        """Return the value to store for ``text``; tell the user if it differs."""
         ours = os.environ.get(OURS_VARIABLE, "")
         right = corrected(text, self._devices(), ours) if ours else None
         if right is None:

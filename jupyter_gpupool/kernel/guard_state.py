@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Whether the guard is in this process, and the figures of the session's page. Read only.
 
-The guard itself counts what a process takes and gives back, in every language. No call here reaches
-the driver, which would block while the session is suspended.
+The guard itself counts the memory that a process takes and frees, in every language. No call here
+reaches the driver, which would block while the session is suspended.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..procfs import ProcessId, alive
 #: The path of the session's page, in the environment of kernels under the guard.
 PAGE_VARIABLE = "GPUPOOL_PAGE"
 
-#: The library that stands in front of the driver's of the same name.
+#: The guard's library, which replaces the driver's library of the same name.
 LIBRARY = "libcuda.so.1"
 
 NO_GUARD = "the broker does not guard this kernel"
 
 
 class MemoryFigures(NamedTuple):
-    """Bytes on the device of the session that has the least room left; threads at the gate."""
+    """Bytes on the session's device with the least room left; threads at the gate."""
 
     used: int
     granted: int
@@ -62,7 +62,7 @@ class Guard:
 
     @property
     def on(self) -> bool:
-        """Whether CUDA calls of this process pass the guard."""
+        """Whether CUDA calls of this process go through the guard."""
         return self._page is not None
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class Guard:
             self.problem = "the agent was unloaded"
 
     def reading(self) -> Reading | None:
-        """Return what the living processes say; None without a guard, or of a damaged page."""
+        """Return the page's data on living processes; None without a guard or a valid page."""
         if self._page is None:
             return None
         try:
@@ -96,14 +96,14 @@ class Guard:
         return None if reading is None else reading.cuda
 
     def waiting(self) -> int:
-        """Return how many threads of the session wait for a slice (not: for their turn)."""
+        """Return the number of the session's threads that wait for a slice, not a time slice."""
         reading = self.reading()
         return reading.waiting if reading is not None and reading.gate == CLOSED else 0
 
     def away(self) -> bool:
-        """Return whether a CUDA call of this process would wait for state that is in host memory.
+        """Return whether a CUDA call of this process would wait for state in host memory.
 
-        Or is about to be: the gate is shut, and this process has had a context.
+        Or for state that is about to go there: the gate is shut, and the process had a context.
         """
         reading = self.reading()
         if reading is None or reading.gate != CLOSED:

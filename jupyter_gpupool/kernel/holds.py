@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """The values of a session's lease and queue, and the late reports of its holds to the broker.
 
-Most cells end within milliseconds, and waking the broker twice for each costs more than the cell
-gate itself. While its session is attached the agent alone decides (it answers a ``yield``), so it
-may report late: a cell that lasts after :data:`BRIEF` seconds; shorter cells by one report for all
-that ended in that time.
+Most cells end within milliseconds, and to wake the broker twice for each costs more than the cell
+gate itself. While its session is attached, the agent alone decides (it answers a ``yield``), so it
+may report late: a long cell after :data:`BRIEF` seconds; all shorter cells of that time in one
+report.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Callable, ContextManager, Mapping, NamedTuple
 from ..errors import GPUPoolError
 from ..protocol import Message
 
-#: Seconds. Far below what a person notices and below the idle time-outs that count from it; long
-#: enough to turn a notebook's stream of short cells into a few messages.
+#: Seconds: too short for a person to notice, and shorter than the idle time-outs that start then;
+#: long enough to turn a notebook's stream of short cells into a few messages.
 BRIEF = 0.05
 
 
@@ -37,7 +37,7 @@ class HoldWait:
     """One hold that waits for its lease.
 
     ``answer`` is None during the wait, then the broker's ``ok``, or the error that ended it.
-    ``on_change`` is called, in any thread, whenever something about the wait may have changed.
+    ``on_change`` is called, in any thread, whenever the wait may have changed.
     """
 
     def __init__(self, hold: str, kind: str, on_change: Callable[[], None]) -> None:
@@ -46,13 +46,13 @@ class HoldWait:
         self.on_change = on_change
         self.since = time.monotonic()
         self.asked = False
-        #: Attempts to reach the broker that had failed when the wait began.
+        #: Failed attempts to reach the broker before the wait began.
         self.failures = 0
         self.answer: Message | GPUPoolError | None = None
 
 
 class QueuePlace(NamedTuple):
-    """Where a waiting session stands; ``position`` 1 is next, ``eta`` in seconds or None."""
+    """A waiting session's place; ``position`` 1 is next, ``eta`` is in seconds or None."""
 
     position: int
     length: int
@@ -78,10 +78,10 @@ class LateReports:
     Parameters
     ----------
     lock:
-        The link's. Its owner holds it during every method but :meth:`close`, and during the calls
-        of ``lasting`` and ``over``.
+        The link's lock. The caller holds it during every method except :meth:`close`, and it is
+        held during the calls of ``lasting`` and ``over``.
     lasting, over:
-        Report a hold, by its id and kind: one that goes on, one that has ended.
+        Report, by id and kind, a hold that goes on, and a hold that has ended.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class LateReports:
                 self._thread.start()
 
     def end(self, hold: str) -> bool:
-        """Note that a hold ends; return whether the broker never knew of it."""
+        """Note that a hold ends; return whether it was never reported."""
         kind = self._holds.pop(hold, None)
         if kind is None:
             return False
@@ -120,7 +120,7 @@ class LateReports:
         return True
 
     def forget(self) -> None:
-        """Drop all reports: the broker learns of the holds in another way."""
+        """Drop all reports: another message tells the broker the holds."""
         self._holds.clear()
         self._over = None
 
@@ -134,7 +134,7 @@ class LateReports:
             self._tell_over(*over)
 
     def close(self) -> None:
-        """End the thread without sending what is left."""
+        """End the thread without sending the remaining reports."""
         self._closed.set()
         self._wanted.set()
 

@@ -2,13 +2,13 @@
 # Distributed under the terms of the Modified BSD License.
 """The kernel's side of its session: its identity, its holds, and the connection to the broker.
 
-The agent *owns* its lease from the grant until it answers a ``yield`` with yes. That is why a cell
-of an attached session needs no round trip, and why the broker may die and come back while cells
-run: the agent keeps the list of holds and sends it again in the next ``hello``.
+The agent *owns* its lease from the grant until it answers a ``yield`` with yes. So a cell of an
+attached session needs no round trip, and the broker may die and come back while cells run: the
+agent keeps the list of holds and sends it again in the next ``hello``.
 
 Threads: cells call from the main thread and from subshell threads, pushes arrive in the client's
-reader thread, and one daemon thread connects. Everything shared is under one lock, which is never
-held while waiting for an answer.
+reader thread, and one daemon thread connects. One lock protects all shared data; no thread holds
+it while it waits for an answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .revive import Reviver
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
 
-#: The same while a broker is being started, and between two looks at how that goes.
+#: The pause while a broker is being started, and between two checks of that start.
 LOOK = 0.2
 
 log = logging.getLogger("jupyter_gpupool.kernel")
@@ -45,16 +45,16 @@ class SessionLink:
     Parameters
     ----------
     path, session, token:
-        As the provisioner set them in the environment.
+        The provisioner's values from the environment.
     attach:
         The policy until the broker has confirmed it: ``cell``, ``manual`` or ``lazy``.
     cuda:
-        Tells whether this process has called cuInit (None: cannot tell). Only called while the
-        session is attached, if ``cuda_blocks``: a driver call on a suspended process would block.
+        Tells whether this process has called cuInit (None: unknown). With ``cuda_blocks``, called
+        only while the session is attached: a driver call on a suspended process would block.
     on_lost:
         Called in the reader thread if the driver has lost this session's device state.
     environ:
-        The kernel's: it says how a broker that has died is started again.
+        The kernel's environment, with the command that restarts a dead broker.
     member:
         This is not the agent but another program of the session, or the one that started it: it
         calls :meth:`wait` for each hold and never :meth:`take`, because the broker does not ask it
@@ -99,33 +99,33 @@ class SessionLink:
         self._reports = LateReports(self._lock, self._tell_hold, self._tell_over)
         self._waits: dict[str, HoldWait] = {}
         self._owed: dict[str, Any] | None = None
-        #: Cells and widget callbacks that run; and whether another kernel waits for the slice.
+        #: Running cells and widget callbacks; and whether another kernel waits for the slice.
         self._requests: set[object] = set()
         self._wanted = False
         self._down_since: float | None = time.monotonic()
-        #: Since when a broker that took the connection has not answered the hello.
+        #: Since when the connected broker has not answered the hello.
         self._greeting_since: float | None = None
         self._failures = 0
         #: Why there is no connection; None while there is one or the first try is under way.
         self.down: GPUPoolError | None = None
         self.state = "detached"
         self.attached = False
-        #: This session has given up a slice after it used CUDA: its device state may be in host
-        #: memory, where CUDA calls block until it is attached again.
+        #: Whether this session gave up a slice after it used CUDA: its device state may be in host
+        #: memory, so that CUDA calls block until it is attached again.
         self.suspended = False
         self.epoch = 0
         self.slices: tuple[Slice, ...] = ()
         self.request: dict[str, Any] = {}
         self.limits: dict[str, Any] = {}
-        #: Each device as in the latest status, by UUID: their names outlive the broker.
+        #: Each device from the latest status, by UUID: names are needed even without a broker.
         self.devices: dict[str, Mapping[str, Any]] = {}
-        #: Until when (``time.time()``) the user has asked to keep the slice; 0.0 if not at all.
+        #: Until when (``time.time()``) the user keeps the slice; 0.0 if the user does not.
         self.kept_until = 0.0
         self.queue: QueuePlace | None = None
         self._queued_since = 0.0
         self.reason = ""
         self.pinned_reason = ""
-        #: What the pool last refused to a CUDA call of this session, and how often it refused.
+        #: The pool's last refusal of a CUDA call of this session, and the number of refusals.
         self.refused: CallRefusal | None = None
         self.refusals = 0
         #: Called, in any thread, after each message of the broker and when the connection ends.
@@ -139,7 +139,7 @@ class SessionLink:
         self._thread.start()
 
     def queued_for(self) -> float:
-        """Return the seconds since the broker first put this session into the queue; 0.0 if not."""
+        """Return the seconds since the broker first put this session into the queue; or 0.0."""
         return time.monotonic() - self._queued_since if self.queue is not None else 0.0
 
     def close(self) -> None:
@@ -149,19 +149,19 @@ class SessionLink:
             self._reports.close()
             client, self._client = self._client, None
         self._poke.set()
-        self._ended.set()  # a client that we close does not call on_close
+        self._ended.set()  # a client does not call on_close after close()
         if client is not None:
             client.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CALL_TIMEOUT)
 
     def unreachable_for(self) -> float:
-        """Return for how many seconds there has been no broker; 0.0 if there is one."""
+        """Return the seconds without a broker; 0.0 with one."""
         since = self._greeting_since or self._down_since
         return 0.0 if since is None else time.monotonic() - since
 
     def given_up(self, wait: HoldWait) -> bool:
-        """Return whether no broker has been there for too long, and the last attempt failed."""
+        """Return whether the broker has been missing for too long, and the last attempt failed."""
         return self.unreachable_for() > self.reviver.patience and self._failures > wait.failures
 
     def wait_ready(self) -> None:
@@ -185,14 +185,14 @@ class SessionLink:
 
     @property
     def holds(self) -> tuple[str, ...]:
-        """The ids of the holds that have the lease."""
+        """The ids of the holds on the lease."""
         with self._lock:
             return tuple(self._holds)
 
     def take(self, hold: str, kind: str) -> bool:
         """Take a hold if the session is attached; False if it has to wait for its slice.
 
-        No round trip: a report follows a moment later if the hold lasts, and has no answer.
+        This needs no round trip: if the hold lasts, a report without an answer follows soon.
         """
         with self._lock:
             if not self.attached:
@@ -213,7 +213,7 @@ class SessionLink:
         return wait
 
     def drop(self, hold: str) -> None:
-        """End a hold, or its wait. Unknown ones are ignored, so it is safe to say it twice."""
+        """End a hold, or its wait. An unknown hold is ignored, so a second call is safe."""
         with self._lock:
             wait = self._waits.pop(hold, None)
             if self._holds.pop(hold, None) is not None:
@@ -236,7 +236,7 @@ class SessionLink:
         """
         with self._lock:
             client = self._client if self._greeted else None
-            self._reports.send()  # in order: cells that came before the request
+            self._reports.send()  # in order: cells from before the request
         if client is None:
             self._poke.set()
             raise self.unavailable()
@@ -245,8 +245,7 @@ class SessionLink:
     def call(self, kind: str, /, *, timeout: float = CALL_TIMEOUT, **fields: Any) -> Message:
         """Send a request about this session and return the answer.
 
-        Waits for a broker that is expected back: a kernel that has just started is still greeting
-        its own.
+        This waits for a broker that is expected back, or that a new kernel is still greeting.
 
         Raises
         ------
@@ -273,13 +272,13 @@ class SessionLink:
         return answer
 
     def note_request(self, answer: Mapping[str, Any]) -> None:
-        """Remember the request that an answer of the broker carries, if it does."""
+        """Store the request from an answer of the broker, if the answer has one."""
         if isinstance(answer.get("request"), dict):
             with self._lock:
                 self.request = dict(answer["request"])
 
     def owe_request(self, fields: Mapping[str, Any]) -> None:
-        """Set the request as soon as there is a broker again."""
+        """Send the request as soon as a broker is back."""
         with self._lock:
             self._owed = dict(fields)
 
@@ -332,7 +331,7 @@ class SessionLink:
                     cuda=self._cuda_seen,
                     **self._role,
                 )
-                # From here on holds and drops go out behind the hello, in their order.
+                # From here on holds and drops are sent after the hello, in their order.
                 self._client = client
                 self._reports.forget()
                 self._greeting_since = time.monotonic()
@@ -372,11 +371,11 @@ class SessionLink:
                 owed, self._owed = self._owed, None
                 self._client.start("request", **owed).add_done_callback(self._owed_answered)
             self._take_state(answer)
-            # Copies: an answer that is there at once is taken within the call, and ends its wait.
+            # A copy: an answer that comes within the call changes this dict.
             for wait in list(self._waits.values()):
                 self._ask(wait)
             if not self.attached:
-                # The new broker has taken the slice meanwhile: what runs needs it back.
+                # The new broker has taken the slice meanwhile: running cells need it back.
                 for hold, kind in list(self._holds.items()):
                     self._ask(HoldWait(hold, kind, lambda: None))
         self._changed()
@@ -402,18 +401,18 @@ class SessionLink:
         self._changed()
 
     def _tell(self, kind: str, /, **fields: Any) -> None:
-        """Send what has no answer. With the lock held, so that messages keep their order."""
+        """Send a message without an answer. The caller holds the lock, which keeps the order."""
         if self._client is not None:
             try:
                 self._client.send(kind, **fields)
             except BrokerUnavailable:
-                pass  # the reader thread sees it too; the next hello tells the holds
+                pass  # the reader thread notices, too; the next hello has the holds
 
     def _tell_hold(self, hold: str, kind: str) -> None:
         self._tell("hold", hold=hold, kind=kind, epoch=self.epoch, wait=False)
 
     def _tell_over(self, hold: str, kind: str) -> None:
-        if self.attached:  # else it would ask for a slice
+        if self.attached:  # otherwise it would ask for a slice
             self._tell_hold(hold, kind)
             self._tell_drop(hold)
 
@@ -455,14 +454,14 @@ class SessionLink:
     # ------------------------------------------------------------------ running requests
 
     def begin_request(self) -> object:
-        """Note that a cell or a widget callback begins; return what :meth:`end_request` takes."""
+        """Note that a cell or widget callback begins; return the key for :meth:`end_request`."""
         key = object()
         with self._lock:
             self._requests.add(key)
         return key
 
     def end_request(self, key: object) -> None:
-        """Note that it has ended; report that no cell runs, if another kernel waits for that."""
+        """Note its end; if no cell runs any more and another kernel waits, report that."""
         with self._lock:
             self._requests.discard(key)
             self._rest()
@@ -477,7 +476,7 @@ class SessionLink:
         try:
             self._take_push(message)
         except (KeyError, TypeError, ValueError) as error:
-            # It must not end the reader thread, on which everything else depends.
+            # A bad message must not end the reader thread, on which everything else depends.
             log.warning("A %r message of the broker was not understood: %r", message, error)
 
     def _take_push(self, message: Message) -> None:
@@ -527,12 +526,12 @@ class SessionLink:
     def _yield(self, epoch: int) -> None:
         """Give up the lease if nothing uses it.
 
-        An older epoch than ours names a lease that is gone. A newer one cannot harm: without a
-        hold nothing of ours is running.
+        An epoch older than ours names a lease that has ended. A newer epoch does no harm: without a
+        hold nothing of this kernel uses the slice.
         """
         with self._lock:
             if epoch >= self.epoch:
-                self._reports.send()  # cells that have ended do not refuse it
+                self._reports.send()  # so that ended cells do not refuse it
             given = epoch >= self.epoch and not self._holds and not self._waits
             cuda = self._probe()
             if given and self.attached:
@@ -550,15 +549,15 @@ class SessionLink:
     def _take_state(self, message: Message) -> None:
         epoch = int(message.get("epoch") or 0)
         if epoch < self.epoch:
-            return  # about a lease that is over
+            return  # about a lease that has ended
         self.state = str(message.get("state") or self.state)
         self.reason = str(message.get("reason") or "")
         self.pinned_reason = str(message.get("pinned_reason") or "")
         if self.state != "queued" and not self._waits:
-            self.queue = None  # a CUDA call waited, and no longer does
+            self.queue = None  # a CUDA call has stopped waiting
         if self.state in ATTACHED:
             self._take_lease(epoch, slices_of(message))
-        elif self.state != "detaching":  # which our own answer to a yield decides
+        elif self.state != "detaching":  # our own answer to a yield decides that state
             if self.attached:
                 seen = self._cuda_seen if self._cuda_blocks else self._probe()
                 self.suspended = seen is not False

@@ -107,7 +107,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         try:
             snapshot = link.call("status")
         except BrokerUnavailable as error:
-            # What the agent knows by itself is still true; the error explains the rest.
+            # The agent's own figures are still true; the error explains the missing ones.
             known = {"devices": list(link.devices.values())}
             session = {**_own_view(link), **self._guarded({})}
             display(SessionDisplay(session, known, problem=str(no_broker(link, error))))
@@ -118,12 +118,12 @@ class GPUMagics(Magics):  # type: ignore[misc]
         display(SessionDisplay({**session, **self._guarded(snapshot)}, snapshot, problem=caps))
 
     def _guarded(self, snapshot: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the guard and its page say, for the view of this session."""
+        """Return the figures of the guard and its page, for the view of this session."""
         if self.gate is None:
             return {}
         guard = self.gate.guard
         why = guard.problem
-        if why == NO_GUARD:  # the broker knows better
+        if why == NO_GUARD:  # the broker knows the reason
             why = str((snapshot.get("settings") or {}).get("attach_reason") or why)
         return {"guard": guard.on, "guard_reason": why, "figures": guard.figures()}
 
@@ -168,7 +168,7 @@ def _attached_text(link: SessionLink, slices: Sequence[Slice]) -> str:
         try:
             link.call("status")
         except GPUPoolError:
-            pass  # the slice is there all the same; it goes by its UUID
+            pass  # the kernel has the slice; only the device's name is unknown
     size = format_bytes(sum(s.bytes for s in slices))
     known = {"devices": list(link.devices.values())}
     uuids = [s.device for s in slices]
@@ -200,7 +200,7 @@ def _request_text(answer: Any, guarded: bool) -> str:
 
 
 def _own_view(link: SessionLink) -> dict[str, Any]:
-    """Return what the agent itself knows, in the words of a status entry."""
+    """Return the agent's own data in the form of a status entry."""
     return {
         "id": link.session,
         "state": link.state,
@@ -220,7 +220,7 @@ _SIZES = ("4GiB", "8GiB", "16GiB")
 def complete_gpu(_shell: Any, event: Any, limits: Mapping[str, Any] | None = None) -> list[str]:
     """Complete ``%gpu`` and ``%%gpu``; IPython calls it as its ``complete_command`` hook.
 
-    ``limits`` are those of the session: nothing is offered that would be refused.
+    ``limits`` are those of the session: this offers no value that would be refused.
     """
     limits = limits or {}
     words = str(event.line).split()

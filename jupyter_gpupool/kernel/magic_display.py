@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How ``%gpu`` looks: the same rows as HTML in a notebook and as plain text in a console."""
+"""The output of ``%gpu``: the same rows as HTML in a notebook and as text in a console."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STYLE = (
     "color: var(--jp-content-font-color1, inherit)"
 )
 
-#: What a state means to the person at the notebook.
+#: The states in the words of the user.
 _STATES = {
     "detached": "no slice now; the next cell that needs one gets it",
     "queued": "waiting for a slice",
@@ -66,7 +66,7 @@ def _table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class _Display:
-    """Something IPython shows in both forms."""
+    """A result that IPython shows in both forms."""
 
     def text(self) -> str:
         raise NotImplementedError
@@ -97,7 +97,7 @@ class SessionDisplay(_Display):
 
 
 def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows that describe ``session``, without a row for what is not known."""
+    """Return the rows that describe ``session``, without rows for unknown values."""
     state = str(session.get("state", "detached"))
     text = _STATES.get(state, state)
     if state == "detached":
@@ -148,7 +148,7 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
     return rows
 
 
-#: How a session without a slice gets one, where it is not "the next cell gets it".
+#: How a session without a slice gets one, unless "the next cell gets it".
 _DETACHED = {
     "manual": "no slice now; type %gpu attach to get one",
     "lazy": "no slice now; the next CUDA call gets it",
@@ -197,7 +197,7 @@ def _cannot_leave(session: Mapping[str, Any]) -> bool:
 
 
 def stays(devices: Sequence[str], snapshot: Mapping[str, Any]) -> bool:
-    """Return whether a slice on ``devices`` is on one that cannot suspend."""
+    """Return whether one of a slice's ``devices`` cannot suspend."""
     known = {d.get("uuid"): d for d in snapshot.get("devices") or ()}
     return any(known.get(uuid, {}).get("can_suspend") is False for uuid in devices)
 
@@ -237,7 +237,7 @@ def _all_out_of_service(snapshot: Mapping[str, Any]) -> str:
 
 
 def device_names(devices: Sequence[str], snapshot: Mapping[str, Any]) -> str:
-    """Return index and name of each device; the UUID of one that ``snapshot`` does not have."""
+    """Return index and name of each device; the UUID if ``snapshot`` does not have it."""
     known = {d.get("uuid"): d for d in snapshot.get("devices") or ()}
     names = []
     for uuid in devices:
@@ -247,7 +247,7 @@ def device_names(devices: Sequence[str], snapshot: Mapping[str, Any]) -> str:
 
 
 class PoolDisplay(_Display):
-    """``%gpu pool``: every device, and of every session what this user may see."""
+    """``%gpu pool``: every device, and every session as far as this user may see it."""
 
     def __init__(self, snapshot: Mapping[str, Any], own: str) -> None:
         self._devices = [_device_row(d) for d in snapshot.get("devices") or ()]

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Restarts a broker that has died, and describes the restart to the user of a waiting cell.
 
-A kernel may have another Python than the broker, and must not become its parent. So the agent
-runs the shell command that the provisioner gave it, as the guard does
-(:func:`jupyter_gpupool.startrecord.launcher`): it returns at once.
+A kernel may have another Python than the broker, and must not become the broker's parent. So the
+agent runs the provisioner's shell command, as the guard does
+(:func:`jupyter_gpupool.startrecord.launcher`); it returns at once.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ GRACE = 5.0
 #: Seconds between two attempts of this kernel.
 AGAIN = 2.0
 
-#: Seconds for the shell, which only begins what takes long.
+#: Seconds for the shell command, which starts the broker but does not wait for it.
 SHELL = 10.0
 
 log = logging.getLogger("jupyter_gpupool.kernel")
 
 
 class Reviver:
-    """Has the broker at ``path`` started again; used by the thread that connects to it."""
+    """Starts the broker at ``path`` again; the thread that connects to it calls this."""
 
     def __init__(self, path: Path, environ: Mapping[str, str]) -> None:
         self._path = path
@@ -49,13 +49,13 @@ class Reviver:
         self._copy = environ.get(COPY_VARIABLE, "")
         self._service = is_machine_path(path)
         self._next = 0.0
-        #: Whether a process starts the broker now, or will soon.
+        #: Whether some process is starting the broker, or will soon.
         self.expected = False
         #: Seconds without a broker after which a cell does not wait for it any longer.
         self.patience = GRACE
 
     def away(self, error: GPUPoolError) -> GPUPoolError:
-        """Nobody listens at the socket: do what can be done, and return what to tell the user."""
+        """Try to restart the broker, which does not listen; return the error for the user."""
         self.expected = False
         self.patience = GRACE
         if self._service:

@@ -2,14 +2,14 @@
 # Distributed under the terms of the Modified BSD License.
 """A wait for a slice: the line that the cell shows meanwhile, and the interrupt that ends it.
 
-Two kinds of wait. A cell may wait before it runs: its line is the first output of the cell, so one
-``clear_output`` removes it from the notebook, saved file included. Or a CUDA call waits at the
-guard's gate in the middle of a cell, when the cell may have printed something. ``clear_output``
-would remove that, too: it is sent only if the request has published nothing but the line;
-otherwise the line becomes empty and stays where it is.
+Two kinds of wait exist. A cell may wait before it runs: the line is the cell's first output, so
+one ``clear_output`` removes it from the notebook, saved file included. Or a CUDA call waits at the
+guard's gate in the middle of a cell, which may have printed something. ``clear_output`` would
+remove that, too, so it is sent only if the request has published nothing but the line; otherwise
+the line becomes empty and stays where it is.
 
 ipykernel notices SIGINT during an ``await`` only when the await ends, and ignores SIGINT between
-cells. A wait therefore brings its own handler: on the main thread for as long as it waits; for a
+cells. A wait therefore sets its own handler: on the main thread, for as long as it waits; for a
 subshell thread, which cannot set handlers, through the main thread's event loop, and only while
 the signal would otherwise be ignored.
 """
@@ -31,7 +31,7 @@ from .guard_state import Guard
 from .holds import HoldWait
 from .link import SessionLink
 
-#: Longest time, in seconds, between two looks at a wait. A change wakes it at once; the tick is
+#: Longest time, in seconds, between two checks of a wait. A change wakes it at once; the tick is
 #: for an interrupt whose wake-up is lost.
 TICK = 0.1
 
@@ -45,14 +45,14 @@ class Alarm:
         self.interrupted = False
 
     def ring(self) -> None:
-        """Something has changed: look again."""
+        """Wake the coroutine, so that it checks for a change."""
         try:
             self._loop.call_soon_threadsafe(self._rung.set)
         except RuntimeError:
-            pass  # the loop is closed: the kernel is going
+            pass  # the loop is closed: the kernel ends
 
     def interrupt(self) -> None:
-        """The user interrupted."""
+        """Note an interrupt by the user, and ring."""
         self.interrupted = True
         self.ring()
 
@@ -66,7 +66,7 @@ class Alarm:
 
 
 class Interrupts:
-    """The waits of this process that an interrupt ends.
+    """The waits of this process, which an interrupt ends.
 
     ``on_main_loop`` runs a function soon on the main thread's event loop, from any thread.
     """
@@ -136,7 +136,7 @@ Publish = Callable[[str, dict[str, Any]], None]
 
 
 def describe(link: SessionLink) -> str:
-    """Return one line on what this hold is waiting for."""
+    """Return one line on this hold's wait."""
     if link.unreachable_for():
         return link.reviver.describe()
     size = link.request.get("memory")
@@ -166,7 +166,7 @@ def sentence(reason: str) -> str:
 
 
 def worth_showing(link: SessionLink, wait: HoldWait) -> bool:
-    """Return whether the user should hear of this wait (yet)."""
+    """Return whether to show this wait to the user (yet)."""
     return link.queue is not None or time.monotonic() - wait.since >= PATIENCE
 
 
@@ -178,7 +178,7 @@ class WaitDisplay:
         self._id = display_id
         self._hint = hint
         self._shown = ""
-        #: Messages that the cell's output area got from here.
+        #: Messages that this display has sent to the cell's output area.
         self.published = 0
 
     @property
@@ -187,7 +187,7 @@ class WaitDisplay:
         return bool(self._shown)
 
     def show(self, text: str) -> None:
-        """Show ``text``; nothing is sent if it is what the cell shows already."""
+        """Show ``text``; send nothing if the cell already shows it."""
         if text == self._shown:
             return
         self._shown = text
@@ -205,7 +205,7 @@ class WaitDisplay:
             self._publish("clear_output", {"wait": False})
 
     def empty(self) -> None:
-        """Leave nothing to see of the line, where the cell shows other things as well."""
+        """Make the line empty, because the cell shows other output, too."""
         if self._shown:
             self._shown = ""
             self._data("", "")
@@ -217,7 +217,7 @@ class WaitDisplay:
             kind,
             {
                 "data": {"text/plain": text, "text/html": markup},
-                # For a front end that must remove the line itself: the kernel was restarted.
+                # By this mark, a front end removes the line after a restart of the kernel.
                 "metadata": {"gpupool": {"wait": True}},
                 "transient": {"display_id": self._id},
             },
@@ -231,7 +231,7 @@ _OUTPUTS = frozenset({"stream", "display_data", "execute_result", "error", "upda
 
 
 class RunningRequest:
-    """One execute request that runs."""
+    """A running execute request."""
 
     __slots__ = ("before", "begun", "display", "parent", "silent")
 
@@ -239,13 +239,13 @@ class RunningRequest:
         self.begun = time.monotonic()
         self.parent = parent
         self.silent = silent
-        #: How many outputs this kernel had published when the cell was last empty.
+        #: This kernel's number of published outputs when the cell was last empty.
         self.before = before
         self.display: WaitDisplay | None = None
 
 
 class CallWaits:
-    """Shows in the running cell what its CUDA calls wait for."""
+    """Shows in the running cell the reason why its CUDA calls wait."""
 
     def __init__(self, kernel: Any, link: SessionLink, guard: Guard) -> None:
         self._kernel = kernel
@@ -264,12 +264,12 @@ class CallWaits:
     # ------------------------------------------------------------------ in and out
 
     def install(self) -> None:
-        """Begin to count what this kernel publishes."""
+        """Begin to count the outputs that this kernel publishes."""
         session = self._kernel.session
         original = session.send
 
         def send(stream: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
-            # Before it is sent, so that the publishing thread reads a count that is complete.
+            # Counted before it is sent, so that the publishing thread reads a complete count.
             if (message if isinstance(message, str) else message.get("msg_type")) in _OUTPUTS:
                 self._outputs += 1
             return original(stream, message, *args, **kwargs)
@@ -278,7 +278,7 @@ class CallWaits:
         session.send = send
 
     def uninstall(self) -> None:
-        """End."""
+        """Stop counting and showing."""
         self._stopped = True
         self._news.set()
         if self._send is not None:
@@ -294,7 +294,7 @@ class CallWaits:
         return key
 
     def end(self, key: int) -> None:
-        """Note that it is over, before its reply is sent."""
+        """Note the end of a request, before its reply is sent."""
         running = self._running.pop(key)
         if running.display is not None:
             self._clear(running)
@@ -302,7 +302,7 @@ class CallWaits:
     # ------------------------------------------------------------------ the wait
 
     def news(self) -> None:
-        """Look whether something waits. In the thread that reads the broker's pushes; quick."""
+        """Check whether a call waits. Runs in the thread of the broker's pushes, so it is quick."""
         if self._stopped or not self._running:
             return
         if self._thread is None:
@@ -316,7 +316,7 @@ class CallWaits:
             self._watch()
 
     def _watch(self) -> None:
-        """Show what waits, until nothing does for a moment; or for longer than a moment."""
+        """Show waits that last longer than PATIENCE; return after that time without a wait."""
         since = quiet = time.monotonic()
         while self._running and not self._stopped:
             now = time.monotonic()
@@ -336,12 +336,12 @@ class CallWaits:
 
     def _show(self) -> None:
         with self._lock:
-            # The request that was there first: a subshell's cell is a guest of the running one.
+            # The oldest request, because a subshell's cell runs beside the main one.
             for key, running in list(self._running.items()):
                 if running.silent or key not in self._running:
                     continue
                 if time.monotonic() - running.begun < PATIENCE:
-                    return  # it cannot have waited so long: the wait seen was the last cell's
+                    return  # too young to wait so long: the last cell waited
                 if running.display is None:
                     name = f"gpupool-call-{running.parent['header']['msg_id']}"
                     publish = self._publisher(running)
@@ -361,7 +361,7 @@ class CallWaits:
                 if display is None or not display.shown:
                     return
                 if self._outputs == running.before + display.published:
-                    # Not through the thread's queue: outputs queued from now on come after it.
+                    # Not through the thread's queue: later outputs in that queue must follow it.
                     self._kernel.session.send(
                         self._kernel.iopub_thread.socket,
                         "clear_output",
@@ -373,7 +373,7 @@ class CallWaits:
                 else:
                     display.empty()
 
-        # In the thread that publishes, so that no output slips in between the look and the act.
+        # In the publishing thread, so that no output comes between the check and the clear.
         self._kernel.iopub_thread.schedule(clear)
 
     def _publisher(self, running: RunningRequest) -> Callable[[str, dict[str, Any]], None]:

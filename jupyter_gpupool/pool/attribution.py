@@ -8,16 +8,16 @@ bytes on one device unless a mapping names the devices. Five questions, in this 
 * *Attribution* (:func:`attribute`): which part of the used memory belongs to which session, which
   to the driver, and which to processes outside the pool.
 * *The driver's own memory* (:func:`unlisted`, :func:`driver_share`, :func:`measured_again`): what
-  is in use and no process's. No process can free it, so it must not count as foreign: a request
-  for a whole device would wait without end.
+  is in use without belonging to a process. No process can free it. If it counted as foreign, a
+  request for a whole device would wait without end.
 * *Overhead* (:class:`Overhead`): what the driver takes for one process beyond what the guard has
   charged. The guard charges a constant for a context (one self-test measured it) and the bytes that
   the program allocates. Contexts differ, and code is loaded lazily, 200 to 800 MiB for cuBLAS,
   cuDNN or Triton. A comparison of the driver's figure with the guard's shows how much.
 * *Overuse* (:func:`overuse`, :func:`confirmed`): which session has more than it was granted, and
-  from when on that counts.
+  when that counts.
 * *State* (:func:`state_to_move`, :func:`state_moved`, :func:`restore_room`): how many bytes a
-  suspend will move, how many it has moved, and how many must be free for the way back.
+  suspend will move, how many it has moved, and how many must be free for the restore.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ class Listed:
 
     #: None where the driver does not know.
     bytes: int | None
-    #: The session that it belongs to; None: no session's.
+    #: The session that it belongs to; None: it belongs to no session.
     session: str | None = None
-    #: False: its number is of another PID namespace (a container lists the host's numbers), and
+    #: False: its number belongs to another PID namespace (a container lists the host's numbers), so
     #: the process cannot be identified.
     known: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the driver shows of one device."""
+    """The driver's figures of one device."""
 
     used: int
     listed: Sequence[Listed] = ()
-    #: Bytes that the driver takes by itself beyond what it calls reserved: the device's capacity
-    #: does not contain them.
+    #: Bytes that the driver takes by itself beyond those it reports as reserved. The device's
+    #: capacity does not contain them.
     driver: int = 0
-    #: What a process's first context takes there.
+    #: Bytes that a process's first context takes there.
     context: int = 0
 
 
@@ -61,21 +61,21 @@ class Holder:
     """A session that has a slice of the device."""
 
     granted: int
-    #: What the guard in its processes counts; 0 without a guard.
+    #: Bytes that the guard counts in the session's processes; 0 without a guard.
     counted: int = 0
-    #: False: no process of it has called cuInit.
+    #: False: none of its processes has called cuInit.
     cuda: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """The memory of one device, by whom it is used."""
+    """The memory of one device, divided among its users."""
 
     #: Bytes of processes that are outside the pool.
     foreign: int
-    #: Bytes of sessions that have a slice there; absent where no figure tells.
+    #: Bytes of sessions that have a slice there. A session without a figure is absent.
     footprints: Mapping[str, int] = field(default_factory=dict)
-    #: Bytes of sessions by the driver's word alone, with a slice or without.
+    #: Bytes of sessions as the driver alone reports them, with a slice or without.
     shown: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -93,17 +93,18 @@ def attribute(
     1. Listed bytes of a session with a slice are that session's.
     2. Used bytes that the list does not explain lie in the slices, up to the grants: the whole
        slice of a session that is not listed, one context of a session that is. A process listed
-       under a number of another PID namespace counts as not listed: it may be a session's.
-    3. The rest, and what suspended sessions still show, is the driver's own, up to ``driver``.
+       with a number of another PID namespace counts as not listed: it may belong to a session.
+    3. The rest, with the bytes that the list still
+    gives to suspended sessions, is the driver's own, up to ``driver``.
     4. What remains is foreign, as are the listed bytes of processes without a session.
 
-    The list may be older than the figures: no process has more than is in use.
+    The list may be older than the figures, so no process counts for more than is in use.
 
     A session's footprint is the larger of what the driver shows and what its guard counts. The
-    driver sees what it takes by itself, and does not see processes of other PID namespaces; the
-    guard counts before it asks the driver, and so is never behind. But the guard's count is written
-    by the session's own processes: it is believed within the slice and for no byte beyond, because
-    that byte would be taken from all others.
+    driver sees its own overhead, but no process of another PID namespace. The guard counts before
+    it asks the driver, so its count is never behind. But the guard's count is written by the
+    session's own processes: it is trusted only up to the slice, because a byte beyond would be
+    taken from all others.
     """
     named: dict[str, int] = {}
     listed = 0
@@ -132,7 +133,7 @@ def attribute(
     shown = {**footprints, **{name: min(size, most) for name, size in left.items()}}
     for name, holder in holders.items():
         if name not in footprints and holder.cuda is False:
-            # It holds nothing: its slice can be taken without host memory.
+            # The session holds nothing: the pool can take its slice without host memory.
             footprints[name] = 0
         counted = min(holder.counted, holder.granted)
         if counted or name in footprints:
@@ -142,21 +143,21 @@ def attribute(
 
 # ---------------------------------------------------------------------- the driver's own memory
 
-#: More than this is not the driver's, but memory of processes that it does not list: bytes, and
-#: the device divided by so much.
+#: Memory beyond this belongs to processes that the driver does not list, and not to the driver:
+#: bytes, and the divisor of the device's size.
 DRIVER_MOST, DRIVER_PART = 1 << 30, 8
 
-#: By so much may the driver's own memory differ from one look to the next, at most this part.
+#: Most bytes, and part of the device, by which the driver's own memory varies between samples.
 SLACK, SLACK_PART = 64 * MiB, 256
 
-#: Looks in a row at a device at rest that must agree: a process that has just ended may still show.
+#: Samples of a device at rest that must agree: the driver lists an ended process for a while.
 REST_LOOKS = 3
 
 
 def unlisted(used: int, sizes: Iterable[int | None]) -> int:
     """Return the used bytes that the list of ``sizes`` gives to no process.
 
-    0 where a process is listed without its bytes: they may be all of these.
+    0 if a process is listed without its size: all of these bytes may belong to it.
     """
     known = [*sizes]
     if None in known:
@@ -170,31 +171,30 @@ def slack(total: int) -> int:
 
 
 def driver_share(reserved: int, residue: int, total: int) -> int:
-    """Return the bytes of a device that are the driver's.
+    """Return the bytes of a device that belong to the driver.
 
-    ``reserved`` is what the driver itself says, ``residue`` what is in use and no process's. Room
-    to vary comes on top, except where the driver shows none at all, neither before nor after a
-    context was made: such a driver is exact.
+    ``reserved`` is the driver's own figure, ``residue`` the memory in use that belongs to no
+    process. :func:`slack` is added, except where both are 0: such a driver reports exact figures.
     """
     kept = reserved + min(residue, DRIVER_MOST, total // DRIVER_PART)
     return kept + slack(total) if kept else 0
 
 
 def at_rest(listed: Iterable[Listed], *, leased: bool) -> bool:
-    """Return whether used memory of a device that no process has must be the driver's.
+    """Return whether used memory that belongs to no process must be the driver's own.
 
-    No session may have a slice there (``leased``), and no other user a process; what suspended
-    sessions still show is listed as theirs.
+    True only if no session has a slice there (``leased``) and no process outside the pool uses the
+    device. What suspended sessions still have is listed as theirs.
     """
     return not leased and all(entry.session is not None for entry in listed)
 
 
 def measured_again(looks: Sequence[int], reserved: int, total: int, was: int) -> int | None:
-    """Return the bytes that are the driver's, measured at rest; None if they are as before.
+    """Return the bytes that belong to the driver, measured at rest; None if they are as before.
 
     ``looks`` are the latest figures of :func:`unlisted`, ``was`` what has counted so far. The
-    driver's own memory grows in weeks of kernels that come and go; measured only once, the growth
-    would count as foreign. A little less than before is no news: it comes and goes.
+    driver's own memory grows over weeks in which kernels come and go. After a single measurement
+    the growth would count as foreign. A figure slightly below the last one changes nothing.
     """
     if len(looks) < REST_LOOKS:
         return None
@@ -204,7 +204,7 @@ def measured_again(looks: Sequence[int], reserved: int, total: int, was: int) ->
 
 # ---------------------------------------------------------------------- overhead of a process
 
-#: Looks in a row that must agree: between the driver's figure and the guard's, the program runs on.
+#: Samples that must agree, one after the other: the program runs between the two readings.
 AGREE = 3
 
 #: Bytes of one process that count as the driver's own and not as overuse: at most ``EXCUSED_MOST``
@@ -220,19 +220,19 @@ class Overhead:
     context: int | None = None
     #: The latest figures of the process with nothing but its context, at most 2.
     alone: tuple[int, ...] = ()
-    #: The latest figures of what is beyond charge and context, at most AGREE.
+    #: The latest figures of the bytes beyond charge and context, at most AGREE.
     seen: tuple[int, ...] = ()
-    #: What AGREE looks in a row have agreed on.
+    #: The least of the last AGREE samples.
     learnt: int = 0
 
     def look(
         self, constant: int, counted: int, shown: int, *, complete: bool
     ) -> tuple[Overhead, int]:
-        """Take note of a look; return what is known now, and the bytes that this look shows beyond.
+        """Add one sample; return what is known now, and the bytes beyond the charge in this sample.
 
         The guard has charged ``constant`` for the context and ``counted`` in all, the driver shows
-        ``shown``. ``complete``: the driver's list accounts for all that is in use, so that less
-        than the charge is true.
+        ``shown``. ``complete``: the driver's list explains all used memory, so a figure below the
+        charge is true.
         """
         context = self.context
         alone: tuple[int, ...] = ()
@@ -248,16 +248,16 @@ class Overhead:
         return replace(known, seen=seen, learnt=learnt), more + max(0, correction)
 
     def correction(self, constant: int) -> int:
-        """Return by how much its context takes more than was charged (less: negative)."""
+        """Return the bytes that its context takes beyond the charge; negative if it takes less."""
         return self.context - constant if self.context is not None and constant else 0
 
     def beyond(self, constant: int) -> int:
-        """Return the bytes beyond the charge that are a part of its slice (less: negative)."""
+        """Return the bytes of its slice beyond the charge; negative if it takes less."""
         return self.learnt + self.correction(constant)
 
 
 def complete(observed: Observed) -> bool:
-    """Return whether the list accounts for all that is in use."""
+    """Return whether the driver's list explains all used memory."""
     sizes = [entry.bytes for entry in observed.listed]
     return bool(sizes) and unlisted(observed.used, sizes) <= observed.driver
 
@@ -269,18 +269,17 @@ def excused(total: int) -> int:
 
 # ---------------------------------------------------------------------- overuse
 
-#: Bytes beyond a slice that no kernel is blamed for: a part of the device, within bounds. The
-#: driver takes memory for the local arrays of every thread that can run at once, which no
-#: allocation asked for; the larger the device, the more. What the driver takes for each process
-#: (see :class:`Overhead`) is explained there, and comes on top.
+#: Tolerated bytes beyond a slice: a part of the device, within bounds. The driver itself takes
+#: memory for the local arrays of all threads that can run at once, more on a larger device. Its
+#: memory for each process (see :class:`Overhead`) is tolerated in addition.
 TOLERATED_LEAST, TOLERATED_MOST, TOLERATED_PART = 64 * MiB, 512 * MiB, 16
 
-#: Samples in a row that must agree: one may be of the moment between a suspend and its record.
+#: Samples in a row that must agree: one may fall between a suspend and its record.
 SAMPLES = 3
 
 
 def tolerated(total: int) -> int:
-    """Return the bytes beyond a slice for which no kernel is blamed; ``total`` 0: not known."""
+    """Return the tolerated bytes beyond a slice; ``total`` 0: the device's size is not known."""
     return min(max(TOLERATED_LEAST, total // TOLERATED_PART), TOLERATED_MOST)
 
 
@@ -290,11 +289,11 @@ def overuse(
     explained: Mapping[str, int],
     totals: Mapping[str, int],
 ) -> int:
-    """Return by how many bytes a session is beyond its slices, over all devices.
+    """Return the bytes that a session has beyond its slices, over all devices.
 
     All arguments are bytes by device: what the driver shows of the session, its slices, what the
-    driver takes for its processes by itself, and the devices' sizes. What is tolerated on one
-    device does not make up for more on another.
+    driver takes for its processes by itself, and the devices' sizes. The tolerance of one device
+    does not apply to another.
     """
     over = 0
     for device, size in used.items():
@@ -305,7 +304,7 @@ def overuse(
 
 
 def confirmed(samples: int, over: int) -> tuple[int, bool]:
-    """Return the samples in a row that show overuse, and whether it is time to act: once.
+    """Return the number of samples in a row with overuse, and whether to act now (true only once).
 
     ``samples`` is the number before this sample, which shows ``over`` bytes.
     """
@@ -330,8 +329,8 @@ def state_to_move(
     ``shown`` is what the driver lists of the session, ``counted`` what its guard counts,
     ``contexts`` what a context takes on each device, ``cuda`` whether it has called cuInit. The
     driver does not list processes everywhere and the guard does not count everything, so the larger
-    figure is the better one. Where neither shows anything, a session under the guard, which counts
-    every allocation, has a context at most; any other may have its whole slice.
+    figure is the better one. If both are 0, a session under the guard, which counts every
+    allocation, has no more than a context; any other session may have its whole slice.
     """
     seen = {uuid: max(shown.get(uuid, 0), counted.get(uuid, 0)) for uuid in {*shown, *counted}}
     if cuda is False and not any(seen.values()):
@@ -348,8 +347,8 @@ def state_moved(
 ) -> tuple[Slice, ...]:
     """Return the state that a suspend has moved off ``slices``, one part for each of them.
 
-    That is what it ``freed``. 0 freed bytes mean that the driver cannot tell: then it is what
-    :func:`state_to_move` said ``before``, else the whole slice.
+    This is the number of ``freed`` bytes. If it is 0, the driver cannot tell; then the estimate of
+    :func:`state_to_move` (``before``) counts, or else the whole slice.
     """
     return tuple(
         Slice(s.device, freed.get(s.device) or before.get(s.device, s.bytes)) for s in slices
@@ -359,8 +358,8 @@ def state_moved(
 def restore_room(state: int, granted: int, headroom: int) -> int:
     """Return the bytes that a device must show as free before a restore of ``state`` is tried.
 
-    No more than was ``granted``: a state that fills a device leaves no room for ``headroom``. But
-    all of the state, also where that is more than the pool has to give: a restore that lacks room
-    costs the process.
+    At most the ``granted`` bytes, because a state that fills a device leaves no room for
+    ``headroom``. But never less than the state, even if the pool has less to give: a restore
+    without room kills the process.
     """
     return min(state + headroom, max(state, granted))

@@ -4,7 +4,7 @@
 
 A :class:`Draft` is a copy of the accounts on which the pass tries its plan; it never changes the
 facts. It begins with the facts, less what the last plan promised, and shrinks as one session after
-the other takes its part. Growth and forecasts read a draft, too: what it leaves is neither promised
+the other takes its part. Growth and forecasts also read a draft: what it leaves is neither promised
 to a session nor reserved for the head of the queue.
 """
 
@@ -32,25 +32,25 @@ class Lack:
 
 
 class Room:
-    """One device in a draft: what it has left for the sessions that come later in the pass."""
+    """One device in a draft: what it has left for later sessions of the pass."""
 
     __slots__ = ("avail", "candidates", "expect", "leases", "ledger", "offered", "promised", "uuid")
 
     def __init__(self, ledger: DeviceLedger) -> None:
         self.ledger = ledger
         self.uuid = ledger.device.uuid
-        #: Bytes that are free now, and bytes that are free once all suspends under way are done;
-        #: both without what is promised.
+        #: Bytes free now, and bytes free once all suspends under way are done; both without
+        #: promised bytes.
         self.avail = ledger.free
         self.expect = self.avail + ledger.incoming
         self.promised = 0
         self.leases: list[tuple[Session, int]] = []
-        #: The leases that may be preempted for some session, and their bytes in all.
+        #: The leases that some session may preempt, and their bytes in all.
         self.candidates: list[tuple[Session, int]] = []
         self.offered = 0
 
     def promise(self, size: int) -> None:
-        """Keep ``size`` bytes (may be negative) for a session."""
+        """Set ``size`` bytes (may be negative) aside for a session."""
         self.avail -= size
         self.expect -= size
         self.promised += size
@@ -59,10 +59,10 @@ class Room:
         """Return the bytes that can be backfilled while the head reserves ``wanted`` bytes here.
 
         The head of the queue waits until leases here end. Giving ``x`` bytes away is harmless if
-        the head starts no later in any order in which the present leases may end (so nobody has to
-        estimate when they end). That is so if all leases smaller than the missing bytes do not
-        suffice together: then a larger one must end in any case, and the part of the smallest of
-        the larger ones beyond the missing bytes can go.
+        the head starts no later, in whatever order the present leases end (so no estimate of their
+        ends is needed). This holds if all leases smaller than the missing bytes are not enough
+        together. Then a larger lease must end in any case, and the bytes by which the smallest such
+        lease exceeds the missing bytes can be given away.
         """
         if self.promised:
             return 0
@@ -82,7 +82,7 @@ class Room:
 class Reservation:
     """What the head of the queue reserves: bytes wanted, by device.
 
-    Sessions behind the head get there only what :meth:`Room.spare` proves harmless.
+    Sessions behind the head get only the bytes there that :meth:`Room.spare` proves harmless.
     """
 
     session: str
@@ -90,7 +90,7 @@ class Reservation:
     #: The slices that the head needs; ``wanted`` may name more devices, as alternatives.
     count: int
     charge: Charge
-    #: When it reserves one device more.
+    #: When it reserves one more device.
     next_at: float
 
 
@@ -100,13 +100,13 @@ class Promise:
 
     takes: tuple[Slice, ...]
     charge: Charge
-    #: The number of sessions that had come to wait when the plan first made this promise.
+    #: The number of waits that had begun when the plan first made this promise.
     made: int
 
 
 @dataclass(slots=True)
 class Draft:
-    """What is left for the sessions that come later in the pass."""
+    """The devices and budgets as they are for later sessions of the pass."""
 
     facts: Facts
     shares: Shares
@@ -135,10 +135,10 @@ class Draft:
             usage = self.facts.group_usage.get(name)
             self._groups[name] = usage.memory if usage is not None else 0
 
-    # ------------------------------------------------------------------ what is left
+    # ------------------------------------------------------------------ free bytes
 
     def usage(self, owner: str) -> OwnerUsage:
-        """Return what the owner has and is promised in this draft."""
+        """Return the owner's leases and promises in this draft, in all."""
         found = self._usage.get(owner)
         if found is None:
             known = self.facts.usage.get(owner)
@@ -213,7 +213,7 @@ class Draft:
         ]
 
     def left(self, ledger: DeviceLedger) -> int:
-        """Return the bytes there that the next session may have at once."""
+        """Return the bytes of the device that the next session may have at once."""
         uuid = ledger.device.uuid
         room, held = self.rooms[uuid], self.reservation
         wanted = held.wanted.get(uuid) if held is not None else None
@@ -224,11 +224,11 @@ class Draft:
         return self.reservation is not None and room.uuid in self.reservation.wanted
 
     def now(self, s: Session, needs: Sequence[Need]) -> tuple[Slice, ...] | None:
-        """Return where ``s``, which needs ``needs``, could have them at once, or None."""
+        """Return where ``s`` could have its ``needs`` at once, or None."""
         return choose(needs, self.facts.devices, self.left, preferred(s))
 
     def host_left(self, devices: Iterable[str] = ()) -> int:
-        """Return the host bytes that a suspend may take beside what the head is going to need.
+        """Return the host bytes that a suspend may take; those that the head will need are kept.
 
         All of them if the suspend frees memory on ``devices`` that the head has reserved.
         """
@@ -261,30 +261,30 @@ class Draft:
                 return False
         return True
 
-    # ------------------------------------------------------------------ what is taken
+    # ------------------------------------------------------------------ changes
 
     def take(self, s: Session, takes: Iterable[Slice], charge: Charge) -> None:
-        """Grant ``takes`` to ``s``: they are gone for all that come later."""
+        """Grant ``takes`` to ``s``: later sessions cannot have them."""
         self.settled.add(s.id)
         self.count(s.owner, charge)
         for x in takes:
             room = self.rooms[x.device]
             room.avail -= x.bytes
             room.expect -= x.bytes
-            # From now on it may end before the head of the queue starts, like the present leases.
+            # Like the present leases, it may now end before the head of the queue starts.
             held = sum(size for v, size in room.leases if v is s)
             room.leases = [(v, size) for v, size in room.leases if v is not s]
             room.leases.append((s, held + x.bytes))
 
     def promise(self, s: Session, promise: Promise) -> None:
-        """Keep bytes for ``s`` until suspends under way have freed them."""
+        """Promise bytes to ``s`` that suspends under way will free."""
         self.promises[s.id] = promise
         for x in promise.takes:
             self.rooms[x.device].promise(x.bytes)
         self.count(s.owner, promise.charge)
 
     def unpromise(self, s: Session) -> Promise:
-        """Take back what ``s`` was promised, and return it."""
+        """Take the promise of ``s`` back, and return it."""
         promise = self.promises.pop(s.id)
         for x in promise.takes:
             self.rooms[x.device].promise(-x.bytes)
@@ -292,9 +292,9 @@ class Draft:
         return promise
 
     def suspend(self, v: Session) -> None:
-        """Let ``v`` leave: its bytes are on their way, and its state takes host memory."""
+        """Suspend ``v`` in the draft: its bytes come free later, its state takes host memory."""
         if v.id in self.promises:
-            self.unpromise(v)  # of growth, which ends with the lease
+            self.unpromise(v)  # a promise of growth, which ends with the lease
         self.leaving.add(v.id)
         self.host -= v.state_bound
         self.usage(v.owner.name).suspended += v.state_bound
@@ -304,16 +304,16 @@ class Draft:
             self.rooms[x.device].expect += x.bytes
 
     def reserve(self, held: Reservation, head: Session) -> None:
-        """Reserve memory for the head of the queue, and its part of its owner's quota."""
+        """Reserve memory and its owner's quota for the head of the queue."""
         self.reservation = held
         self.count(head.owner, held.charge)
         for uuid in held.wanted if head.lease.slices else ():
-            # It waits for others to end, and not for its own lease.
+            # The head waits for other leases to end, not for its own.
             room = self.rooms[uuid]
             room.leases = [(s, size) for s, size in room.leases if s is not head]
 
     def unreserve(self, head: Session) -> None:
-        """Take back what :meth:`reserve` did."""
+        """Undo :meth:`reserve`."""
         assert self.reservation is not None
         self.count(head.owner, self.reservation.charge, -1)
         self.reservation = None

@@ -3,8 +3,8 @@
 """What goes into the pool and what comes out.
 
 ``Pool.handle(event) -> list[Action]`` is the only door. Every event carries ``now``; every effect
-that the pool asks for carries the session's ``epoch``, and the event that reports its end carries
-the same one: a completion with an old epoch is dropped.
+that the pool asks for carries the session's ``epoch``, and so does the event that reports its
+completion. The pool drops a completion with an old epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .model import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Base of everything that may happen to the pool."""
+    """Base of all events."""
 
     now: float
 
@@ -48,8 +48,8 @@ class DeviceAppeared(Event):
 class DeviceDrained(Event):
     """No new lease on this device: it was lost (Xid), or failed its self-test.
 
-    What is attached there stays until it ends or is suspended; what was suspended from there
-    resumes elsewhere.
+    A session that is attached there stays until it ends or is suspended. A session that was
+    suspended from there resumes elsewhere.
     """
 
     device: str
@@ -60,8 +60,8 @@ class DeviceDrained(Event):
 class DevicePaused(Event):
     """An admin takes this device out of service for a while.
 
-    As :class:`DeviceDrained`, and idle leases leave at once, whatever their users keep; busy ones
-    when they become idle. Waiting kernels read ``reason``. Until :class:`DeviceResumed`.
+    As :class:`DeviceDrained`. Also suspends idle leases at once, even kept ones, and busy leases
+    once idle. Waiting kernels show ``reason``. Ends with :class:`DeviceResumed`.
     """
 
     device: str
@@ -70,14 +70,14 @@ class DevicePaused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceResumed(Event):
-    """The admin gives a device back. It may still be drained for another reason."""
+    """The admin puts a device back into service. It may still be drained for another reason."""
 
     device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemorySeen(Event):
-    """A sample of a device: bytes of processes that are no session's, and each session's own."""
+    """A sample of a device: the bytes of foreign processes, and those of each session."""
 
     device: str
     foreign: int
@@ -95,10 +95,9 @@ class HostMemorySeen(Event):
 class HostPressure(Event):
     """Host memory is short for these sessions: the machine's, or that of their control groups.
 
-    Sent with each sample for as long as that lasts, with all sessions that it concerns, and once
-    with none when it is over. Each time, the largest of their suspended states that has room on a
-    device without a preemption goes back there, one at a time; and the pool suspends none of the
-    sessions.
+    Sent with each sample while that lasts, with all sessions concerned, and once with none at the
+    end. Each time, the pool resumes the largest of their suspended states that fits on a device
+    without a preemption. It suspends none of these sessions.
     """
 
     sessions: frozenset[str]
@@ -118,7 +117,7 @@ class Tick(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened(Event):
-    """A kernel (or command) joins, detached. Refused with :class:`Answer` if never satisfiable.
+    """A kernel (or command) joins, detached. If it can never be served, :class:`Answer` refuses it.
 
     ``lands``: its processes can be moved to their slice from another device of the model.
     """
@@ -134,7 +133,7 @@ class SessionOpened(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered(Event):
-    """After a restart of the broker: all sessions as the journal and the driver know them.
+    """After a restart of the broker: all sessions, from the journal and the driver.
 
     The ``state`` of each record has been reconciled with the driver: detached, active or idle.
     """
@@ -165,11 +164,11 @@ class SessionEnded(Event):
 class HoldTaken(Event):
     """A cell, callback or command wants the lease, and keeps it from being idle.
 
-    Answered by :class:`HoldGranted` or :class:`HoldRefused`, at once or after a wait. Taking a
-    hold again that the session already has is answered again and changes nothing.
+    Answered by :class:`HoldGranted` or :class:`HoldRefused`, at once or after a wait. A hold that
+    the session already has is answered again; nothing else changes.
 
-    ``bound`` are the devices that its processes have settled on (cuInit needs no lease): without
-    suspended state, the lease must be there, or on others of the model if the session lands.
+    ``bound`` are the devices that its processes got at cuInit (which needs no lease). Without
+    suspended state, the lease must be on these, or on others of the model if the session lands.
     """
 
     session: str
@@ -180,7 +179,7 @@ class HoldTaken(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAside(Event):
-    """Processes of a session without a lease were suspended for a pause; () if they run again.
+    """The broker suspended processes of a session without a lease; () if they run again.
 
     They had no context, so ``suspended`` names the devices that they see, mostly with 0 bytes. Like
     any other suspended state it is restored with the next lease.
@@ -194,7 +193,7 @@ class SetAside(Event):
 class DevicesSettled(Event):
     """Processes of a session without a lease have called cuInit, and see the devices ``bound``.
 
-    Told apart from :class:`HoldTaken` where a hold waits already, or begins to wait without it.
+    An event of its own, because a hold may already wait, or begin to wait without this fact.
     """
 
     session: str
@@ -218,7 +217,7 @@ class LandingRefused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldDropped(Event):
-    """The hold is over: the cell ended, or its wait was cancelled. Unknown holds are ignored.
+    """The hold is over: the cell ended, or its wait was cancelled. The pool ignores unknown holds.
 
     ``cuda`` tells whether the process has called cuInit, and so is bound to its devices; None if
     the broker could not tell.
@@ -231,10 +230,9 @@ class HoldDropped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldsReplaced(Event):
-    """The agent (re)connected or went away: these are its holds now, its others are dropped.
+    """The agent (re)connected or went away. It has these holds now; the pool drops its others.
 
-    The hold of kind ``device`` is not the agent's and stays as it is; one among ``holds`` is
-    ignored.
+    A hold of kind ``device`` belongs to the broker: it stays as it is, and is ignored in ``holds``.
     """
 
     session: str
@@ -244,7 +242,7 @@ class HoldsReplaced(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestChanged(Event):
-    """``%gpu 12GiB``: a new request, from now on if attached, else for the next attach."""
+    """``%gpu 12GiB``: a new request. It counts at once if attached, else at the next attach."""
 
     session: str
     request: Request
@@ -255,9 +253,10 @@ class RequestChanged(Event):
 class GrowAsked(Event):
     """An allocation does not fit: ``bytes`` more than granted are needed on ``device``.
 
-    Answered at once by :class:`Answer`, after a :class:`Resize` if it was granted: at least that
-    much, out of free memory only; no lease is preempted for it. Refused with ``limit`` (beyond the
-    request's limit), ``no-memory`` (not free now, or no slice there) or ``quota``.
+    :class:`Answer` follows at once, after a :class:`Resize` if the pool grants it. The pool grants
+    at least that much, out of free memory only; it preempts no lease for it. It refuses with
+    ``limit`` (beyond the request's limit), ``no-memory`` (not free now, or no slice there) or
+    ``quota``.
     """
 
     session: str
@@ -276,7 +275,7 @@ class ReleaseAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepAsked(Event):
-    """Do not take the slice for idleness before ``until``."""
+    """The idle slice stays until ``until``."""
 
     session: str
     until: float
@@ -294,11 +293,11 @@ class AttachDone(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachFailed(Event):
-    """Not attached. If ``lost``, the driver cannot bring this session back: it must end.
+    """The attach failed. If ``lost``, the driver cannot restore this session, and it must end.
 
-    Otherwise nothing was begun (say, the memory was not free after all) and the session goes back
-    to the queue with ``message`` as its reason; if ``stay``, only the devices that its state came
-    from will do.
+    Otherwise the broker changed nothing (the memory was not free after all, for example), and the
+    session goes back to the queue with ``message`` as its reason. If ``stay``, it can only return
+    to the devices that its state came from.
     """
 
     session: str
@@ -310,7 +309,7 @@ class AttachFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendDone(Event):
-    """The device memory is free. ``suspended`` is empty if the process held none."""
+    """The device memory is free. ``suspended`` is empty if the process held no memory."""
 
     session: str
     epoch: int
@@ -322,7 +321,7 @@ class SuspendDone(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendRefused(Event):
-    """The session runs on where it was.
+    """The session was not suspended and keeps running.
 
     ``busy``: its agent has a hold on the way, or did not answer. ``pinned``: the driver cannot
     suspend it (``message`` says why). ``drain``: work did not drain in time. ``host``: no room.
@@ -336,7 +335,7 @@ class SuspendRefused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendFailed(Event):
-    """The driver lost the session half-way; it must end so that what it holds is freed."""
+    """The driver failed half-way. The session must end, so that its memory is freed."""
 
     session: str
     epoch: int
@@ -348,14 +347,14 @@ class SuspendFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """Base of everything the pool may ask for."""
+    """Base of all actions."""
 
     session: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attach(Action):
-    """Make the lease true: check that the memory is free, restore what is suspended.
+    """Carry out the lease: check that the memory is free, restore suspended state.
 
     ``origin[i]`` moves to ``slices[i].device``; ``origin`` is empty if nothing is suspended.
     Ends with :class:`AttachDone` or :class:`AttachFailed`.
@@ -387,8 +386,9 @@ class Suspend(Action):
 class Wanted(Action):
     """A session waits for what this one has; once for each lease, in ``lazy`` policy.
 
-    Its agent is to tell when no cell runs: then it is idle if nothing is in flight, without the
-    wait for calls that may still come. (In the other policies it tells so anyhow.)
+    Its agent then reports when no cell runs. From then on the session is idle if nothing is in
+    flight, without the wait for calls that may still come. (In other policies agents always report
+    it.)
     """
 
     epoch: int
@@ -421,7 +421,7 @@ class HoldRefused(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Action):
-    """The answer to an event that carried ``rid``; ``note`` says what will happen, for people."""
+    """The answer to an event with ``rid``; ``note`` tells people what will happen."""
 
     rid: str
     refusal: Refusal | None = None
@@ -472,7 +472,7 @@ class EndSession(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log(Action):
-    """Something an admin should be able to find again (a dropped completion, overuse, ...)."""
+    """Something for the admin's log (a dropped completion, overuse, ...)."""
 
     level: Literal["debug", "info", "warning", "error"]
     code: Code

@@ -36,9 +36,9 @@ class HeldLease:
     bytes: int
     #: ``busy``, ``idle``, or ``leaving``: its suspend is under way.
     use: str
-    #: From when on a waiting session may preempt it; None while it is in use.
+    #: When a waiting session may first preempt it; None while it is in use.
     yields_at: float | None
-    #: When it leaves although no session waits; None while it is in use, infinity if it cannot.
+    #: When the pool suspends it even if no session waits; None while it is in use, infinity: never.
     leaves_at: float | None
     #: Whose it is: the session's own owner's, or another one's.
     own: bool = False
@@ -72,17 +72,17 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What the plan says of one session."""
+    """The plan for one session, as data."""
 
     session: str
     #: Why it waits (an attached session: for growth); None if it does not.
     reason: Reason | None
-    #: Its place among those that wait for a lease, 1 for the first; and all that go before it.
+    #: Its place in the queue for a lease (1: the first), and all sessions before it.
     position: int | None
     ahead: tuple[str, ...]
-    #: What it gets once suspends under way are done.
+    #: The slices that it gets once suspends under way are done.
     promised: tuple[Slice, ...]
-    #: What it has reserved as the head of the queue: bytes wanted, by device.
+    #: Its reservation as the head of the queue: bytes wanted, by device.
     reserved: tuple[Slice, ...]
     #: The leases on the devices that it could use.
     holders: tuple[HeldLease, ...]
@@ -90,10 +90,10 @@ class Explanation:
     #: ``host-memory``, ``own-lease-ends``, ``head-is-served``, ``device-returns``,
     #: ``outside-use-ends``, ``time``.
     changes: tuple[str, ...]
-    #: When the clock alone may change it next: a lease of ``holders`` can be preempted, or it is
-    #: time for another try. None if neither will happen.
+    #: When time alone may change it: a lease of ``holders`` can be preempted, or the pool tries
+    #: again. None if neither will happen.
     changes_at: float | None
-    #: For a lease: the sessions that wait for (part of) its devices, and from when on they may
+    #: For a lease: the sessions that wait for its devices or some of them, and when they may
     #: preempt it.
     takers: tuple[str, ...]
     taken_from: float | None
@@ -127,7 +127,7 @@ _CHANGES: dict[str, tuple[str, ...]] = {
 
 
 def explain(facts: Facts, plan: Plan, s: Session) -> Explanation:
-    """Return what the plan says of ``s``: who holds what it needs, which rule, what changes it."""
+    """Return why ``s`` waits or keeps its slice: leases in its way, the rule, what changes it."""
     why, held = plan.reasons.get(s.id), plan.reservation
     shares = Shares(facts)
     shares.order()

@@ -12,12 +12,12 @@ afterwards. So an account cannot disagree with the sessions. Device memory is co
 ``incoming``   the part of ``granted`` whose suspend is under way
 =============  ====================================================================================
 
-``free = capacity - granted - foreign - overuse`` may be negative: then the pool ends nothing, and
-grants nothing either. Promises are not facts but a part of the plan (:mod:`.schedule`). Queries
-change nothing; only an event that names a device adds it.
+``free = capacity - granted - foreign - overuse`` may be negative: then the pool ends no lease and
+grants nothing. Promises are not facts but a part of the plan (:mod:`.schedule`). Queries change
+nothing; only an event that names a device adds it.
 
 The fields of a session that outlive the broker have the names of :class:`~.model.SessionRecord`;
-:func:`record` and :func:`restored` are the only places that go from one form to the other.
+only :func:`record` and :func:`restored` convert between the two forms.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from .usage import LeaseInUse, Meters
 #: How many past transitions of a session are remembered for error messages and ``story``.
 STORY_LENGTH = 32
 
-#: Seconds after a restart of the broker in which no recovered lease is preempted: agents with a
-#: running cell greet first. Short, so that a broker that is killed again and again still serves.
+#: For so many seconds after a restart no recovered lease is preempted, so that agents with a
+#: running cell can connect first. Short, so that a broker that is killed often still serves.
 GRACE = 1.0
 
 #: Weight of the newest observation in a mean.
@@ -63,31 +63,31 @@ NEVER = -math.inf
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The present lease, and what was seen of it; a new one begins with each attach."""
+    """The present lease and its measurements; each attach begins a new one."""
 
     slices: tuple[Slice, ...] = ()
-    #: Device bytes over all slices, and the bytes that the owner's quota is charged.
+    #: Device bytes over all slices, and the bytes that count against the owner's quota.
     granted: int = 0
     charge: int = 0
     attached_at: float = 0.0
-    #: When the resume to this lease ended; minus infinity if nothing was moved for it.
+    #: When the resume to this lease ended; minus infinity if no state was moved.
     resumed_at: float = NEVER
-    #: Bytes that the resume restored, by device: in use until a measurement tells.
+    #: Bytes that the resume restored, by device: they count as used until the first measurement.
     restored: dict[str, int] = field(default_factory=dict)
     #: Host bytes set aside while its suspend is under way.
     host_bound: int = 0
-    #: Measured device bytes by device and over all, and when the last measurement came.
+    #: Measured bytes by device and in all, and when the last measurement came.
     footprints: dict[str, int] = field(default_factory=dict)
     footprint: int = 0
     sampled_at: float = NEVER
-    #: The same by device, kept only where the lease has more than is guaranteed.
+    #: Measured bytes by device, kept only while the lease has more than is guaranteed.
     measured_at: dict[str, float] = field(default_factory=dict)
     #: When it last grew beyond what is guaranteed, and when its measured use last rose.
     grown_at: float = NEVER
     rose_at: float = NEVER
-    #: What the session did with it since the resume, in the words of :mod:`.residence`.
+    #: How the session used it since the resume, in the terms of :mod:`.residence`.
     stay: Stay = field(default_factory=Stay)
-    #: The session knows that another one waits for what it has.
+    #: Whether the session was told that another one waits for its slice.
     told_wanted: bool = False
     #: The number of the class in which it got the lease: its own, or one to which age raised it.
     level: int = -(1 << 62)
@@ -97,29 +97,29 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """The present wait for a lease or for growth; a new one begins whenever the session waits."""
+    """The present wait for a lease or for growth; each wait begins a new one."""
 
     #: First come, first served among equals.
     number: int = 0
     since: float = 0.0
-    #: When it first was the head of the queue.
+    #: When it became the head of the queue.
     head_since: float | None = None
     #: Why the last attach failed; not tried again before ``retry_at``.
     failed: str = ""
-    #: What its user last read: position, length, eta, reason.
+    #: The last news to its user: position, length, eta, reason.
     told: tuple[Any, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class Measured:
-    """What outlives a lease: weighted means in seconds (None: never measured), and habits."""
+    """What remains after a lease: weighted means in seconds (None: never measured), and habits."""
 
     suspend: float | None = None
     resume: float | None = None
     #: From its first hold to its last.
     busy: float | None = None
     busy_since: float = 0.0
-    #: The present or last spell without work (None: it works), and what earlier ones were like.
+    #: The present or last gap without work (None: it works), and statistics of earlier gaps.
     gap: Gap | None = None
     habits: Habits = field(default_factory=Habits)
 
@@ -131,7 +131,7 @@ class Measured:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One session: identity, what is recorded of it, and its three parts."""
+    """One session: its identity, its recorded fields, and its three parts."""
 
     id: str
     owner: Owner
@@ -165,18 +165,18 @@ class Session:
     #: The driver would not move its state to another device. Not recorded: a restarted broker asks
     #: the driver once more, and gets the same answer.
     immovable: bool = False
-    #: Not suspended (idle) or not attached (queued) before this time, after a failed try.
+    #: After a failed try: no suspend (if idle) or attach (if queued) before this time.
     retry_at: float = 0.0
     failures: int = 0
     #: Why it was preempted while in use, until it has its next lease; "" if it was not.
     preempted: str = ""
-    #: Why its last suspend was refused for want of host memory.
+    #: Why its last suspend was refused for lack of host memory.
     roomless: str = ""
     #: Its machine or control group is short of memory: it must not be suspended.
     pressed: bool = False
-    #: What :func:`~.placement.asking` and :func:`~.preemption.times` made of the facts, and of
-    #: which :attr:`Facts.version`. :meth:`Facts.change` drops both, and every event that names the
-    #: session, every sample and every wait that begins or ends beside it drops ``times``.
+    #: Cached results of :func:`~.placement.asking` and :func:`~.preemption.times`, and their
+    #: :attr:`Facts.version`. :meth:`Facts.change` drops both. ``times`` is also dropped by every
+    #: event that names the session, every sample, and every wait that begins or ends beside it.
     asking: Any = None
     times: Any = None
     story: deque[tuple[float, State, State, str, int]] = field(
@@ -190,7 +190,7 @@ class Session:
 
     @property
     def empty(self) -> bool:
-        """Whether it is known to hold no device memory (measured since it became idle)."""
+        """Whether a measurement since it became idle found no device memory."""
         return self.known and not self.lease.footprint
 
     @property
@@ -203,8 +203,8 @@ class Session:
     def state_bound(self) -> int:
         """Host bytes that suspending it may take.
 
-        What was measured since it became idle; without such a measurement, or while it is in use,
-        what it was granted (or the older measurement, if that is more).
+        The bytes measured since it became idle. Without a measurement, or while it is in use, the
+        granted bytes or the last measurement, whichever is more.
         """
         if self.state == "active":
             return max(self.lease.granted, self.lease.footprint)
@@ -219,16 +219,16 @@ class Session:
 
 
 def weighted(mean: float | None, seconds: float) -> float:
-    """Return an exponentially weighted mean with one more observation."""
+    """Return the exponentially weighted mean with one more observation."""
     return seconds if mean is None else mean + WEIGHT * (seconds - mean)
 
 
 _OWN = {f.name for f in fields(Session)}
 _LEASE = {f.name for f in fields(Lease)} - _OWN
-#: Recorded, in the order of the record, and where each is; the others are arguments below.
+#: Recorded fields in the order of the record, and where each is; the others are arguments below.
 _PLAIN = [f.name for f in fields(SessionRecord) if f.name not in ("holds", "wait_reason")]
 _VALUES = attrgetter(*(f"lease.{name}" if name in _LEASE else name for name in _PLAIN))
-#: What a recovered session takes over as it is; the rest depends on what the driver found.
+#: Fields that a recovered session keeps unchanged; the rest depends on what the driver found.
 _KEPT = [
     f.name
     for f in fields(SessionRecord)
@@ -246,7 +246,7 @@ def record(s: Session, wait_reason: str) -> SessionRecord:
 
 
 def restored(r: SessionRecord, now: float) -> Session:
-    """Return the session of a record, whose state has been reconciled with the driver."""
+    """Return the session of a record. Its state has been reconciled with the driver."""
     s = Session(**{name: getattr(r, name) for name in _KEPT}, state_since=now, idle_since=now)
     if r.state in ATTACHED and r.slices:
         s.holds = {h.id: h for h in r.holds}
@@ -254,12 +254,12 @@ def restored(r: SessionRecord, now: float) -> Session:
         s.lease.slices = r.slices
         s.lease.attached_at = now
         if not s.holds and r.idle_since:
-            # Idle since then: a broker that is killed again and again must not keep idle slices
-            # from the sessions that wait for them.
+            # The idle time counts from then: a broker that is killed often must not withhold idle
+            # slices from waiting sessions.
             s.idle_since = min(now, r.idle_since)
     else:
         s.suspended = r.suspended
-        # A session that was waiting keeps its place if it asks again soon.
+        # A session that waited keeps its place if it asks again soon.
         s.queued_at = r.queued_at
     s.measured.busy_since = now
     s.retry_at = now + GRACE
@@ -281,7 +281,7 @@ class DeviceLedger:
     incoming: int = 0
     #: The most that ``granted`` may be: a lease stays when the capacity falls below it.
     allowed: int = 0
-    #: Why nothing is granted here: a failure, or an admin's word; "" without such a reason.
+    #: Why nothing is granted here: a failure, or an admin's reason; "" if neither.
     fault: str = ""
     paused: str = ""
 
@@ -292,7 +292,7 @@ class DeviceLedger:
 
     @property
     def free(self) -> int:
-        """Bytes that no lease and no process outside the pool has; may be negative."""
+        """Bytes that neither a lease nor a process outside the pool has; may be negative."""
         return self.capacity - self.granted - self.foreign - self.overuse
 
     def view(self) -> DeviceView:
@@ -307,9 +307,9 @@ class DeviceLedger:
 
 
 def charge_of(s: Session, slices: Sequence[Slice]) -> int:
-    """Return the bytes that the owner's quota is charged for ``slices``.
+    """Return the bytes of ``slices`` that count against the owner's quota.
 
-    That is all of them up to the request's limit, but for the headroom of a resume.
+    These are all bytes up to the request's limit, without the headroom of a resume.
     """
     limit, memory, state = s.request.limit, s.request.memory, s.suspended
     charge = 0
@@ -320,24 +320,24 @@ def charge_of(s: Session, slices: Sequence[Slice]) -> int:
 
 
 class Facts:
-    """Everything the pool knows."""
+    """All facts of the pool."""
 
     def __init__(self, settings: PoolSettings) -> None:
         self.settings = settings
         self.now = -math.inf
         self.sessions: dict[str, Session] = {}
         self.devices: dict[str, DeviceLedger] = {}
-        #: Counts changes of devices and rules; what was derived from an older one is void.
+        #: Counts changes of devices and rules. A value derived from an older version is void.
         self.version = 0
-        #: What each device can give at most, largest first; and whether any can suspend.
+        #: The most that each device can give, largest first; and whether any device can suspend.
         self.capacities: list[int] = []
         self.suspends = False
         #: The groups, with guarantees and caps in bytes of this machine.
         self._grow_tree()
-        #: Sessions by what they have: subsets of ``sessions``, kept by :meth:`change`.
+        #: Subsets of ``sessions``, maintained by :meth:`change`.
         self.waiting: dict[str, Session] = {}
         self.leased: dict[str, Session] = {}
-        #: Attached with less than is guaranteed, and with more, on some device.
+        #: Attached with less than guaranteed on some device, and with more.
         self.short: dict[str, Session] = {}
         self.grown: dict[str, Session] = {}
         self.usage: dict[str, OwnerUsage] = {}
@@ -345,7 +345,7 @@ class Facts:
         self.group_usage: dict[str, GroupUsage] = {}
         #: What owners and groups have used over time.
         self.meters = Meters()
-        #: Host bytes of suspended state, and set aside for suspends under way.
+        #: Host bytes of suspended state, and those set aside for suspends under way.
         self.host_used = 0
         self.host_going = 0
         #: Bytes the host could give when last seen (None: never seen), and taken since.
@@ -353,7 +353,7 @@ class Facts:
         self.host_taken = 0
         #: Weighted seconds of one suspend or resume, of any session.
         self.swap: float | None = None
-        #: How many sessions have come to wait so far.
+        #: How many waits have begun so far.
         self.arrivals = 0
 
     # ------------------------------------------------------------------ sessions
@@ -371,12 +371,12 @@ class Facts:
                 self.begin_wait(s, self.now)
 
     def begin_wait(self, s: Session, since: float) -> None:
-        """Let ``s`` join those that wait for a lease or for growth, inside :meth:`change`."""
+        """Let ``s`` begin to wait for a lease or for growth, inside :meth:`change`."""
         self.arrivals += 1
         s.wait = Wait(number=self.arrivals, since=since)
 
     def add(self, s: Session) -> None:
-        """Count a session that is new here."""
+        """Add a session."""
         self.sessions[s.id] = s
         self.set_slices(s, s.lease.slices)
         self._count(s, 1)
@@ -387,7 +387,7 @@ class Facts:
             ledger.allowed = max(ledger.allowed, ledger.granted)
 
     def remove(self, s: Session) -> None:
-        """Count a session no more."""
+        """Remove a session."""
         self._count(s, -1)
         del self.sessions[s.id]
         for index in (self.waiting, self.leased, self.short, self.grown):
@@ -416,7 +416,7 @@ class Facts:
         self.host_going += sign * lease.host_bound
 
     def _index(self, s: Session) -> bool:
-        """Put ``s`` where it belongs; return whether it has less than is guaranteed since now."""
+        """Put ``s`` into its subsets; return whether it now has less than guaranteed."""
         slices, memory = s.lease.slices, s.request.memory
         attached = s.state in ATTACHED
         short = attached and len(slices) == s.request.devices
@@ -437,7 +437,7 @@ class Facts:
     def set_slices(self, s: Session, slices: tuple[Slice, ...], most: float = math.inf) -> None:
         """Give ``s`` these slices, inside :meth:`change`; the owner is charged at most ``most``.
 
-        By the request at this moment: a later one counts when the lease has changed with it.
+        The present request decides. A later one counts once the lease has changed with it.
 
         Raises
         ------
@@ -486,8 +486,8 @@ class Facts:
     def device(self, uuid: str) -> DeviceLedger:
         """Return the ledger of ``uuid`` for an event that names it.
 
-        An unknown device gets one that can do nothing: a recovered lease, say, may name a device
-        that this broker has not found.
+        An unknown device gets a ledger without capacity: a recovered lease, for example, may name a
+        device that this broker has not found.
         """
         if uuid not in self.devices:
             device = Device(
@@ -505,7 +505,7 @@ class Facts:
         return self.devices[uuid]
 
     def appeared(self, device: Device) -> None:
-        """Add a device, or take note that it is healthy (again)."""
+        """Add a device, or note that it is healthy again."""
         ledger = self.devices.setdefault(device.uuid, DeviceLedger(device))
         ledger.device, ledger.fault = device, ""
         self._resize(ledger)
@@ -528,14 +528,14 @@ class Facts:
             self._resize(ledger)
 
     def shut(self, uuid: str, *, fault: str | None = None, paused: str | None = None) -> None:
-        """Grant nothing on a device for these reasons; "" takes one back."""
+        """Grant nothing on a device for these reasons; "" removes a reason."""
         ledger = self.devices[uuid]
         ledger.fault = ledger.fault if fault is None else fault
         ledger.paused = ledger.paused if paused is None else paused
         self.version += 1
 
     def seen(self, uuid: str, foreign: int, overuse: int) -> None:
-        """Take note of bytes in use that no grant covers."""
+        """Record used bytes that no grant covers."""
         ledger = self.devices[uuid]
         if (foreign, overuse) != (ledger.foreign, ledger.overuse):
             ledger.foreign, ledger.overuse = foreign, overuse
@@ -561,13 +561,13 @@ class Facts:
         """Bytes that a new suspend may take; may be negative."""
         room = self.settings.host_memory - self.host_used - self.host_going
         if self.host_available is not None:
-            # The sample already lacks what was suspended before it, and may or may not lack
-            # what was on its way: counted as lacking nothing of it.
+            # The sample already lacks the states suspended before it. It may also lack parts of
+            # those under way, but this assumes that it does not.
             room = min(room, self.host_available - self.host_taken)
         return room
 
     def host_seen(self, available: int) -> None:
-        """Take note of what the host could give."""
+        """Record the bytes that the host could give."""
         self.host_available, self.host_taken = available, self.host_going
 
     def host_takes(self, size: int) -> None:

@@ -11,7 +11,7 @@ from .model import Charge
 
 @dataclass(slots=True)
 class OwnerUsage:
-    """What one owner has."""
+    """The accounts of one owner."""
 
     memory: int = 0
     devices: int = 0

@@ -8,9 +8,9 @@ not, the session waits.
 
 An owner is charged the granted bytes, grown ones included, but not the headroom that a resume
 reserves for a moment; a lease on two devices counts as two devices. To add a limit on size: a
-:class:`_Bound` in :func:`_bounds`; refusals, the largest size on offer and the sizes that nobody
-asked for all follow from it. To add a limit on what an owner has at once: a field of ``Quota`` and
-a line in :func:`lacking`.
+:class:`_Bound` in :func:`_bounds`; refusals, the largest size on offer and the default sizes all
+follow from it. To add a limit on what an owner has at once: a field of ``Quota`` and a line in
+:func:`lacking`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .model import NO_LIMIT, Charge, Owner, PoolSettings, Quota, Refusal, Reques
 def lacking(quota: Quota, usage: OwnerUsage, more: Charge, less: Charge) -> tuple[str, int] | None:
     """Return which limit ``more`` would exceed, as (name, limit), or None.
 
-    ``less`` is what the owner gives back: from suspends under way, say.
+    ``less`` is what the owner gives back, for example by suspends under way.
     """
     if quota is NO_LIMIT:
         return None
@@ -47,13 +47,13 @@ class _Bound:
     """The most bytes on each device, by one rule."""
 
     code: Code
-    #: On each device; and as the rule names it (over all devices, for a quota).
+    #: The bytes on each device; and the rule's own figure (for a quota: over all devices).
     most: int
     whole: int
-    #: The rule in words, and what an admin could give; "" if no admin can.
+    #: The rule in words, and what an admin could grant; "" if nothing.
     rule: str
     admin: str
-    #: Whether the rule bounds the limit of a request, too, and not only what is guaranteed.
+    #: Whether the rule also bounds the limit of a request, and not only the guaranteed bytes.
     limit: bool
 
 
@@ -66,7 +66,7 @@ def _bounds(
     *,
     group: str = "",
 ) -> list[_Bound]:
-    """Return every rule about the size of a slice on each of ``devices``, in order of telling."""
+    """Return every rule about the size of a slice on each of ``devices``, in order of report."""
     found = []
     for name in path(settings.groups, group) if settings.groups else ():
         cap = settings.groups[name].cap
@@ -189,7 +189,7 @@ def never(
 
 
 def _above(request: Request, name: str, bound: _Bound) -> Refusal:
-    """Return the refusal of a bound that is less than the memory, or limit, asked for."""
+    """Return the refusal of a bound below the requested memory or limit."""
     value: int = getattr(request, name)
     asked, ask = format_bytes(value), "Ask for"
     if name == "limit":
@@ -208,7 +208,7 @@ def _above(request: Request, name: str, bound: _Bound) -> Refusal:
 
 
 def _too_many(request: Request, quota: Quota) -> Refusal | None:
-    """Return why the owner may not have that many devices, or any slice, or None."""
+    """Return why the owner may not have so many devices, or any slice at all; or None."""
     numbers = {"memory": request.memory, "devices": request.devices, "limit": request.limit}
     if quota.devices is not None and request.devices > quota.devices:
         return Refusal(
@@ -228,7 +228,7 @@ def _too_many(request: Request, quota: Quota) -> Refusal | None:
 
 
 def never_there(request: Request, model: str, most: int, devices: int, *, fixed: bool) -> Refusal:
-    """Return the refusal of a session whose GPUs (a model, or one GPU) are too small for it."""
+    """Return the refusal of a session whose only possible GPUs are too small for it."""
     each = " on each" if devices > 1 else ""
     where = f"{devices} of these GPUs" if devices > 1 else "that GPU" if fixed else "the largest"
     there = f"a GPU of the model {model}" if devices == 1 else f"GPUs of the model {model}"
@@ -249,9 +249,9 @@ def most_memory(
     *,
     suspends: bool,
 ) -> int | None:
-    """Return the most bytes on each of ``devices`` that :func:`never` lets pass; None if none do.
+    """Return the most bytes on each of ``devices`` that :func:`never` allows; None if none.
 
-    The arguments are those of :func:`never`; the limit is meant to be no more than the memory.
+    The arguments are those of :func:`never`; the limit counts as equal to the memory.
     """
     if not 1 <= devices <= len(capacities):
         return None
@@ -269,14 +269,14 @@ def most_devices(owner: Owner, settings: PoolSettings, devices: int) -> int:
     return devices if quota is None else min(devices, quota)
 
 
-# --------------------------------------------------------------------------- unasked sizes
+# --------------------------------------------------------------------------- default sizes
 
-#: Codes of refusals that are about how much memory was asked for.
+#: Codes of refusals about the requested amount of memory.
 _ABOUT_SIZE = frozenset({Code.OVER_KERNEL_LIMIT, Code.OVER_DEVICE, Code.OVER_QUOTA, Code.OVER_HOST})
 
 
 def default_request(settings: PoolSettings) -> Request:
-    """Return the request of a kernel that asks for nothing."""
+    """Return the request of a kernel that does not ask."""
     return Request(
         memory=settings.default_memory,
         limit=settings.default_limit,
@@ -287,7 +287,7 @@ def default_request(settings: PoolSettings) -> Request:
 def changed_request(base: Request, asked: Mapping[str, Any]) -> Request:
     """Return ``base`` with the fields ``asked``.
 
-    Memory alone, where the limit was the memory, means just that memory.
+    If only the memory is new and the limit was equal to it, the limit follows.
     """
     found = replace(base, **asked)
     if "memory" in asked and "limit" not in asked:
@@ -303,12 +303,12 @@ def fit_unasked(
     owner: str,
     capacities: Iterable[int],
 ) -> Request:
-    """Return ``request`` with the sizes that are not in ``asked`` cut to what the machine gives.
+    """Return ``request``; sizes that are not in ``asked`` are cut to what the machine gives.
 
-    Nobody asked for those, so a machine with smaller devices (``capacities``, in bytes) gives what
-    it has instead of refusing. The memory is not cut to a quota or the host's memory: where an
-    admin's default exceeds another option of the admin's, the kernel is refused, and the refusal
-    names the option (:func:`blame_default`).
+    Those are defaults, so a machine with smaller devices (``capacities``, in bytes) gives what it
+    has and does not refuse. The memory is not cut to a quota or the host's memory. If an admin's
+    default exceeds another of the admin's options, the kernel is refused, and the refusal names the
+    option (:func:`blame_default`).
     """
     sizes = sorted((size for size in capacities if size), reverse=True)
     if not 0 < request.devices <= len(sizes):
@@ -324,7 +324,7 @@ def fit_unasked(
 
 
 def blame_default(refusal: Refusal, asked: Collection[str]) -> Refusal:
-    """Return ``refusal`` of a new session; it names the default size if nobody asked for a size."""
+    """Return ``refusal`` of a new session; without a requested size it names the default."""
     if "memory" in asked or refusal.code not in _ABOUT_SIZE:
         return refusal
     return replace(

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The pool: events in, actions out.
 
-One event passes through four steps: what it changes in the facts (:mod:`.updates`), waits that have
-lasted too long, the plan (:mod:`.schedule`), carried out until it is at rest, and the news for
-waiting sessions (:mod:`.explain`).
+One event passes through four steps: what it changes in the facts (:mod:`.updates`); waits that have
+lasted too long; plans (:mod:`.schedule`), until a plan changes nothing; and the news for waiting
+sessions (:mod:`.explain`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .transitions import Actions, grant, move, refuse_holds, resize
 from .updates import update
 from .words import News, budget_refusal, eta, reason, seconds, stays_reason
 
-#: Plans per event at most. One is nearly always enough and a second shows that. More than this is a
-#: bug, and then the pool acts on the last plan rather than on none.
+#: Most plans per event. One is nearly always enough, and a second one confirms it. More than this
+#: is a bug; the pool then acts on the last plan rather than on none.
 ROUNDS = 16
 
 
@@ -59,10 +59,10 @@ class Pool:
         return self._facts.settings
 
     def handle(self, event: Event) -> list[Action]:
-        """Take note of ``event`` and return what is to be done, in this order.
+        """Process ``event`` and return the actions in their order.
 
-        Events must come with a ``now`` that does not go back; one that does counts as the latest.
-        Unknown sessions and stale completions are answered or logged, never an error.
+        The ``now`` of events must not go back; an earlier one counts as the latest. Unknown
+        sessions and stale completions are answered or logged, and are never an error.
 
         Raises
         ------
@@ -71,7 +71,7 @@ class Pool:
         """
         facts = self._facts
         facts.now = max(facts.now, event.now)
-        # The clock second: a hold that comes as the idle time-out passes must find its lease.
+        # The event before the clock: a hold at the end of the idle time-out must find its lease.
         actions = update(facts, event, self._plan)
         if facts.settings.max_wait is not None:
             actions += self._give_up(facts.settings.max_wait)
@@ -114,7 +114,7 @@ class Pool:
                 facts.settle()  # the order depends on it
             new = plan(facts, self._plan, relieve)
             if new.short and facts.grown:
-                # What others have grown and do not use goes first, before any lease is preempted.
+                # Unused growth of other sessions is taken back before any lease is preempted.
                 found = requests.reclaim(facts)
                 if found:
                     actions += found
@@ -141,7 +141,7 @@ class Pool:
     def next_wakeup(self) -> float | None:
         """Return when the broker must send a ``Tick`` at the latest, on the clock of ``now``.
 
-        None if nothing happens by itself. A time that has passed means: at once.
+        None if time changes nothing. A time in the past means: at once.
         """
         at = min(next_recheck(self._facts, self._plan), self._news.next_at(self._plan))
         return None if at == math.inf else at
@@ -161,7 +161,7 @@ class Pool:
         return [self.record(name) for name in self._facts.sessions]
 
     def explain(self, session: str) -> Explanation:
-        """Return why a session waits, or keeps its slice, and what would change that."""
+        """Return why a session waits or keeps its slice, and what would change it."""
         return explain(self._facts, self._plan, self._facts.sessions[session])
 
     def why(self, session: str) -> tuple[str, ...]:
@@ -171,8 +171,8 @@ class Pool:
     def preferred(self, session: str) -> tuple[str, ...]:
         """Return the devices that the session would get if it asked now; nothing is promised.
 
-        Those that it has or is bound to, else those of the plan that was or would be made for it
-        (idle leases may have to yield); empty if it has to wait for a lease in use.
+        Those that it has or is bound to. Otherwise those of its plan, or of the plan that it would
+        get (which may preempt idle leases); empty if it would wait for a lease in use.
         """
         s = self._facts.sessions[session]
         settled = tuple(x.device for x in s.lease.slices or s.suspended) or s.bound
@@ -187,7 +187,7 @@ class Pool:
         return tuple(x.device for x in forecast(self._facts, self._plan, s))
 
     def device(self, uuid: str) -> Device | None:
-        """Return a device as it was announced; None if there is no such."""
+        """Return a device as it was announced; None if it is unknown."""
         ledger = self._facts.devices.get(uuid)
         return None if ledger is None else ledger.device
 
@@ -205,22 +205,22 @@ class Pool:
         }
 
     def suspended(self) -> dict[str, int]:
-        """Return the host bytes of suspended state, by session; cheap for many of them."""
+        """Return the host bytes of suspended state, by session; cheap even for many sessions."""
         return {s.id: s.suspended_bytes for s in self._facts.sessions.values() if s.suspended}
 
     def growable(self, session: str) -> tuple[int, ...]:
-        """Return by how many bytes each slice of an attached session could grow now, in order.
+        """Return how many bytes each slice of an attached session could grow now, in their order.
 
-        Out of memory that is free, not promised and not reserved: what neighbours are guaranteed is
-        not in it, whether they use it or not. Empty for a session without a lease.
+        From memory that is free, not promised and not reserved. It contains no byte that is
+        guaranteed to neighbours, used or not. Empty for a session without a lease.
         """
         s = self._facts.sessions[session]
         return requests.growable(self._facts, s, self._plan) if s.state in ATTACHED else ()
 
     def headroom(self, uuid: str) -> int:
-        """Return the bytes beyond its state that a session is resumed with on a device.
+        """Return the headroom of a resume on a device: bytes beyond the session's state.
 
-        0 for an unknown device: no session is resumed on it.
+        0 for an unknown device, because no session resumes there.
         """
         ledger = self._facts.devices.get(uuid)
         return 0 if ledger is None else headroom(ledger, self._facts.settings)
@@ -231,7 +231,7 @@ class Pool:
         return [] if found is None else found.story_lines()
 
     def view(self, now: float) -> PoolView:
-        """Return everything at ``now``; for status, not for decisions (it reads all sessions)."""
+        """Return the pool at ``now``; for status, not for decisions (it reads all sessions)."""
         facts = self._facts
         positions = {s.id: at for at, s in enumerate(self._plan.queue, 1)}
         return PoolView(
@@ -273,12 +273,12 @@ class Pool:
         return facts.meters.view(max(facts.now, now or facts.now), facts.settings)
 
     def self_check(self) -> list[str]:
-        """Return what is wrong in the accounts, as sentences with history."""
+        """Return the errors in the accounts, as sentences with history."""
         return problems(self._facts)
 
 
 def carry_out(facts: Facts, new: Plan) -> Actions:
-    """Make a plan true: what differs from the present becomes actions."""
+    """Carry out a plan: each difference from the present becomes an action."""
     actions: Actions = []
     for s, slices in new.grows:
         actions += resize(facts, s, slices)
@@ -316,7 +316,7 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
             actions.append(Wanted(session=v.id, epoch=v.epoch))
         if moved and gap is not None:
             if since < math.inf:
-                # The first to wait may be served by now; the slice was waited for all the time.
+                # Even if the first one is served by now, sessions waited all the time.
                 since = min(since, gap.wanted)
             if since != gap.wanted:
                 v.measured.gap = replace(gap, wanted=since)
@@ -331,9 +331,9 @@ def _waited_for(
     """Return which sessions wait, and since when: by device, by owner for waits for a quota, and by
     group for waits for a cap.
 
-    By device the first in the queue that could use it, whether or not it has room with it alone,
-    and every lease there that waits for growth. By owner its first session for which the quota is
-    too small, whether or not memory is short as well.
+    By device: the first in the queue that could use it, even if that device alone is not enough,
+    and every lease there that waits for growth. By owner: the first session for which the quota is
+    too small, even if memory is short as well.
     """
     devices: dict[str, list[tuple[Session, float]]] = {}
     owners: dict[str, float] = {}

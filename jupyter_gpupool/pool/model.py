@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The vocabulary of the pool: frozen values, no behaviour that needs a clock or I/O.
 
-All sizes are bytes, all times are seconds (``now`` is seconds since the epoch as one steady
-clock of the broker shows them), all devices are named by UUID.
+All sizes are bytes, all times are seconds (``now``: seconds since the epoch, from one steady clock
+of the broker), and a device's name is its UUID.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ GiB = 1 << 30
 Tier = Literal["guarded", "unguarded", "mig", "none"]
 
 
-#: Why a lease is in use. A lease without a hold is idle. ``device`` is the session's CUDA activity
-#: as the broker sees it; all others are taken by the session's own side.
+#: Why a lease is in use. A lease without a hold is idle. The broker takes ``device`` when it sees
+#: CUDA activity; the session's own processes take all others.
 HoldKind = Literal["cell", "comm", "manual", "device"]
 
 
-#: Which rule of the planner keeps a session waiting (see :class:`Reason`).
+#: The rules of the planner that make a session wait (see :class:`Reason`).
 Rule = Literal[
     "planned",
     "busy",
@@ -69,20 +69,20 @@ FOR_QUOTA: frozenset[Rule] = frozenset({"quota", "quota-host", "cap"})
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a session waits: the rule that stopped it, and the figures that the rule compared.
+    """Why a session waits: the rule, and the figures that the rule compared.
 
-    ``planned``: its place is chosen (``devices``), and suspends under way make room there.
-    ``busy``: ``bytes`` on each of ``count`` devices are in use. ``behind-head``: they are free, and
-    reserved for the head of the queue. ``host``: idle leases would make room, and host memory has
-    none for their state. ``quota``: the owner's ``limit`` of ``most`` is in use by ``count``
-    sessions. ``quota-host``: the owner's own idle lease would have to yield, and host memory has no
-    room. ``behind-own``: an earlier session of the owner waits for the quota. ``cap``: the members
-    of ``group`` have its cap of ``most`` bytes in use, in ``count`` sessions. ``behind-group``: an
-    earlier session waits for the cap of ``group``. ``budget``: the GPU-seconds of today are used
-    up, those of ``group`` or ("") the owner's own; there are some again at ``at``. ``paused``,
-    ``drained``, ``foreign``, ``nowhere``: no device would do, even an empty one. ``retry``: the
-    last attach failed. Where memory and the quota are both short, the rule is that of the memory,
-    and ``limit`` is set all the same.
+    ``planned``: the plan has chosen ``devices``, and suspends under way make room there.
+    ``busy``: ``bytes`` on each of ``count`` devices are in use. ``behind-head``: the bytes are
+    free, but reserved for the head of the queue. ``host``: idle leases would make room, but their
+    state does not fit in host memory. ``quota``: the owner's ``limit`` of ``most`` is in use by
+    ``count`` sessions. ``quota-host``: the pool would have to suspend the owner's own idle lease,
+    but host memory has no room. ``behind-own``: an earlier session of the owner waits for the
+    quota. ``cap``: the members of ``group`` have its cap of ``most`` bytes in use, in ``count``
+    sessions. ``behind-group``: an earlier session waits for the cap of ``group``. ``budget``: the
+    GPU-seconds of today are used up, those of ``group`` or ("") the owner's own; there are some
+    again at ``at``. ``paused``, ``drained``, ``foreign``, ``nowhere``: no device is suitable, even
+    an empty one. ``retry``: the last attach failed. If memory and quota are both short, the rule is
+    the one of the memory, and ``limit`` is also set.
     """
 
     rule: Rule
@@ -91,7 +91,7 @@ class Reason:
     limit: str = ""
     most: int = 0
     devices: tuple[str, ...] = ()
-    #: The sentence of the admin or the driver that caused it; "" where the rule is enough.
+    #: The sentence of the admin or the driver behind it; "" if the rule is enough.
     text: str = ""
     #: The group whose rule it is; "" for a rule of the owner or the pool.
     group: str = ""
@@ -101,7 +101,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The user a session belongs to, as the broker established it (never as claimed).
+    """The user of a session, as the broker determined it (never as the client claims).
 
     ``group`` is the one group whose share the session uses; "" is the pool itself.
     """
@@ -136,8 +136,8 @@ class Device:
     model: str
     #: Bytes as NVML reports them.
     memory_total: int
-    #: Bytes that the driver itself takes and never gives: NVML's ``reserved``, and what was in use
-    #: before there was a session, and no process's.
+    #: Bytes that the driver itself takes and never gives: NVML's ``reserved``, and memory that was
+    #: in use before the first session without belonging to a process.
     memory_reserved: int = 0
     emulated: bool = False
     tier: Tier = "unguarded"
@@ -145,12 +145,12 @@ class Device:
     can_suspend: bool = True
     #: A suspended process may be restored on another device of the same model.
     can_migrate: bool = True
-    #: Why the tier is not a better one; empty if there is nothing to say.
+    #: Why the tier is not a better one; empty if it is the best.
     tier_reason: str = ""
     #: Bytes that a process's first CUDA context takes here, as measured; 0: not known.
     context_bytes: int = 0
-    #: Bytes that no slice gets: room for the context of a process that saw this device when it
-    #: called cuInit, and is moved to its slice on another device with it. 0: none can be.
+    #: Bytes kept from slices, for contexts of processes that saw this device at cuInit. The broker
+    #: moves such a process with its context to its slice on another device. 0: it can move none.
     landing_bytes: int = 0
 
 
@@ -180,7 +180,7 @@ class Quota:
 
 NO_LIMIT = Quota()
 
-#: What a lease takes of a quota: bytes, devices, leases.
+#: How much of a quota a lease uses: bytes, devices, leases.
 Charge = tuple[int, int, int]
 
 
@@ -192,9 +192,9 @@ class PoolSettings:
     default_limit: int = 4 * GiB
     #: Largest ``memory``/``limit`` one kernel may ask for on a device; None: the device's size.
     max_memory_per_kernel: int | None = None
-    #: By owner name; ``"*"`` is everybody who is not named.
+    #: By owner name; ``"*"`` stands for all other owners.
     quotas: Mapping[str, Quota] = field(default_factory=dict)
-    #: Priority class by name; the higher number goes first.
+    #: Priority class by name; the higher number is served first.
     priority_classes: Mapping[str, int] = field(
         default_factory=lambda: {"interactive": 200, "notebook": 100, "batch": 0}
     )
@@ -203,7 +203,7 @@ class PoolSettings:
     idle_timeout: float = 300.0
     #: Seconds without a hold after which a *waiting* session may take the slice.
     reclaim_after: float = 0.0
-    #: Longest a hold may wait in the queue; None: without end.
+    #: Longest wait of a hold in the queue; None: without end.
     max_wait: float | None = None
     #: Seconds of waiting that raise a session by one priority point (bounds starvation).
     ageing: float = 60.0
@@ -211,16 +211,15 @@ class PoolSettings:
     reserve: int = 0
     #: Bytes of host memory that suspended state may take in all.
     host_memory: int = 16 * GiB
-    #: Bytes beyond the footprint at suspend that a resume reserves; at most a part of the device,
+    #: Bytes that a resume reserves beyond the footprint at suspend; at most a part of the device,
     #: see :func:`~.placement.headroom`.
     resume_headroom: int = 256 * MiB
-    #: Seconds for which a pinned session is not tried again (the reason may have gone away).
+    #: Seconds until the pool tries to suspend a pinned session again (the reason may be gone).
     pinned_retry: float = 60.0
-    #: Least bytes by which a lease grows beyond what is guaranteed, if there are that many.
+    #: A lease grows by at least so many bytes beyond what is guaranteed, if they are free.
     growth_step: int = 64 * MiB
-    #: Share of the time in which a slice is used that moving its state may cost; see
-    #: :mod:`.residence`. 0: a waiting session gets an idle slice at
-    #: once.
+    #: Moving a slice's state may cost this share of the time in which the slice is used; see
+    #: :mod:`.residence`. 0: a waiting session gets an idle slice at once.
     max_swap_overhead: float = 0.1
     #: How long an idle kernel that was moved to its slice keeps it from waiting ones.
     residence: ResidenceRule = "work"
@@ -238,13 +237,13 @@ class PoolSettings:
     unsuspendable_after: tuple[float, float, float] = (60.0, 600.0, 3600.0)
 
     def quota_of(self, owner: str) -> Quota:
-        """Return the limits of ``owner``; ``"*"`` stands for everybody who is not named."""
+        """Return the limits of ``owner``; ``"*"`` stands for all owners without an entry."""
         return self.quotas.get(owner) or self.quotas.get("*") or NO_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A "no" as a value: a stable code, a sentence for people, the numbers, the next step."""
+    """A refusal as a value: a stable code, a sentence for people, the numbers, the next step."""
 
     code: Code
     message: str
@@ -266,7 +265,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """One session, whole: what the journal stores and what a restart begins from."""
+    """One whole session: what the journal stores, and where a restart begins."""
 
     id: str
     owner: Owner
@@ -283,9 +282,9 @@ class SessionRecord:
     #: Bytes per device held by the suspended state, in the order the process sees the devices;
     #: empty if nothing is suspended.
     suspended: tuple[Slice, ...] = ()
-    #: Devices this process cannot leave except by suspend and restore: it has called cuInit.
+    #: Devices that this process can leave only by suspend and restore: it has called cuInit.
     bound: tuple[str, ...] = ()
-    #: Its processes can be moved from there to their slice at their first context (see the guard).
+    #: Its processes can be moved to their slice at their first context (see the guard).
     lands: bool = False
     #: The devices of the last lease: placement prefers them.
     last_devices: tuple[str, ...] = ()
@@ -318,7 +317,7 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """One device with its ledger at one instant."""
+    """One device and its ledger at one instant."""
 
     device: Device
     capacity: int
@@ -341,13 +340,13 @@ class SessionView:
     queue_length: int
     #: None where there is no evidence for an estimate.
     eta_seconds: float | None
-    #: When the wait that goes on began; None if it does not wait.
+    #: When the present wait began; None if it does not wait.
     queued_at: float | None
     wait_seconds_total: float
     attached_seconds_total: float
-    #: Why the slice does not leave although the session is idle for long enough; else empty.
+    #: Why the session keeps its slice although it has been idle for long enough; else empty.
     stays_reason: str = ""
-    #: Device bytes as last measured, by device; absent where none was measured.
+    #: Device bytes as last measured, by device; a device without a measurement is absent.
     footprints: Mapping[str, int] = field(default_factory=dict)
 
 

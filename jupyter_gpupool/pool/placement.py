@@ -13,8 +13,8 @@ has called cuInit         the devices that its processes see; any of the model w
 everybody else            any devices
 ========================  ==========================================================================
 
-A session returns to the devices of its last lease if they have room (no migration), else to the
-tightest device with room (best fit), which keeps the large holes for large requests.
+A session returns to the devices of its last lease if they have room (no migration). Otherwise it
+gets the tightest device with room (best fit), which keeps large gaps for large requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .model import (
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One slice that a session needs. Each need of a session takes a device of its own."""
+    """One slice that a session needs. Two needs of a session never share a device."""
 
     #: Bytes without which the session cannot run.
     least: int
@@ -46,25 +46,25 @@ class Need:
     bytes: int
     #: The device that the suspended state comes from; "" without suspended state.
     origin: str = ""
-    #: The only device that will do; "" for any.
+    #: The only suitable device; "" for any.
     fixed: str = ""
-    #: The only model that will do; None for any.
+    #: The only suitable model; None for any.
     model: str | None = None
 
     def amount(self, ledger: DeviceLedger) -> int:
         """Return the bytes to reserve on this device.
 
-        That is ``bytes``, or the whole device where state and headroom together exceed it: no
-        device has more, and the state was on such a device before.
+        That is ``bytes``, or the whole device if state and headroom together exceed it: the state
+        fitted on such a device before.
         """
         return self.bytes if self.bytes <= ledger.capacity else max(self.least, ledger.capacity)
 
     def allows(self, ledger: DeviceLedger) -> bool:
-        """Return whether this device will do if it has room."""
+        """Return whether this device is suitable if it has room."""
         return not (ledger.paused or ledger.fault) and self.suits(ledger)
 
     def suits(self, ledger: DeviceLedger) -> bool:
-        """Return whether this device would do if it were in service and had room."""
+        """Return whether this device would be suitable if it were in service and had room."""
         device = ledger.device
         if self.fixed:
             return device.uuid == self.fixed
@@ -81,7 +81,7 @@ def preferred(s: Session) -> tuple[str, ...]:
 
 
 def in_turn(needs: Sequence[Need]) -> Sequence[int]:
-    """Return the order in which needs choose: those without a choice first, then the largest.
+    """Return the order in which needs choose a device: needs without a choice first, then by size.
 
     Needs of one model differ only in size: a device that suits a larger one suits a smaller one. So
     choosing in this order finds a place for all whenever there is one.
@@ -102,7 +102,7 @@ def choose(
 ) -> tuple[Slice, ...] | None:
     """Return slices for all ``needs`` where ``left(ledger)`` has the bytes for them, or None.
 
-    All on the devices of ``last`` if those will do, else each on the tightest device that will.
+    All on the devices of ``last`` if they are suitable, else each on the tightest suitable device.
     """
     if last and len(last) == len(needs):
         same = []
@@ -136,7 +136,7 @@ def choose(
 def in_order(
     needs: Sequence[Need], chosen: Mapping[int, Slice], ledgers: Mapping[str, DeviceLedger]
 ) -> tuple[Slice, ...]:
-    """Return the chosen slices in the order of ``needs``; by device number if any order will do."""
+    """Return the chosen slices in the order of ``needs``; by device number if none matters."""
     slices = [chosen[at] for at in range(len(needs))]
     if len(slices) > 1 and all(need.model is None and not need.fixed for need in needs):
         slices.sort(key=lambda x: ledgers[x.device].device.index)
@@ -154,19 +154,19 @@ class Asking:
     """What a session asks for."""
 
     needs: tuple[Need, ...]
-    #: What the owner's quota is charged for it.
+    #: Its charge against the owner's quota.
     charge: Charge
-    #: The devices that will do, for one slice without a quota: what requests are compared by.
+    #: The suitable devices, for one slice without a quota: the pass compares requests by them.
     where: tuple[str, str | None] | None
     version: int
-    #: What :func:`impossible` has found, once it was asked.
+    #: The cached result of :func:`impossible`.
     verdict: tuple[Reason | None] | None = None
 
 
 def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
     """Return the bytes beyond its state that a resume reserves on such a device.
 
-    At most a sixteenth of the device: what a driver takes by itself is less on a small one.
+    At most a sixteenth of the device, because a driver takes less by itself on a small one.
     """
     return min(settings.resume_headroom, max(1, ledger.capacity // HEADROOM_PART))
 
@@ -174,9 +174,9 @@ def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
 def asking(s: Session, facts: Facts) -> Asking:
     """Return what a session that waits (or would) asks for.
 
-    The session keeps the answer, and a kept answer is true: the facts of the session that it
-    depends on change in :meth:`Facts.change` only, which drops it, and a change of devices or rules
-    raises :attr:`Facts.version`. (A pass over 300 waiting sessions asks 300 times.)
+    The session caches the answer, and a cached answer is valid: :meth:`Facts.change`, the only
+    place where the session's facts change, drops it, and a change of devices or rules raises
+    :attr:`Facts.version`. (A pass over 300 waiting sessions asks 300 times.)
     """
     found: Asking | None = s.asking
     if found is None or found.version != facts.version:
@@ -214,23 +214,23 @@ def _needs(s: Session, facts: Facts) -> tuple[Need, ...]:
 
 
 def _bound_need(memory: int, ledger: DeviceLedger, s: Session) -> Need:
-    """Return the need in the place of one device that the session's processes see."""
+    """Return the need for one device that the session's processes see."""
     if s.lands and ledger.device.landing_bytes and not s.immovable:
         return Need(memory, memory, model=ledger.device.model)
     return Need(memory, memory, fixed=ledger.device.uuid)
 
 
 def _state_needs(s: Session, facts: Facts) -> tuple[Need, ...]:
-    """Return the needs of suspended state: at least the state, and as much headroom as there is.
+    """Return the needs of suspended state: at least the state, and as much headroom as possible.
 
-    A display server, say, takes a little of a device all the time. State that fills the rest came
-    from there, and must not wait for headroom that no device has. So the largest state gets
-    headroom as far as the roomiest device has it, the next one by the next device.
+    A display server, for example, always takes a little of its device. State that filled the rest
+    of it must not wait for headroom that no device has. So the largest state gets at most the
+    headroom of the roomiest device, the next state that of the next device.
     """
     devices, found = facts.devices, list[Need]()
     for x in s.suspended:
         ledger = devices[x.device]
-        # Where nothing enforces its slice, the session may have had more than the pool can give.
+        # Without enforcement, the session may have had more than the pool can give.
         held = min(x.bytes, ledger.capacity) if ledger.capacity else x.bytes
         least = max(s.request.memory, held)
         moves = ledger.device.can_migrate and (not s.immovable or bool(ledger.drained))
@@ -260,7 +260,7 @@ def _state_needs(s: Session, facts: Facts) -> tuple[Need, ...]:
 
 
 def impossible(found: Asking, facts: Facts) -> Reason | None:
-    """Return why not even an empty pool could serve these needs at present, or None."""
+    """Return why even an empty pool could not serve these needs at present; or None."""
     if found.verdict is None:
         found.verdict = (_impossible(found.needs, facts),)
     return found.verdict[0]
@@ -285,12 +285,12 @@ def _impossible(needs: tuple[Need, ...], facts: Facts) -> Reason | None:
 
 
 def ever(request: Request, s: Session, facts: Facts) -> Refusal | None:
-    """Return why ``request`` of ``s`` can never be met, by the rules or for want of a device."""
+    """Return why ``request`` of ``s`` can never be met, by the rules or for lack of a device."""
     refusal = never(request, s.owner, facts.settings, facts.capacities, suspends=facts.suspends)
     if refusal is not None or not s.bound or s.lease.slices or s.suspended:
         return refusal
-    # A session with a lease or suspended state stays with the device of its state; another one
-    # needs a device that its processes see, and these may all be too small.
+    # A session with a lease or suspended state stays with the device of its state. Any other
+    # session needs a device that its processes see, and these may all be too small.
     needs = _needs(s, facts)
     for need in needs:
         fit = sorted(d.capacity for d in facts.devices.values() if need.suits(d))
@@ -315,15 +315,15 @@ def home_devices(
 ) -> tuple[str, ...]:
     """Return the ``count`` devices that a kernel without a slice should see, by UUID.
 
-    A process settles on the devices that it sees when it calls cuInit, and needs no slice for that;
-    so these should be the devices where it will get its slice. ``kernels`` tells how many kernels
-    see each device, ``seen`` names those that this kernel sees so far, in its order. The first rule
-    that applies decides:
+    A process is bound to the devices that it sees at cuInit, and needs no slice for that call. So
+    these should be the devices where it will get its slice. ``kernels`` is the number of kernels
+    that see each device, ``seen`` names the devices that this kernel sees so far, in its order. The
+    first rule that applies decides:
 
     1. The devices where the pool would attach it now (``planned``).
-    2. The devices that it sees, if these are ``count`` devices with room for ``memory`` bytes each.
-    3. The best devices: in service; large enough; with room now; seen so far; seen by the fewest
-       kernels, as all of them may come back; with the least memory granted; the first by number.
+    2. The devices that it sees, if they are ``count`` devices with room for ``memory`` bytes each.
+    3. The best devices, compared in this order: in service; large enough; with room now; seen so
+       far; seen by the fewest kernels (all may come back); least memory granted; lowest number.
     4. The devices that it sees, if rule 3 finds no room on ``count`` devices: a change gains
        nothing.
 

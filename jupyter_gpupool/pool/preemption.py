@@ -1,15 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which leases may be preempted, from when on, and which victims make room with least disruption.
+"""Which leases may be preempted, when, and which victims make room with least disruption.
 
-A waiting session may preempt an idle lease that has been idle for ``reclaim_after``, that its user
-does not keep, whose last refused suspend is long enough ago, whose devices can suspend, and whose
-state was not just moved (:func:`stays_until`). The leases with the most bytes x idle time go first,
-no more of them than needed, as far as host memory and their owners' quotas of suspended state have
-room.
+A waiting session may preempt a lease if all of this holds: it has been idle for ``reclaim_after``;
+its user does not keep it; its last refused suspend is long enough ago; its devices can suspend; and
+its state was not just moved (:func:`stays_until`). The pool preempts the leases with the most bytes
+x idle time first, no more than needed, and only as far as their state fits in host memory and in
+their owners' quotas.
 
 That is tier 0 of :func:`victim_tier`. The tiers above it, of leases in use, are those of
-:mod:`.running`; a lease of a lower tier goes before one of a higher tier.
+:mod:`.running`; a lease of a lower tier is preempted before one of a higher tier.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from .residence import STAY_MOST, Gap, protected_until
 from .running import began, covered, free_from, kind_of, tier_in_use
 from .shares import Shares
 
-#: With up to so many idle leases to choose from, every combination is tried when host memory is
-#: too short for the usual choice; with more, only the one that frees the most per host byte.
+#: If host memory is too short for the usual choice, every combination of up to so many idle leases
+#: is tried; with more leases, only the one that frees the most per host byte.
 EXACT = 6
-#: Places compared. The best victim of all may be on a device where little else can be preempted:
-#: the next session then finds nothing there, and more leases end in all.
+#: Number of places to compare. The best victim may be on a device where little else can be
+#: preempted: then the next session finds nothing there, and more leases end in all.
 WIDTH = 4
 
 WAITS = "another kernel waits for memory"
 OWN = "another kernel of the same owner waits and the owner's quota is in use"
 
 
-# --------------------------------------------------------------------------- from when on
+# --------------------------------------------------------------------------- times
 
 
 def suspendable(s: Session, facts: Facts) -> bool:
-    """Return whether suspending an idle session can work at all.
+    """Return whether the devices of an idle session allow its suspend.
 
-    On a device that cannot suspend, only a lease that is known to hold nothing can be preempted:
-    there is nothing to move. Any other stays until its kernel frees the memory or ends.
+    On a device that cannot suspend, only a lease without used memory can be preempted, because it
+    has no state to move. Any other lease stays until its kernel frees the memory or ends.
     """
     return all(facts.devices[x.device].device.can_suspend for x in s.lease.slices) or s.empty
 
 
 def not_before(s: Session, facts: Facts) -> float:
-    """Return from when on idle ``s`` can be suspended for any reason."""
+    """Return the time from which idle ``s`` can be suspended for any reason."""
     if (s.pressed and s.state_bound) or not suspendable(s, facts):
         return math.inf
     if s.pinned_reason:
@@ -82,10 +82,10 @@ def stays_until(s: Session, facts: Facts) -> float:
 
 
 def times(s: Session, facts: Facts) -> tuple[float, float]:
-    """Return from when on a waiting session may preempt idle ``s``, and when it leaves by itself.
+    """Return when a waiting session may preempt idle ``s``, and when the pool suspends it anyhow.
 
-    Kept with the session until an event may have changed it: see ``Session.times``. (With 200 idle
-    leases and nothing kept, the median decision takes twice as long.)
+    Cached in the session until an event may have changed it: see ``Session.times``. (Without the
+    cache, the median decision with 200 idle leases takes twice as long.)
     """
     if s.times is None or s.times[0] != facts.version:
         settings, possible = facts.settings, not_before(s, facts)
@@ -98,12 +98,12 @@ def times(s: Session, facts: Facts) -> tuple[float, float]:
 
 
 def yields_at(s: Session, facts: Facts) -> float:
-    """Return from when on a waiting session may preempt the lease of idle ``s``."""
+    """Return when a waiting session may first preempt the lease of idle ``s``."""
     return times(s, facts)[0]
 
 
 def leaves_at(s: Session, facts: Facts) -> float:
-    """Return when idle ``s`` gives its lease back although no session waits."""
+    """Return when the pool suspends idle ``s`` even if no session waits."""
     return times(s, facts)[1]
 
 
@@ -119,7 +119,7 @@ def unprotected(holder: Session, facts: Facts) -> bool:
 
 
 def candidate(holder: Session, facts: Facts) -> bool:
-    """Return whether some session may preempt ``holder`` now; if none may, it has no tier at all.
+    """Return whether any session may preempt ``holder`` now; otherwise it has no tier.
 
     The pass asks this once for each lease, and :func:`victim_tier` for the candidates only.
     """
@@ -139,18 +139,18 @@ def victim_tier(asker: Session, holder: Session, shares: Shares) -> int | None:
 
 
 def asker_kind(asker: Session, shares: Shares, *, in_use: bool) -> Any:
-    """Return everything that :func:`victim_tier` reads of an asker without a lease.
+    """Return everything that :func:`victim_tier` reads of an asker that has no lease.
 
-    The pass skips a request that is no smaller than one of the same kind that found nothing. A
-    session without a lease is no holder; so unless a candidate is ``in_use``, nothing else counts.
+    The pass skips a request if a request of the same kind that is no larger found nothing. Unless
+    a candidate is ``in_use``, all sessions without a lease are of one kind.
     """
     return kind_of(asker, shares) if in_use else None
 
 
 def score(v: Session, now: float) -> tuple[float, int, str]:
-    """Return the order in which leases of one tier are preempted, smallest first.
+    """Return the sort key of victims of one tier, smallest first.
 
-    Most bytes x idle time; of leases in use, x the time since they began.
+    The lease with the most bytes x idle time comes first; in use, x the time since it began.
     """
     granted = v.lease.granted
     since = v.idle_since if v.state == "idle" else began(v)
@@ -161,18 +161,18 @@ def score(v: Session, now: float) -> tuple[float, int, str]:
 
 
 class Trial:
-    """The choice of victims and places for one session, on top of a draft that stays as it is."""
+    """The choice of victims and places for one session, on a draft that does not change."""
 
     def __init__(self, draft: Draft, asker: Session, host: int) -> None:
         self.draft = draft
         self.asker = asker
         self.facts = draft.facts
-        #: Host bytes that the victims' state may take.
+        #: Host bytes available for the victims' state.
         self.host = host
         self.chosen: list[Session] = []
         self.freed: dict[str, int] = {}
         self.takes: tuple[Slice, ...] = ()
-        #: A choice failed for want of host memory, and not of leases that may be preempted.
+        #: A choice failed for lack of host memory, and not for lack of leases to preempt.
         self.host_short = False
         self._host_failed = False
 
@@ -184,17 +184,17 @@ class Trial:
                 self.freed[x.device] = self.freed.get(x.device, 0) + x.bytes
 
     def expect(self, room: Room) -> int:
-        """Return the bytes that come free there without more victims."""
+        """Return the bytes that become free on a device without more victims."""
         return room.expect + self.freed.get(room.uuid, 0)
 
     def tier(self, v: Session) -> int | None:
-        """Return the tier of a candidate; None if it is protected or has a part in this plan."""
+        """Return the tier of a candidate; None if it is protected or already in this plan."""
         if v.id in self.draft.leaving or v.id in self.draft.settled:
             return None
         return victim_tier(self.asker, v, self.draft.shares)
 
     def options(self, room: Room) -> list[tuple[int, Session, int]]:
-        """Return the leases there that may still be preempted, as (tier, session, bytes)."""
+        """Return the leases on a device that may still be preempted, as (tier, session, bytes)."""
         return [
             (tier, v, size)
             for v, size in room.candidates
@@ -202,7 +202,7 @@ class Trial:
         ]
 
     def reach(self, room: Room) -> int:
-        """Return the bytes that come free there if every lease that may be preempted is."""
+        """Return the bytes that become free on a device if all leases that may be preempted are."""
         return self.expect(room) + sum(size for _, _, size in self.options(room))
 
     def victims(self, room: Room, missing: int) -> list[Session] | None:
@@ -242,9 +242,9 @@ class Trial:
         return [v for v, _ in found]
 
     def fits(self, victims: Sequence[Session]) -> bool:
-        """Return whether ``victims`` may go besides those chosen.
+        """Return whether ``victims`` may be preempted beside the chosen ones.
 
-        Their state must have room, and no guarantee may cover one of them.
+        Their state must have room beside that of the chosen ones, and no guarantee may cover them.
         """
         everybody = [*self.chosen, *victims]
         if not self.draft.host_fits(everybody, self.host):
@@ -261,10 +261,10 @@ class Trial:
     def place(self, needs: Sequence[Need], *, more: bool = True) -> bool:
         """Choose a device for every need, with ``more`` victims if needed; fill :attr:`takes`.
 
-        Of the devices where it would work, the ``WIDTH`` with the most to give are compared: no
-        victim is better than some, the devices where the session was are better than others, and
-        then the victim with the most bytes x idle time decides. No lease is preempted on a device
-        that the head of the queue has reserved; the session gets only what the head can spare.
+        Of the possible devices, the ``WIDTH`` with the most bytes to give are compared. No victim
+        is better than some, then the devices of the last lease are better than others, and then the
+        victim with the most bytes x idle time decides. No lease is preempted on a device that the
+        head of the queue has reserved; the session gets only what the head can spare.
         """
         last, now = preferred(self.asker), self.facts.now
         draft, rooms = self.draft, self.draft.rooms
@@ -312,7 +312,7 @@ class Trial:
     # ------------------------------------------------------------------ the owner's own leases
 
     def own(self, charge: Charge) -> bool:
-        """Preempt leases that count in the owner's limits until these allow it; return whether so.
+        """Preempt leases that count in the owner's limits; return whether these then allow it.
 
         Suspends under way count, and no more leases are preempted than needed.
         """
@@ -348,17 +348,17 @@ class Trial:
 
 
 def _offer(room: Room) -> tuple[int, int]:
-    """Return the order of devices, the one with the most to give first."""
+    """Return the sort key of devices: the one with the most bytes to give first."""
     return -room.expect - room.offered, -room.ledger.device.index
 
 
 def any_combination(draft: Draft, s: Session, asking: Asking, host: int) -> Trial | None:
-    """Return the smallest set of victims that makes room, if there are few to choose from."""
+    """Return the smallest set of victims that makes room, if there are few candidates."""
     owner, needs = s.owner, asking.needs
     quota = draft.lacking(owner, asking.charge) is not None
     first = Trial(draft, s, host)
-    # The leases that count in the owner's limits help there wherever they are. Without a limit,
-    # every request for as much of the same devices has the same options: the pass relies on that.
+    # The leases that count in the owner's limits count on every device. Without a limit, all equal
+    # requests for the same devices have the same options: the pass relies on that.
     options = {v.id: v for _, v in first.own_options()} if quota else {}
     for room in draft.rooms.values():
         if not draft.reserved(room) and any(need.allows(room.ledger) for need in needs):
@@ -419,7 +419,7 @@ def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Of
     if placed:
         tiers = {v.id: tier for v in trial.chosen if (tier := trial.tier(v))}
         return Offer(trial.takes, trial.chosen, reason=WAITS if lacks is None else OWN, tiers=tiers)
-    # Where the own leases would do for the quota, a wait for memory is one for the quota as well.
+    # If the own leases would satisfy the quota, a wait for memory is also one for the quota.
     limit, group = (lacks.name, lacks.group) if lacks is not None else ("", "")
     if lacks is not None and not own:
         if short:
@@ -434,16 +434,15 @@ def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Of
 
 
 def fits_now(draft: Draft, needs: Sequence[Need]) -> bool:
-    """Return whether ``needs`` would fit in what is free without the head's reservation."""
+    """Return whether ``needs`` would fit in free memory without the head's reservation."""
     rooms = draft.rooms
     return choose(needs, draft.facts.devices, lambda d: rooms[d.device.uuid].avail) is not None
 
 
 def blocked_as(draft: Draft, s: Session, need: Need, rule: Rule) -> Rule:
-    """Return the rule that blocks ``need`` where ``rule`` blocks a smaller amount of the same.
+    """Return the rule that blocks ``need``, given the ``rule`` that blocks a smaller amount.
 
-    It is another one where less is free than the larger amount, or all that may be preempted has
-    less.
+    The rules differ if less is free than the larger amount, or less can be preempted.
     """
     if rule == "behind-head":
         return rule if fits_now(draft, (need,)) else "busy"
@@ -457,17 +456,18 @@ def blocked_as(draft: Draft, s: Session, need: Need, rule: Rule) -> Rule:
 def reservation(
     draft: Draft, s: Session, found: Asking, keep: Collection[str]
 ) -> tuple[Reservation, bool]:
-    """Return what the head of the queue reserves, and whether it has waited for ``ageing``.
+    """Return the reservation of the head of the queue, and whether the head has waited for
+    ``ageing``.
 
-    It begins with the devices where the least is missing, and keeps those that it has (``keep``).
-    For each further ``ageing`` seconds it reserves one more, in case a lease on the first never
-    ends. A device that programs outside the pool leave too little of is of no use.
+    It begins where the fewest bytes are missing, and keeps earlier devices (``keep``). After each
+    further ``ageing`` seconds it reserves one more, in case a lease on the first never ends.
+    Devices on which programs outside the pool leave too little memory are excluded.
     """
     facts, needs, now = draft.facts, found.needs, draft.facts.now
     since = now if s.wait.head_since is None else s.wait.head_since
     ageing = max(1.0, facts.settings.ageing)
     rounds = int((now - since) / ageing)
-    while since + (rounds + 1) * ageing <= now:  # the division may have rounded down by a hair
+    while since + (rounds + 1) * ageing <= now:  # the division may have rounded down slightly
         rounds += 1
     count = len(needs) + max(0, rounds - 1)
     trial, rooms = Trial(draft, s, 0), draft.rooms

@@ -2,8 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """What people ask of one session: another size, growth, release, keep; and the answers.
 
-Another size and a release are answered after the plan, which decides what becomes of them:
-:func:`reply`.
+:func:`reply` answers another size and a release after the plan, which decides about them.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from .schedule import Plan, outlook
 from .transitions import Actions, resize
 from .words import in_words, stays_reason
 
-#: A sample may be older than the last change of the session by up to so many seconds.
+#: A sample may be up to so many seconds older than the last change of the session.
 SETTLE = 2.0
-#: Seconds for which grown bytes stay although they are not used and no session needs them.
+#: Unused grown bytes that no session needs stay for so many seconds.
 UNUSED = 60.0
-#: A lease grows at least by its limit through this, if there is room and no session waits.
+#: The least growth of a lease is its limit divided by this, if there is room and no session waits.
 STEPS = 16
 
 
@@ -42,7 +41,7 @@ def _answer(s: Session, rid: str, note: str | Refusal) -> Actions:
 
 
 def changed(facts: Facts, s: Session, event: ev.RequestChanged, plan: Plan) -> Actions:
-    """Take note of another request, and give back at once what it does not ask for any more."""
+    """Store another request, and give back at once what it no longer asks for."""
     new = event.request
     refusal = ever(new, s, facts) or _bound(s, new) or _in_use(s, new)
     if refusal is not None:
@@ -78,7 +77,7 @@ def _bound(s: Session, new: Request) -> Refusal | None:
 def _in_use(s: Session, new: Request) -> Refusal | None:
     """Return why the lease cannot shrink that far, or None.
 
-    What counts is the device where the kernel uses the most, for it asks for the same on each.
+    The device where the kernel uses the most decides, because it asks for the same size on each.
     """
     sizes = s.lease.restored | s.lease.footprints | {x.device: x.bytes for x in s.suspended}
     used = max(sizes.values(), default=0)
@@ -99,7 +98,7 @@ def _in_use(s: Session, new: Request) -> Refusal | None:
 
 
 def _size_note(facts: Facts, s: Session, plan: Plan) -> str:
-    """Return what has become of another request, now that the plan is made."""
+    """Return the answer to another request, now that the plan is made."""
     note, request = _what_became(facts, s, plan), s.request
     if request.limit > request.memory:
         note += (
@@ -140,18 +139,18 @@ def _what_became(facts: Facts, s: Session, plan: Plan) -> str:
 #
 # Burst: a lease is guaranteed ``request.memory`` and may grow to ``request.limit`` out of free
 # memory: no lease is preempted for it, and it takes nothing that the plan promises or reserves. It
-# grows in steps, so that a program which allocates little by little does not ask each time; while a
-# session waits, in steps of just what is missing. Grown bytes that are not in use are the first to
-# be reclaimed: at once when a session waits, else after ``UNUSED`` seconds. Those in use come back
-# like all others, when the idle session is suspended.
+# grows in steps, so that a program with many small allocations does not ask each time; while a
+# session waits, a step is only the missing bytes. Grown bytes that are not in use are the first to
+# be reclaimed: at once when a session waits, else after ``UNUSED`` seconds. Used bytes go back like
+# all others, when the idle session is suspended.
 
 
 def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
-    """Return the slices of an attached session without what it must, or need not, keep.
+    """Return the smaller slices of an attached session, without the bytes that it must give back.
 
-    They keep what is guaranteed and what was last measured in use. Above that, everything beyond
-    the limit goes, and with ``reclaim`` what has grown, too, once a sample shows that it is not
-    used. ``only``: on this device.
+    They keep the guaranteed bytes and those last measured in use. Of the rest, all bytes beyond the
+    limit are given back, and with ``reclaim`` also grown bytes once a sample shows that they are
+    not used. ``only``: on this device.
     """
     memory, limit, lease = s.request.memory, s.request.limit, s.lease
     slices = []
@@ -159,7 +158,7 @@ def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
         used = lease.footprints.get(x.device)
         if used is not None and x.bytes > memory and only in ("", x.device):
             most = max(memory, used)
-            # A sample that is not younger than the growth says nothing about it.
+            # A sample from before the growth does not tell whether it is used.
             settled = lease.measured_at.get(x.device, NEVER) >= lease.grown_at + SETTLE
             if not (reclaim and settled):
                 most = max(most, limit)
@@ -170,7 +169,7 @@ def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
 
 
 def unused_for_long(s: Session, now: float) -> bool:
-    """Return whether what has grown was not used for so long that it goes back to the pool."""
+    """Return whether grown bytes were unused for so long that they go back to the pool."""
     return now >= max(s.lease.rose_at, s.lease.grown_at) + UNUSED
 
 
@@ -182,9 +181,9 @@ def held_on(s: Session, uuid: str) -> int:
 def _growth_bounds(
     draft: Draft, s: Session, uuid: str, *, waits: bool
 ) -> Iterator[tuple[int, Refusal]]:
-    """Yield by how much a slice may grow by each rule, and the refusal of more.
+    """Yield, for each rule, the most bytes that a slice may grow and the refusal of more.
 
-    ``draft``: what the plan leaves; ``waits``: another session of the owner waits for its quota.
+    ``draft``: what the plan leaves; ``waits``: another session waits for the owner's quota.
     """
     facts, settings = draft.facts, draft.facts.settings
     held, limit = held_on(s, uuid), s.request.limit
@@ -227,8 +226,8 @@ def _growth_bounds(
             int(most) - s.lease.granted,
             Refusal(
                 Code.NO_MEMORY,
-                "an idle kernel must fit in host memory, of which it may use "
-                f"{format_bytes(int(most))}.",
+                "an idle kernel must fit in host memory, and this one may use "
+                f"{format_bytes(int(most))} of it.",
                 "Free memory in the kernel, or ask an admin for more host memory.",
                 {**numbers, "most": most},
             ),
@@ -238,7 +237,7 @@ def _growth_bounds(
         left -= charge_of(s, s.lease.slices) - s.lease.charge
         why = f"your quota of GPU memory has {format_bytes(max(0, left))} left."
         if waits:
-            # Growth that took what comes free would keep the other session waiting.
+            # Growth into freed memory would keep the other session waiting.
             left = 0
             why = "another kernel of yours waits for what is left of your quota of GPU memory."
         step = "Free memory in the kernel, or end another kernel of yours."
@@ -246,7 +245,7 @@ def _growth_bounds(
 
 
 def growable(facts: Facts, s: Session, plan: Plan) -> tuple[int, ...]:
-    """Return by how many bytes each slice of an attached session could grow now."""
+    """Return how many bytes each slice of an attached session could grow now."""
     draft, waits = outlook(facts, plan), plan.behind(s, facts) is not None
     return tuple(
         max(0, min(most for most, _ in _growth_bounds(draft, s, x.device, waits=waits)))
@@ -255,7 +254,7 @@ def growable(facts: Facts, s: Session, plan: Plan) -> tuple[int, ...]:
 
 
 def _growth(facts: Facts, s: Session, uuid: str, missing: int, plan: Plan) -> Refusal | int:
-    """Return by how much a slice that lacks ``missing`` bytes is to grow, or why it cannot."""
+    """Return how many bytes a slice that lacks ``missing`` bytes will grow, or why it cannot."""
     draft, waits = outlook(facts, plan, but=s.id), plan.behind(s, facts) is not None
     bounds = list(_growth_bounds(draft, s, uuid, waits=waits))
     for most, why in bounds:
@@ -285,7 +284,7 @@ def grow(facts: Facts, s: Session, event: ev.GrowAsked, plan: Plan) -> Actions:
     if missing:
         found = _growth(facts, s, uuid, missing, plan)
         if isinstance(found, Refusal) and found.code != Code.LIMIT:
-            # What others have grown and do not use; not of ``s``, which is about to use all it has.
+            # Take back unused growth of others, but not of ``s``, which is about to use all it has.
             actions = reclaim(facts, but=s)
             if actions:
                 found = _growth(facts, s, uuid, missing, plan)
@@ -297,7 +296,7 @@ def grow(facts: Facts, s: Session, event: ev.GrowAsked, plan: Plan) -> Actions:
 
 
 def grow_by(facts: Facts, s: Session, uuid: str, more: int, plan: Plan) -> Actions:
-    """Let a slice grow by just ``more`` if no rule speaks against it."""
+    """Let a slice grow by exactly ``more`` if every rule allows it."""
     found = _growth(facts, s, uuid, more, plan)
     return [] if isinstance(found, Refusal) else _grown(facts, s, uuid, more)
 
@@ -309,7 +308,7 @@ def _grown(facts: Facts, s: Session, uuid: str, more: int) -> Actions:
 
 
 def reclaim(facts: Facts, but: Session | None = None) -> Actions:
-    """Take back what has grown anywhere and is not used."""
+    """Take back all unused growth."""
     actions: Actions = []
     for s in list(facts.grown.values()):
         if s is not but:
@@ -321,7 +320,7 @@ def reclaim(facts: Facts, but: Session | None = None) -> Actions:
 
 
 def release(facts: Facts, s: Session, event: ev.ReleaseAsked, _plan: Plan) -> Actions:
-    """Let the slice go back, now or when the last hold is dropped."""
+    """Give the slice back, now or when the last hold is dropped."""
     if s.state == "queued":
         refusal = Refusal(
             Code.NOTHING_TO_RELEASE,
@@ -348,7 +347,7 @@ def release(facts: Facts, s: Session, event: ev.ReleaseAsked, _plan: Plan) -> Ac
         when = "the running cell is done" if cell else "its work on the GPU is done"
         actions = _answer(s, event.rid, f"The slice goes back when {when}.")
         if s.attach == "lazy" and not s.lease.told_wanted:
-            # A person waits for it: the agent says at once when no cell runs.
+            # A person waits for the slice: the agent then reports at once when no cell runs.
             s.lease.told_wanted = True
             actions.append(ev.Wanted(session=s.id, epoch=s.epoch))
         return actions
@@ -356,7 +355,7 @@ def release(facts: Facts, s: Session, event: ev.ReleaseAsked, _plan: Plan) -> Ac
 
 
 def _release_note(facts: Facts, s: Session) -> str:
-    """Return what has become of the release of an idle slice, now that the plan is made."""
+    """Return the answer to the release of an idle slice, now that the plan is made."""
     if s.state != "idle":
         return "The slice goes back to the pool."
     why, leaves = stays_reason(facts, s, facts.now), leaves_at(s, facts)
@@ -364,18 +363,16 @@ def _release_note(facts: Facts, s: Session) -> str:
         why = s.pinned_reason or "the last attempt failed"
         left = format_seconds(leaves - facts.now)
         return f"The slice cannot be given back now ({why}); the pool tries again in {left}."
-    return why or (
-        "There is no room for its state in host memory; the slice goes back once there is."
-    )
+    return why or ("Host memory has no room for its state now; the slice goes back once it has.")
 
 
 def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
-    """Let the slice stay, although idle, until a time."""
+    """Keep the idle slice until a time."""
     s.keep_until = event.until
     s.release_asked = False
     left = event.until - facts.now
     if left <= 0:
-        note = "The slice is not kept any longer when idle."
+        note = "The slice is no longer kept when idle."
     elif s.state in HAS_LEASE:
         note = f"The slice stays for {format_seconds(left)}, even when idle."
     else:
@@ -389,7 +386,7 @@ def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
 def reply(
     facts: Facts, event: ev.RequestChanged | ev.ReleaseAsked, plan: Plan, actions: Actions
 ) -> Actions:
-    """Return the answer to an event that only the plan could answer; [] if there is one."""
+    """Return the answer to an event that is answered after the plan; [] if it has one."""
     if any(isinstance(a, ev.Answer) and a.rid == event.rid for a in actions):
         return []
     s = facts.sessions[event.session]

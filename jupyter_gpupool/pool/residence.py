@@ -2,43 +2,44 @@
 # Distributed under the terms of the Modified BSD License.
 """Minimum residence: how long an idle holder keeps its slice from sessions that wait for it.
 
-Moving a holder out and in again takes ``cost`` seconds in which the GPU computes nothing. To leave
-an idle holder where it is while a session waits wastes the GPU as well, second by second, until the
-holder computes again. Which is cheaper depends on when it comes back, which is not known: the
-ski-rental problem (rent or buy), as in spinning or blocking on a lock. Plain functions over plain
-values; the pool keeps the values and sets its timer to :func:`protected_until`.
+Moving a holder out and in again takes ``cost`` seconds in which the GPU computes nothing. If an
+idle holder stays while a session waits, the GPU is also wasted, second by second, until the holder
+computes again. The cheaper choice depends on the unknown time of its return: the ski-rental problem
+(rent or buy), as in spinning or blocking on a lock. Plain functions over plain values; the pool
+keeps the values and sets its timer to :func:`protected_until`.
 
 The rule, for a holder whose state was moved to its slice:
 
-1. *No session waits*: its slice is not preempted. The clock starts when one waits while the holder
-   computes nothing.
+1. *No session waits*: its slice is not preempted. The clock starts when a session waits while the
+   holder computes nothing.
 2. *Patience.* It is protected for :func:`patience` from then on: ``cost`` at most, as in A. Karlin,
    M. Manasse, L. Rudolph, D. Sleator, "Competitive snoopy caching", Algorithmica 3 (1988), 79-119.
-   Less where its own last gaps say so: the patience that would have cost least over those gaps, as
-   in A. Karlin, K. Li, M. Manasse, S. Owicki, "Empirical studies of competitive spinning for a
+   Its own last gaps can make it shorter: the patience that would have cost least over those gaps,
+   as in A. Karlin, K. Li, M. Manasse, S. Owicki, "Empirical studies of competitive spinning for a
    shared-memory multiprocessor", SOSP 1991, 41-55.
-3. *Allowance.* Patience alone would let two loops with short pauses move each other at every
-   longer one, or protect one of them without end. So use must pay for a move: once the holder has
-   computed, and has kept its slice idle from a session that waited, for ``cost / share`` seconds
-   in all since it came back, it is not protected any more.
-   Idle time while no session waits counts as neither.
+3. *Allowance.* With patience alone, two loops with short pauses would move each other at every
+   longer pause, or one of them would be protected without end. So use must pay for a move.
+   Protection ends after ``cost / share`` seconds since the holder came back: the sum of its
+   computing time and of its idle time while a session waited. Idle time while no session waits does
+   not count.
 
 Worst cases:
 
-* One gap: with patience x and a gap of length g, GPU time lost is g (it came back) or x + cost. The
-  best in hindsight is min(g, cost). With x = cost this is never more than twice as much.
+* One gap: with patience x and a gap of length g, the lost GPU time is g (if it came back) or x +
+  cost. The optimum in hindsight is min(g, cost). With x = cost this is never more than twice as
+  much.
 * Any gaps, with history: a shorter patience can lose more than that if the holder then comes back
-  at once, so there is an account of it. ``trust`` is a balance in moves: every gap adds (2 x best -
+  at once, so the loss is accounted for. ``trust`` is a balance in moves: every gap adds (2 x best -
   lost) / cost, and patience is never below cost x (1 - trust), the most that the balance can pay.
-  It starts at 1, is cut off at 1, and never falls below 0, so over any sequence of gaps
-  lost <= 2 x best + one move.
-* Two holders that contend all the time, with pauses that patience outlasts: each move follows
-  cost / share seconds of use, so moving takes at most share / (1 + share) of the time.
+  It starts at 1, is cut off at 1, and never falls below 0, so over any sequence of gaps lost <= 2 x
+  best + one move.
+* Two holders that always contend, with pauses shorter than patience: each move follows cost / share
+  seconds of use, so moving takes at most share / (1 + share) of the time.
 * A session waits for an idle GPU at most ``cost`` at a stretch and ``cost / share`` (``STAY_MOST``
-  at most) in all, and then for the move. A computation that is running is another rule's business.
+  at most) in all, and then for the move. Other rules treat a running computation.
 
-``cost`` is the holder's own way out and back, as measured. Every move is so paid for once: in a
-cycle of two holders, each pays its own two copies.
+``cost`` is the measured time of the holder's own suspend and resume. So each move is paid for once:
+in a cycle of two holders, each pays its own two copies.
 """
 
 from __future__ import annotations
@@ -47,39 +48,39 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-#: ``work`` is the rule above. ``clock`` is the one before it, kept to compare the two: a holder
-#: keeps its slice for cost / share seconds after it came back, whether it computes or not.
+#: ``work`` is the rule above. ``clock`` is the older rule, kept for comparison: a holder keeps its
+#: slice for cost / share seconds after it came back, whether it computes or not.
 ResidenceRule = Literal["work", "clock"]
 
 #: The longest allowance, in seconds.
 STAY_MOST = 600.0
 
-#: Gaps that are remembered, and that there must be before they count.
+#: Number of remembered gaps, and the least number before they count.
 GAPS, ENOUGH = 8, 3
 
-#: A shorter patience must have lost at most this part of what the longest would have.
+#: A shorter patience must have lost at most this part of the longest patience's loss.
 CLEAR = 0.75
 
-#: A gap that is to be like one before may be longer by this factor.
+#: A gap counts as similar to an earlier one if it is longer by up to this factor.
 SLACK = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What a session's past says of its next gap; it outlives the lease."""
+    """What a session's past tells about its next gap; kept after the lease."""
 
-    #: Seconds from the end of its work to its next wish, the latest last.
+    #: Seconds from the end of its work to its next hold, the latest last.
     gaps: tuple[float, ...] = ()
-    #: Moves that a wrong guess may cost, from 0 to 1.
+    #: How many moves a wrong guess may cost, from 0 to 1.
     trust: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A spell without work, from ``began`` on; ``math.inf`` for a time that has not come."""
+    """A time without work, from ``began`` on; ``math.inf``: has not happened."""
 
     began: float
-    #: When a session began to wait for the slice during it.
+    #: When, during the gap, a session began to wait for the slice.
     wanted: float = math.inf
     #: When the slice was preempted for a session that waited.
     taken: float = math.inf
@@ -87,24 +88,24 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """What a holder has done with its slice since its state was moved there, in seconds."""
+    """How a holder has used its slice since its state was moved there, in seconds."""
 
     computed: float = 0.0
-    #: Without work while a session waited for the slice.
+    #: Seconds without work while a session waited for the slice.
     withheld: float = 0.0
 
 
 def allowance(cost: float, share: float) -> float:
-    """Return the seconds of use that pay for a move of ``cost``, at ``share`` of the time."""
+    """Return the seconds of use that pay for a move of ``cost`` seconds."""
     return min(STAY_MOST, cost / share)
 
 
 def patience(habits: Habits, cost: float, away: float = 0.0) -> float:
-    """Return how long an idle holder, ``away`` for so long already, is worth waiting for.
+    """Return how long to wait for an idle holder that has been ``away`` for so many seconds.
 
-    The patience that would have cost least over those of its last gaps that ``away`` does not rule
-    out, if that is clearly less than ``cost`` would have: a holder whose pauses are about as long
-    as the move would else be moved at each. One that is away for longer than ever has left.
+    The patience that would have cost least over its last gaps longer than ``away``, if clearly less
+    than a patience of ``cost``: else a holder with pauses about as long as the move would be moved
+    at each pause. A holder that is away longer than ever before has left.
     """
     if len(habits.gaps) < ENOUGH or cost <= 0:
         return max(0.0, cost)
@@ -123,7 +124,7 @@ def patience(habits: Habits, cost: float, away: float = 0.0) -> float:
 def protected_until(gap: Gap, stay: Stay, habits: Habits, *, cost: float, share: float) -> float:
     """Return until when an idle holder keeps its slice from waiting sessions.
 
-    Minus infinity: it does not. Infinity: no session waits, and nothing is to be decided.
+    Minus infinity: it does not keep it. Infinity: no session waits, so nothing is decided yet.
     """
     if share <= 0 or cost <= 0:
         return -math.inf
@@ -142,15 +143,15 @@ def computed(stay: Stay, seconds: float) -> Stay:
 
 
 def kept_idle(stay: Stay, gap: Gap, now: float) -> Stay:
-    """Return the stay after ``gap``, at the end of which it still had its slice."""
+    """Return the stay after a ``gap`` in which the holder kept its slice."""
     return replace(stay, withheld=stay.withheld + _withheld(gap, now))
 
 
 def taken(gap: Gap, stay: Stay, habits: Habits, now: float, *, cost: float, share: float) -> Gap:
     """Return ``gap`` with the slice preempted ``now`` for a waiting session.
 
-    Where the allowance was at its end before patience, use has paid for the move: the gap says
-    nothing of how well its length was guessed, and is not accounted for.
+    If the allowance ended before patience, use has paid for the move. Then the gap does not show
+    whether the guess was good, and does not count.
     """
     start = max(gap.began, gap.wanted)
     if share <= 0 or cost <= 0 or start == math.inf:
@@ -168,7 +169,7 @@ def returned(habits: Habits, gap: Gap, now: float, cost: float) -> Habits:
         rent = _withheld(gap, min(now, gap.taken))
         lost = rent + (cost if gap.taken < math.inf else 0.0)
         best = min(_withheld(gap, now), cost)
-        # A gap longer than patience in which no session could take the slice owes nothing more.
+        # A gap longer than patience in which no session could take the slice costs nothing more.
         trust += (2 * best - min(lost, 2 * cost)) / cost
     gaps = (*habits.gaps, max(0.0, now - gap.began))[-GAPS:]
     return Habits(gaps, min(1.0, max(0.0, trust)))

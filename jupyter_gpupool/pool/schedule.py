@@ -4,11 +4,11 @@
 
 The algorithm
 -------------
-After every event, whatever it was, :func:`plan` looks at the whole machine and decides again. It
-works on a :class:`~.draft.Draft` (a copy of the accounts) and returns a :class:`Plan`; what it
-changes becomes the actions (:mod:`.transitions`). In this order:
+After every event, :func:`plan` looks at the whole machine and decides again. It works on a
+:class:`~.draft.Draft` (a copy of the accounts) and returns a :class:`Plan`; its changes become the
+actions (:mod:`.transitions`). In this order:
 
-1. *Promises.* Suspends under way make room for the sessions that the last plan promised it to; the
+1. *Promises.* Suspends under way make room for the sessions to which the last plan promised it. The
    pass keeps each promise that can still be kept.
 2. *Leaving.* Idle leases whose time is over are suspended, if host memory has room.
 3. *Queue.* Sessions that wait for a lease, and attached sessions that are guaranteed more than they
@@ -18,13 +18,14 @@ changes becomes the actions (:mod:`.transitions`). In this order:
    tightest device: :mod:`.placement`); its promise stands; it fits once suspends under way are
    done; it fits if the least disruptive victims are preempted (idle leases that no rule protects
    *now*, such as a lease just moved there: :mod:`.preemption`); it fits if sessions *behind* it
-   give up promises made before it came. Else it is blocked, and the :class:`~.model.Reason` says
-   by which rule.
-4. *The head.* The first session that is blocked for want of memory reserves devices
-   (:func:`~.preemption.reservation`). Those behind it are *backfilled*: served only where that
-   delays the head in no case.
-5. *Growth of idle leases* comes last in the order and reserves nothing: they compute nothing. The
-   growth of a busy one takes its turn in the queue, ages there, and may become the head.
+   give up promises that are older than its wait. Otherwise it is blocked, and the
+   :class:`~.model.Reason` names the rule.
+4. *The head.* The first session that is blocked for lack of memory reserves devices
+   (:func:`~.preemption.reservation`). Sessions behind it are *backfilled*: served only where that
+   can never delay the head.
+5. *Growth of idle leases* comes last in the order and reserves nothing, because they compute
+   nothing. The growth of a busy lease takes its turn in the queue, ages there, and may become the
+   head.
 6. *Relief.* If host memory is short, one suspended state goes back to a device that has room.
 
 "Planning again at the same instant changes nothing" is a property that the tests check after every
@@ -40,24 +41,24 @@ Sources
 EASY backfilling (Lifka, "The ANL/IBM SP Scheduling System", 1995; the name and the analysis in
 Mu'alem and Feitelson, 2001): jobs may overtake as long as they do not delay the *first* of the
 queue. EASY derives the head's start from the run times that users declare. Notebook users declare
-no time for a cell, so :meth:`~.draft.Room.spare` asks for more: no delay in any order in which
-the present leases may end. KAI-Scheduler tries evictions and placements in a ``Statement``
-that is committed or discarded as a whole; the draft and :class:`~.preemption.Trial` are that.
-dask-gateway's controller reconciles: a wake-up only says "look again", so one too many is harmless
-and none is needed for correctness. Dask.distributed's worker state machine maps (state, state) to
-a function and returns instructions instead of acting (:mod:`.transitions`).
+no time for a cell, so :meth:`~.draft.Room.spare` is stricter: no delay in whatever order the
+present leases end. KAI-Scheduler tries evictions and placements in a ``Statement`` that is
+committed or discarded as a whole, like the draft and :class:`~.preemption.Trial`. dask-gateway's
+controller reconciles: a wake-up only means "look again", so an extra one is harmless and none is
+needed for correctness. Dask.distributed's worker state machine maps (state, state) to a function
+and returns instructions instead of acting (:mod:`.transitions`).
 
 Rejected
 --------
-*Looking only at the sessions whose case may have changed.* The pool did that: each rule had to
-announce what it might have changed for which sessions, and each forgotten announcement left a
-kernel waiting without end. On 16 devices and 1,000 sessions a whole pass takes a few milliseconds.
-*Reservations for every session in the queue* (conservative backfilling): without run times each
-would cost the memory of one session for as long as the head waits. *No reservation*: a large
-request starves. *Growth after the queue*: a busy kernel that was guaranteed more starved behind
-short cells. *A new plan from nothing each time*, without promises: the victims of one session would
-make room for another, and suspends would be wasted. *The best plan of all* (bin packing with
-preemption is NP-hard): people cannot predict it, and it moves more for little.
+*Looking only at sessions that an event may have affected.* The pool once did that: each rule had to
+announce the sessions it might affect, and each forgotten announcement left a kernel waiting without
+end. On 16 devices and 1,000 sessions a whole pass takes a few milliseconds. *Reservations for every
+session in the queue* (conservative backfilling): without run times each would cost the memory of
+one session for as long as the head waits. *No reservation*: a large request starves. *Growth after
+the queue*: a busy kernel with a larger guarantee starved behind short cells. *A new plan from
+nothing each time*, without promises: the victims of one session would make room for another, and
+suspends would be wasted. *The optimal plan* (bin packing with preemption is NP-hard): people cannot
+predict it, and it moves more state for little gain.
 """
 
 from __future__ import annotations
@@ -95,23 +96,23 @@ HEAD = "the next kernel in the queue waits for memory"
 
 @dataclass(slots=True)
 class Plan:
-    """What to do now, and what the next plan must know."""
+    """What to do now, and what the next plan needs to know."""
 
-    #: Every session that wants something, the first to go first.
+    #: Every session that wants something, in the order of service.
     order: list[Session] = field(default_factory=list)
-    #: Those of them that wait for a lease.
+    #: The sessions among them that wait for a lease.
     queue: list[Session] = field(default_factory=list)
     grants: list[tuple[Session, tuple[Slice, ...], str]] = field(default_factory=list)
     grows: list[tuple[Session, tuple[Slice, ...]]] = field(default_factory=list)
     #: With the tier of a victim in use; 0 for an idle one.
     suspends: list[tuple[Session, str, int]] = field(default_factory=list)
-    #: By session: what suspends under way free for it.
+    #: By session: the bytes that suspends under way free for it.
     promises: dict[str, Promise] = field(default_factory=dict)
-    #: Why each session that was not served was not.
+    #: By session that was not served: the reason.
     reasons: dict[str, Reason] = field(default_factory=dict)
     reservation: Reservation | None = None
-    #: Owners with a session that waits for the owner's quota, and groups with one that waits for
-    #: the group's cap.
+    #: Owners with a session that waits for their quota, and groups with one that waits for
+    #: their cap.
     held: set[str] = field(default_factory=set)
     held_groups: set[str] = field(default_factory=set)
     #: The order may change as usage decays and grows: sessions of several owners wait.
@@ -119,7 +120,7 @@ class Plan:
 
     @property
     def short(self) -> bool:
-        """Whether a session was not served: what others have grown and do not use goes first."""
+        """Whether a session was not served: then unused growth of others is taken back first."""
         return any(why.rule != "retry" for why in self.reasons.values())
 
     @property
@@ -127,8 +128,8 @@ class Plan:
         """Whether every session that wanted something has it, and is attached.
 
         Then planning again would change nothing, if nothing was reserved before: no session is left
-        to serve, and what keeps an idle lease whose time is over (host memory, some of it kept for
-        the head of the queue) has not become more by this plan.
+        to serve, and this plan has not freed the host memory that an idle lease lacked for its
+        suspend (some of it is kept for the head of the queue).
         """
         return len(self.grants) == len(self.order) and not (self.reasons or self.promises)
 
@@ -147,7 +148,7 @@ class Plan:
         return bool(self.grants or self.grows or self.suspends)
 
     def settled(self, before: Plan) -> bool:
-        """Whether planning again could change nothing that ``before`` has not decided already."""
+        """Whether another plan after ``before`` would change nothing."""
         return (
             not self.changes
             and self.promises == before.promises
@@ -166,13 +167,13 @@ def order(facts: Facts) -> list[Session]:
     """Return the sessions that wait for a lease or for growth, the first to go first.
 
     By guarantees, daily budgets, classes, fair shares and age: see :mod:`.shares`. Growth of idle
-    leases goes last.
+    leases comes last.
     """
     return Shares(facts).order()
 
 
 def barred(s: Session, shares: Shares) -> Reason | None:
-    """Return why ``s`` must not be served now whatever is free, or None."""
+    """Return why ``s`` must not be served now even if memory is free, or None."""
     facts = shares.facts
     if s.wait.failed and s.retry_at > facts.now:
         return Reason("retry", text=s.wait.failed)
@@ -211,8 +212,7 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
 
 
 def plan(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
-    """Return what to do now. ``before`` is the last plan; ``relieve`` names the sessions for which
-    host memory is short.
+    """Return what to do now. ``before`` is the last plan; host memory is short for ``relieve``.
 
     Changes nothing.
     """
@@ -220,15 +220,15 @@ def plan(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
 
 
 def outlook(facts: Facts, before: Plan, but: str = "") -> Draft:
-    """Return what the last plan leaves: free bytes that it neither promises nor reserves.
+    """Return the draft after the last plan: free bytes that it neither promises nor reserves.
 
-    Except to ``but``: what the plan keeps for this session is left to it.
+    The bytes that the plan keeps for ``but`` are also free, for this session.
     """
     return _Pass(facts, before, but=but).draft
 
 
 def forecast(facts: Facts, before: Plan, s: Session) -> tuple[Slice, ...]:
-    """Return what ``s`` would get, or be promised, if it asked now; () if it would be blocked."""
+    """Return the slices that ``s`` would get or be promised if it asked now; () if blocked."""
     found = attempt(_Pass(facts, before).draft, s, asking(s, facts), behind_head=True)
     return found.takes if isinstance(found, Offer) else ()
 
@@ -248,7 +248,7 @@ class _Pass:
         self.in_use = False
         if len({s.owner for s in everybody}) > 1 or (everybody and facts.settings.preempt):
             self.plan.contended = self.shares.fair
-        #: How many sessions had come to wait when the oldest promise was made.
+        #: How many waits had begun when the oldest promise was made.
         self.oldest = min((p.made for p in before.promises.values()), default=facts.arrivals)
         #: Requests that found nothing behind the head, by kind of request; see :meth:`_hopeless`.
         self.failed: dict[object, list[tuple[int, int, float, Reason]]] = {}
@@ -263,7 +263,7 @@ class _Pass:
             self._keep_promises(but)
         held = before.reservation
         if held is not None and held.session in self.turn and held.session != but:
-            # Until the pass comes to the head, what the head reserved stays reserved.
+            # Until the pass reaches the head, the head's reservation stays.
             head = facts.sessions[held.session]
             found = asking(head, facts)
             wanted = {}
@@ -278,7 +278,7 @@ class _Pass:
     # ------------------------------------------------------------------ 1. promises
 
     def _keep_promises(self, but: str) -> None:
-        """Keep each promise that is still what its session needs, as far as the bytes will come."""
+        """Keep each promise that still fits its session, if suspends free enough bytes."""
         facts, draft = self.facts, self.draft
         for name, promise in self.before.promises.items():
             if name not in self.turn or name == but:
@@ -342,13 +342,13 @@ class _Pass:
     def _suspend(self, v: Session, reason: str, tier: int = 0) -> None:
         self.draft.suspend(v)
         self.plan.suspends.append((v, reason, tier))
-        # More bytes will come free there than the failed requests could count on.
+        # The suspend frees more bytes than the failed requests could use.
         self.failed.clear()
 
     # ------------------------------------------------------------------ 3. the queue
 
     def _serve(self, s: Session) -> None:
-        """Serve ``s``, or plan for it, or note why it waits."""
+        """3. Serve ``s``, or promise it bytes, or note why it waits."""
         plan, draft, facts = self.plan, self.draft, self.facts
         found = asking(s, facts)
         why = barred(s, self.shares)
@@ -381,13 +381,13 @@ class _Pass:
             if found.where is not None:
                 key, need = (found.where, self._kind(s)), found.needs[0]
                 failure = need.least, need.bytes, s.wait.since, offer
-                # The smallest first, which rules out the most.
+                # The smallest request first: it rules out the most others.
                 self.failed.setdefault(key, []).insert(0, failure)
             if not behind_head and s.state != "idle":
                 self._reserve(s, found)
 
     def _kept(self, s: Session, found: Asking) -> bool:
-        """Serve ``s``, which has a promise, or let it go on waiting; False if the promise is void.
+        """Serve ``s``, which has a promise, or let it keep waiting; False if the promise is void.
 
         Promises of sessions behind it do not delay it.
         """
@@ -436,10 +436,10 @@ class _Pass:
     def _overtake(
         self, s: Session, found: Asking, offer: Offer | Reason, *, behind_head: bool
     ) -> Offer | Reason:
-        """Let ``s`` use what was promised to sessions behind it: the last ones give up first.
+        """Let ``s`` use bytes promised to sessions behind it: the last ones give up first.
 
-        No session loses a promise in vain, and those that lose one get another in their turn if
-        enough comes free.
+        A session loses a promise only if that helps ``s``, and gets another in its turn if enough
+        bytes come free.
         """
         draft, sessions = self.draft, self.facts.sessions
         taken: dict[str, Promise] = {}
@@ -456,8 +456,9 @@ class _Pass:
     def _newer(self, s: Session) -> list[str]:
         """Return the sessions behind ``s`` whose promises it may take over, the last first.
 
-        These promises were made before ``s`` came to wait. A later one was made although ``s`` was
-        ahead, because ``s`` could not use it: it stands, and the suspends for it are not in vain.
+        These promises were made before ``s`` came to wait. A later promise was made although ``s``
+        was ahead, because ``s`` could not use the bytes. It stays valid, so that its suspends are
+        not wasted.
         """
         promises, number = self.draft.promises, s.wait.number
         # A preempted session, although it has its age, is not to take back what it gave.
@@ -469,15 +470,15 @@ class _Pass:
         return asker_kind(s, self.shares, in_use=self.in_use)
 
     def _hopeless(self, s: Session, found: Asking) -> Reason | None:
-        """Return why ``s`` is blocked if one before it found nothing for no more; else None.
+        """Return why ``s`` is blocked if an earlier, no larger request found nothing; else None.
 
-        What is skipped could not have succeeded. Since that one failed, the draft has only lost:
-        whatever lets it gain (a suspend, a promise that moves or is void) forgets the failures.
-        ``s`` asks for no less of the same devices, in one slice, and without a quota, and
-        :func:`asker_kind` says that the same victims are open to it. Every step of
+        A skipped request could not have succeeded. Since the failure the draft has only lost bytes:
+        every gain (a suspend, a promise that moves or is void) clears the failures. ``s`` asks for
+        at least as much of the same devices, in one slice, and without a quota. By
+        :func:`asker_kind` it may preempt the same victims. Every step of
         :func:`attempt` that finds room for an amount finds it for a smaller one: free bytes,
         greedy victims in a fixed order, and the combinations, whose options are then the same.
-        And it has no promise to take over that the other one could not have.
+        And it can take over no promise that the other request could not.
         """
         failed = self.failed.get((found.where, self._kind(s)))
         if not failed or (self.draft.promises and self._newer(s)):
@@ -492,10 +493,10 @@ class _Pass:
     # ------------------------------------------------------------------ 4. the head
 
     def _reserve(self, s: Session, found: Asking) -> None:
-        """Reserve devices for ``s``, the first session that is blocked for want of memory.
+        """4. Reserve devices for ``s``, the first session that is blocked for lack of memory.
 
         After ``ageing`` seconds as the head it also *accumulates*: idle leases there are preempted
-        although that alone is not enough (else two sessions in turns would keep it out).
+        even if that alone is not enough (otherwise two sessions that take turns would keep it out).
         """
         draft, before = self.draft, self.before.reservation
         keep = before.wanted if before is not None and before.session == s.id else ()
@@ -513,7 +514,7 @@ class _Pass:
     def _relieve(self, names: Iterable[str]) -> None:
         """Resume the largest suspended state that is short of host memory and fits in what is free.
 
-        One at a time: it may be enough.
+        Only one at a time, because that may be enough.
         """
         facts, draft = self.facts, self.draft
         found = [facts.sessions[name] for name in names if name in facts.sessions]

@@ -11,9 +11,9 @@ from .ledgers import GroupUsage, OwnerUsage
 
 
 def problems(facts: Facts) -> list[str]:
-    """Return what is wrong, as sentences with history.
+    """Return the errors in the accounts, as sentences with history.
 
-    Counts all sessions again, which takes a millisecond or two, and compares every account.
+    Counts all sessions again (a millisecond or two) and compares every account.
     """
     again = Facts(facts.settings)
     again.devices = {u: replace(d, granted=0, incoming=0) for u, d in facts.devices.items()}

@@ -2,23 +2,23 @@
 # Distributed under the terms of the Modified BSD License.
 """Time slices: which session computes next where several contend for a device.
 
-A pure planner beside the pool: at the end of every turn it gets what was observed of the sessions
-on the devices, and names those that may run in the next turn. Where fewer than two are busy, all
-may. Where two or more are, one at a time has its turn, chosen so that over time the busy seconds of
-each are in proportion to its share (start-time fair queueing):
+A pure planner beside the pool: at the end of every turn it gets the observations of the sessions on
+the devices, and returns those that may run in the next turn. If fewer than two are busy, all may
+run. If two or more are busy, one at a time has its turn, so that over time the busy seconds of each
+are in proportion to its share (start-time fair queueing):
 
-* Each session has a *virtual time* on each of its devices: busy seconds / share. The one with the
-  least goes next. A long kernel that overran its turn is so paid back by later turns.
+* Each session has a *virtual time* on each of its devices: busy seconds / share. The session with
+  the least goes next, so later turns compensate for a long kernel that overran its turn.
 * A session that becomes busy (new, or back from a pause) starts at the least virtual time among
-  those that were busy there: it has no credit from having been away, so it cannot keep the others
-  out, and it does not wait for their old debts.
+  those that were busy there: it gets no credit for its pause, so it cannot keep the others out, and
+  it does not wait for their old debts.
 * A session on several devices runs only when it has the turn on all of them. While it waits for the
-  last one, others run on the first; it gets no credit for what it misses.
-* A session that is not busy has no turn to lose: its turn goes to others. It is not paused, either,
-  so that its next call is seen; that is then its first busy time.
+  last one, others run on the first; it gets no credit for missed turns.
+* A session that is not busy loses nothing: its turn goes to others. It is not paused either, so
+  that its next call, which starts its busy time, is seen.
 
-Shares are proportions among those that contend, not a cap: alone, 10 is as good as 100. Where all
-that contend have asked for ``FULL``, none is paused: the driver's own time slices do as well.
+Shares are proportions among those that contend, not a cap: alone, a session gets all the time. If
+all contenders have asked for ``FULL``, none is paused: the driver's own time slices are enough.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Iterable, Mapping, Sequence
 
-#: The share of a session that has asked for nothing less than the device.
+#: The share of a session that has not asked for less than the whole device.
 FULL = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What was observed of one attached session in the last turn."""
+    """The observations of one attached session in the last turn."""
 
     session: str
     #: ``Request.compute``: its share against that of the others, more than 0.
     share: int
     #: The devices of its lease.
     devices: tuple[str, ...]
-    #: It called CUDA, had work in flight, or waited for its turn.
+    #: Whether it called CUDA, had work in flight, or waited for its turn.
     busy: bool
-    #: Busy seconds so far, in all; on each of its devices alike.
+    #: Busy seconds so far in all; the same on each of its devices.
     used: float
 
 
@@ -53,7 +53,7 @@ class Tally:
     busy: bool
     #: Virtual time by device.
     virtual: Mapping[str, float]
-    #: Since when it waits for a turn; when it last had one, if it does not wait.
+    #: When its wait for a turn began; without a wait, when it last had a turn.
     since: float
 
 
@@ -71,9 +71,9 @@ class Turn:
     """The sessions that may run in the next turn, and what to remember."""
 
     run: frozenset[str]
-    #: Busy on a contended device, and not in this turn.
+    #: Sessions that are busy on a contended device and not in this turn.
     wait: frozenset[str]
-    #: Devices on which there are turns.
+    #: Devices whose sessions take turns.
     contended: frozenset[str]
     state: Tallies
 
@@ -92,7 +92,7 @@ def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
         clocks[uuid] = max(least, clocks.get(uuid, least))
     contended = contended_devices(runners)
     contenders = [r for r in runners if r.busy and not contended.isdisjoint(r.devices)]
-    # It must have its turn on all of its devices: the one where that is the farthest off counts.
+    # It must have its turn on all of its devices: the one where that comes last counts.
     ahead = {
         r.session: max(virtual[r.session][u] - clocks[u] for u in contended.intersection(r.devices))
         for r in contenders
@@ -106,7 +106,7 @@ def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
         for uuid in contended.intersection(r.devices):
             start = virtual[r.session][uuid]
             for other in busy[uuid]:
-                # No credit for turns that it could not use for want of its other devices.
+                # No credit for turns that it could not use because it lacked its other devices.
                 own = virtual[other.session]
                 own[uuid] = max(own[uuid], start)
     run = {r.session for r in chosen}
@@ -131,7 +131,7 @@ def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
 
 
 def contended_devices(runners: Iterable[Contender]) -> frozenset[str]:
-    """Return the devices for which there must be turns.
+    """Return the devices whose sessions must take turns.
 
     Two sessions or more are busy there, and not all of them have asked for the whole device: the
     driver's own time slices are equal ones.

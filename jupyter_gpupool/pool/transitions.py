@@ -3,8 +3,8 @@
 """The states of a session: every step, when it happens, and what it does.
 
 :data:`TRANSITIONS` maps (old, new) to a sentence and a function; ``docs/states.md`` is made from
-it. :func:`move` is the only way from one state to another. It returns the actions that follow, as
-everything here does; only :class:`~.machine.Pool` collects them.
+it. :func:`move` is the only way from one state to another. Like every function here it returns the
+actions that follow; only :class:`~.machine.Pool` collects them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Actions = list[Action]
 
 
 class InvalidTransition(GPUPoolError):
-    """A session was to make a step that the table does not have; a bug in this package.
+    """A step of a session is not in the table; a bug in this package.
 
     ``story`` holds the last steps of the session, oldest first.
     """
@@ -62,13 +62,12 @@ class Step(NamedTuple):
 
 
 # --------------------------------------------------------------------------- what the steps do
-#
-# Each gets the facts, the session as it was, and what the event tells; it runs inside
-# ``Facts.change``. What it returns comes after the StateChanged of the step.
+# Each gets the facts, the session as it was, and the data of the event; it runs inside
+# ``Facts.change``. Its actions come after the StateChanged of the step.
 
 
 def _join(facts: Facts, s: Session, since: float) -> Actions:
-    """Begin to wait, with the age that it has."""
+    """Begin to wait, and keep the age."""
     # The computation of a preempted session has its age; its wait begins now.
     s.queued_at = facts.now if s.preempted else since
     facts.begin_wait(s, since)
@@ -93,7 +92,7 @@ def _begin_attach(facts: Facts, s: Session, takes: tuple[Slice, ...]) -> Actions
 
 
 def _attached(facts: Facts, s: Session, seconds: float) -> Actions:
-    """The lease is true: what was suspended is on its devices."""
+    """The lease is in effect: suspended state is back on its devices."""
     state, s.suspended = s.suspended, ()
     s.preempted = ""
     s.failures = 0
@@ -102,7 +101,7 @@ def _attached(facts: Facts, s: Session, seconds: float) -> Actions:
         s.bound = tuple(x.device for x in s.lease.slices)
         s.migrations += tuple(x.device for x in state) != s.bound
         s.lease.resumed_at = facts.now
-        # It uses at least this much, whenever the first sample comes.
+        # It uses at least this much, even before the first sample.
         sizes = zip(s.lease.slices, state, strict=True)
         s.lease.restored = {x.device: old.bytes for x, old in sizes}
         if seconds > 0:
@@ -117,14 +116,14 @@ def _attached(facts: Facts, s: Session, seconds: float) -> Actions:
 
 
 def _gap(facts: Facts, s: Session) -> None:
-    """Begin a spell without work, or go on with the one that a suspend was to use."""
+    """Begin a gap without work, or continue the gap in which a suspend was tried."""
     s.idle_since = facts.now
     gap = s.measured.gap
     s.measured.gap = Gap(facts.now) if gap is None else replace(gap, taken=math.inf)
 
 
 def _not_attached(facts: Facts, s: Session) -> Actions:
-    """Nothing was begun; the devices of its last lease are still the last that it was on."""
+    """The attach had no effect, so the devices of its last lease stay as they were."""
     last = s.last_devices
     facts.end_lease(s)
     s.last_devices = last
@@ -225,11 +224,11 @@ def _suspended_and_done(
 def _stays(facts: Facts, s: Session) -> Actions:
     facts.host_takes(-s.lease.host_bound)
     s.lease.host_bound = 0
-    s.lease.told_wanted = False  # its agent has given the slice up, and forgotten it
+    s.lease.told_wanted = False  # its agent has given the slice up and dropped the hold
     s.lease.preempted, s.preempted = 0, ""
     if s.holds:
         return _work(facts, s)
-    since = s.idle_since  # idle all the time, or since a hold was dropped meanwhile
+    since = s.idle_since  # idle before, or since a hold was dropped meanwhile
     _gap(facts, s)
     s.idle_since = since
     return []
@@ -238,8 +237,8 @@ def _stays(facts: Facts, s: Session) -> Actions:
 def _end(facts: Facts, s: Session, *, lost: bool) -> Actions:
     """The process is gone; or the driver ``lost`` it.
 
-    In that case it must end, and until it has it may still hold all of its lease and its host
-    bytes, so these go on counting.
+    A lost session must end. Until then it may still hold its whole lease and its host bytes, so
+    these keep counting.
     """
     if lost:
         return []
@@ -254,8 +253,8 @@ def _end(facts: Facts, s: Session, *, lost: bool) -> Actions:
 def _in_order(state: Sequence[Slice], devices: Sequence[str]) -> tuple[Slice, ...]:
     """Return the suspended state in the order in which the process sees its devices.
 
-    A device of the lease that held nothing is kept with 0 bytes: the process is bound to it too,
-    and its resume must name a new place for it. () if nothing is suspended at all.
+    A device of the lease without state is kept with 0 bytes: the process is also bound to it, and
+    the resume must map it to a device. () if nothing is suspended at all.
     """
     if not state:
         return ()
@@ -338,7 +337,7 @@ def move(
 
 
 def grant(facts: Facts, s: Session, takes: tuple[Slice, ...], reason: str) -> Actions:
-    """Give a session its slices and ask the driver to make it true."""
+    """Give a session its slices and return the actions that carry it out."""
     actions: Actions = []
     if s.state == "detached":
         actions += move(facts, s, "queued", reason, facts.now)
@@ -351,7 +350,7 @@ def resize(facts: Facts, s: Session, slices: tuple[Slice, ...]) -> Actions:
         return []
     grows = any(x.bytes > old.bytes for x, old in zip(slices, s.lease.slices, strict=True))
     with facts.change(s):
-        # A lease that becomes smaller is not charged more, whatever the limit has become.
+        # A lease that shrinks is never charged more, even under a higher limit.
         facts.set_slices(s, slices, math.inf if grows else s.lease.charge)
     return [Resize(session=s.id, epoch=s.epoch, slices=slices)]
 
@@ -363,7 +362,7 @@ def grant_holds(s: Session) -> Actions:
 
 
 def wish(facts: Facts, s: Session, gap: Gap) -> None:
-    """Take note that a session wants to work again, after a spell without work."""
+    """Record that a session wants to work again, after a gap without work."""
     known = s.measured
     known.gap = None
     known.habits = residence.returned(known.habits, gap, facts.now, known.moving)

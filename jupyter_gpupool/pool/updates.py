@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """What each event changes in the facts, before the pass plans again.
 
-Each function returns the actions that follow from the event itself. None serves another session,
-and none announces that something may have changed: the pass looks at everything.
+Each function returns the actions that follow from the event itself. No function serves another
+session or announces changes, because the pass looks at everything.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .schedule import Plan
 from .transitions import Actions, grant_holds, lose, move, refuse_holds, resize, wish
 
 #: Seconds before a session is tried again after a failed attach or a refused suspend; doubled with
-#: every further failure, up to ``BACK_OFF_MOST``. ``drain`` and ``host`` begin later because work
-#: and memory pressure last longer than a race with the next cell.
+#: every further failure, up to ``BACK_OFF_MOST``. ``drain`` and ``host`` begin with a longer delay
+#: because work and memory pressure last longer than a race with the next cell.
 BACK_OFF = {"attach": 1.0, "busy": 1.0, "drain": 10.0, "host": 10.0}
 BACK_OFF_MOST = 60.0
 #: Seconds after a restart of the broker in which a session that was waiting may claim its place.
@@ -33,7 +33,7 @@ REJOIN = 60.0
 
 
 def update(facts: Facts, event: ev.Event, plan: Plan) -> Actions:
-    """Take note of one event; ``plan`` is what the pool decided before it."""
+    """Apply one event to the facts; ``plan`` is the plan before it."""
     kind = type(event)
     if kind in _POOL:
         return _POOL[kind](facts, event)
@@ -93,7 +93,7 @@ def _device_appeared(facts: Facts, event: ev.DeviceAppeared) -> Actions:
 
 
 def _device(facts: Facts, event: ev.DeviceDrained | ev.DevicePaused | ev.DeviceResumed) -> Actions:
-    """Take a device out of service, or give it back."""
+    """Take a device out of service, or put it back."""
     uuid = event.device
     if uuid not in facts.devices:
         return _unknown_device(uuid)
@@ -115,7 +115,7 @@ def _device_memory(facts: Facts, event: ev.DeviceMemorySeen, plan: Plan) -> Acti
     if uuid not in facts.devices:
         return _unknown_device(uuid)
     actions: Actions = []
-    # Before the sessions: it changes what they may grow by.
+    # Before the sessions, because it changes how much they may grow.
     facts.seen(uuid, event.foreign, facts.devices[uuid].overuse)
     for name, size in event.footprints.items():
         s = facts.sessions.get(name)
@@ -131,7 +131,7 @@ def _device_memory(facts: Facts, event: ev.DeviceMemorySeen, plan: Plan) -> Acti
 
 
 def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Actions:
-    """Take note of what an attached session was seen to use, and fit its lease to it."""
+    """Record the measured use of an attached session, and fit its lease to it."""
     lease, held = s.lease, held_on(s, uuid)
     s.times = None
     before = lease.footprints.get(uuid, -1)
@@ -142,13 +142,13 @@ def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Act
     if not held:
         return []
     lease.sampled_at = facts.now
-    if size and not s.bound:
+    if size:
         s.bound = tuple(x.device for x in lease.slices)
     actions: Actions = []
     if held > s.request.memory:
         lease.measured_at[uuid] = facts.now
     if size > held:
-        # If it has grown, it took these while they were found unused and taken back.
+        # If its use has grown, it took these bytes just as they were found unused and taken back.
         if lease.grown_at > NEVER:
             actions = grow_by(facts, s, uuid, size - held, plan)
     elif held > s.request.memory:
@@ -258,7 +258,7 @@ def _devices_settled(facts: Facts, s: Session, event: ev.DevicesSettled) -> Acti
 
 
 def _settle(facts: Facts, s: Session, bound: tuple[str, ...]) -> Actions:
-    """Take note of the devices that the processes of a session without a lease see."""
+    """Record the devices that the processes of a session without a lease see."""
     if s.state not in ("detached", "queued") or s.suspended or bound == s.bound:
         return []
     for uuid in bound:
@@ -287,7 +287,7 @@ def _hold_taken(facts: Facts, s: Session, event: ev.HoldTaken) -> Actions:
     known = event.hold in s.holds
     actions = _settle(facts, s, event.bound) if event.bound else []
     if known and event.hold not in s.holds:
-        return actions  # refused just now, with the others
+        return actions  # just refused, with the others
     if not known:
         s.holds[event.hold] = Hold(event.hold, event.kind, facts.now)
     actions += _held(facts, s)
@@ -298,7 +298,7 @@ def _hold_taken(facts: Facts, s: Session, event: ev.HoldTaken) -> Actions:
 
 
 def _held(facts: Facts, s: Session) -> Actions:
-    """Let a session with at least one hold be active or wait."""
+    """Make a session with a hold active, or let it wait."""
     if s.measured.gap is not None:
         wish(facts, s, s.measured.gap)
     if s.state == "idle":
@@ -324,7 +324,7 @@ def _hold_dropped(facts: Facts, s: Session, event: ev.HoldDropped) -> Actions:
 def _holds_replaced(facts: Facts, s: Session, event: ev.HoldsReplaced) -> Actions:
     _bind(s, event.cuda)
     before = bool(s.holds)
-    # The agent says nothing about the device's activity, which the broker watches itself.
+    # The agent does not report the device's activity: the broker watches it.
     kept = {h.id: h for h in s.holds.values() if h.kind == "device"}
     s.holds = {h.id: h for h in event.holds if h.kind != "device"} | kept
     if s.holds:
@@ -333,7 +333,7 @@ def _holds_replaced(facts: Facts, s: Session, event: ev.HoldsReplaced) -> Action
 
 
 def _unheld(facts: Facts, s: Session) -> Actions:
-    """Let a session without a hold be idle, or stop waiting."""
+    """Make a session without a hold idle, or end its wait."""
     if s.holds:
         return []
     if s.state == "active":
@@ -341,7 +341,7 @@ def _unheld(facts: Facts, s: Session) -> Actions:
     if s.state == "queued":
         return move(facts, s, "detached", "the wait was cancelled")
     if s.state == "detaching":
-        s.idle_since = facts.now  # from now on, if the suspend is refused
+        s.idle_since = facts.now  # counts from now, if the suspend is refused
     return []
 
 
@@ -358,7 +358,7 @@ def _attach_done(facts: Facts, s: Session, event: ev.AttachDone) -> Actions:
     new: State = "active" if s.holds else "idle"
     actions = move(facts, s, new, "attached", event.seconds)
     if state:
-        # The headroom was for the resume only.
+        # Only the resume needed the headroom.
         memory = s.request.memory
         sizes = zip(s.lease.slices, state, strict=True)
         slices = tuple(Slice(x.device, min(x.bytes, max(memory, h.bytes))) for x, h in sizes)
@@ -382,7 +382,7 @@ def _landing_refused(facts: Facts, s: Session, event: ev.LandingRefused) -> Acti
     s.bound = event.bound
     s.immovable = s.immovable or event.stay
     actions = move(facts, s, "detached", event.message)
-    s.queued_at = min(hold.since for hold in s.holds.values())  # it has waited all the time
+    s.queued_at = min(hold.since for hold in s.holds.values())  # the wait continues without a break
     actions += _held(facts, s)
     if s.state != "queued":
         s.queued_at = 0.0
@@ -413,8 +413,8 @@ def _suspend_refused(facts: Facts, s: Session, event: ev.SuspendRefused) -> Acti
         s.pinned_reason = event.message or "the driver cannot suspend it"
         s.pinned_at = facts.now
     elif s.lease.preempted or not (event.kind == "busy" and s.holds):
-        # With a hold, the suspend may be tried again once the hold is dropped: after a back-off,
-        # the next try would meet the next of its short cells.
+        # With a hold, the pool may suspend it again as soon as the hold is dropped: after a
+        # back-off it would meet the session's next short cell.
         _back_off(facts, s, event.kind)
     new: State = "active" if s.holds else "idle"
     return move(facts, s, new, f"{event.kind}: {event.message}") + grant_holds(s)
@@ -444,14 +444,14 @@ _SESSION: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.SetAside: _set_aside,
     ev.DevicesSettled: _devices_settled,
 }
-#: These are answered, and need to know what the plan leaves.
+#: The pool answers these events, and needs to know what the plan leaves.
 _PEOPLE: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.RequestChanged: requests.changed,
     ev.GrowAsked: requests.grow,
     ev.ReleaseAsked: requests.release,
     ev.KeepAsked: requests.keep,
 }
-#: These end what the broker does in one state and epoch; in another one they come too late.
+#: These complete an operation of the broker in one state and epoch. In any other they are too late.
 _EFFECTS: Mapping[type[ev.Event], tuple[State, Callable[..., Actions]]] = {
     ev.AttachDone: ("attaching", _attach_done),
     ev.AttachFailed: ("attaching", _attach_failed),

@@ -21,9 +21,9 @@ from .preemption import stays_until, suspendable, yields_at
 from .schedule import Plan
 from .shares import Budget
 
-#: In queues up to this length, each session hears of every change at once, in longer ones ...
+#: In a queue up to this length, each session gets its news at once; in a longer one ...
 AT_ONCE = 8
-#: ... at most once in so many seconds. (A session that begins to wait hears at once.)
+#: ... once in so many seconds at most. (A session that begins to wait always gets it at once.)
 INTERVAL = 1.0
 
 
@@ -64,7 +64,7 @@ def _behind(why: Reason, facts: Facts) -> str:
 
 
 def in_words(facts: Facts, why: Reason) -> str:
-    """Return the sentence of a rule that needs nothing but its figures."""
+    """Return the sentence of a rule that needs only its figures."""
     if why.rule in ("host", "quota-host"):
         used, budget = facts.host_used + facts.host_going, facts.settings.host_memory
         if facts.host_room < budget - used:
@@ -202,7 +202,7 @@ def _users(facts: Facts) -> str:
 
 
 def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
-    """Say why a session waits for devices of its own while others may be free: CUDA's rule."""
+    """Return why a session must wait for its own devices while others may be free: CUDA's rule."""
     needs = asking(s, facts).needs
     ledgers = [facts.devices[uuid] for uuid in s.bound]
     if not any(need.fixed for need in needs):
@@ -229,10 +229,10 @@ def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
 
 
 def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
-    """Return the idle session for which the head ``s`` waits because it was just moved, or None.
+    """Return the idle session that the head ``s`` waits for because it was just moved, or None.
 
-    The one that is protected for the shortest time, of those whose lease would make room for the
-    head. For sessions behind the head that is only a part of the wait.
+    Among the sessions whose lease would make room for the head, the one whose protection ends
+    first. For sessions behind the head that is only a part of the wait.
     """
     held = plan.reservation
     if held is None or held.session != s.id or plan.reasons[s.id].rule != "busy":
@@ -248,7 +248,7 @@ def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
         if yields <= facts.now:
             for x in v.lease.slices:
                 idle[x.device] = idle.get(x.device, 0) + x.bytes
-        elif stays == yields < math.inf:  # else another rule protects it for longer
+        elif stays == yields < math.inf:  # otherwise another rule protects it for longer
             stayers.append((stays, len(stayers), v))
     for _, _, v in sorted(stayers):
         for x in v.lease.slices:
@@ -263,14 +263,14 @@ def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
 
 
 def stays_reason(facts: Facts, s: Session, now: float) -> str:
-    """Return in one sentence why idle ``s`` keeps its slice although its time is over; or "".
+    """Return in one sentence why idle ``s`` keeps its slice after its time is over; or "".
 
     Also "" for a pinned session: its ``pinned_reason`` says why.
     """
     if s.state != "idle" or s.pinned_reason:
         return ""
     if not suspendable(s, facts):
-        # Where it was seen to hold nothing, the next measurement will most likely say so again.
+        # If it was measured to hold nothing, the next measurement will most likely agree.
         lease = s.lease
         nothing = len(lease.footprints) >= len(lease.slices) and not lease.footprint
         return "" if nothing else _STAYS["fixed"]
@@ -331,10 +331,10 @@ _STAYS = {
 def eta(facts: Facts, plan: Plan, s: Session, position: int) -> float | None:
     """Return the seconds that ``s`` will probably wait, None without evidence.
 
-    Leases come free at the rate *holders / mean time a holder stays busy*, so that the session at
+    Leases come free at the rate *holders / mean time a holder stays busy*, so the session at
     position p waits about p * mean / holders seconds. The mean is over the sessions that have a
     lease now, each with its own mean of past busy spells (first hold to last drop). A session that
-    has waited for longer than its estimate has shown that the estimate was wrong, and gets none.
+    has waited longer than its estimate gets none: the estimate was wrong.
     """
     v = _stayer(facts, plan, s)
     if v is not None:
@@ -344,7 +344,7 @@ def eta(facts: Facts, plan: Plan, s: Session, position: int) -> float | None:
         return None if facts.swap is None else 2 * facts.swap
     why = plan.reasons.get(s.id)
     if why is not None and why.rule in ("host", "quota-host"):
-        return None  # how long GPUs were used says nothing about when host memory comes free
+        return None  # the time that sessions use GPUs does not tell when host memory becomes free
     known = [v.measured.busy for v in facts.leased.values() if v.measured.busy is not None]
     if not known:
         return None
@@ -358,20 +358,20 @@ def _moving(facts: Facts, s: Session) -> float:
 
 
 class News:
-    """Tells waiting sessions where they stand, as often as is useful and no more."""
+    """Tells waiting sessions their place in the queue, as often as is useful."""
 
     def __init__(self) -> None:
         self._told_at = -INTERVAL
         self._stale = False
 
     def next_at(self, plan: Plan) -> float:
-        """Return when a session must be told something; infinity if all know."""
+        """Return when the next session must get news; infinity if none must."""
         return self._told_at + INTERVAL if self._stale and plan.queue else math.inf
 
     def run(self, facts: Facts, plan: Plan, actions: list[Action], *, tick: bool) -> list[Action]:
-        """Tell sessions that have just begun to wait at once, all others now or later.
+        """Return the news that is due: always for sessions that have just begun to wait.
 
-        ``actions`` are those of the event: without a change of state there is no news.
+        ``actions`` are those of the event; without a change of state nothing is sent.
         """
         steps = [a for a in actions if isinstance(a, StateChanged)]
         joined = {a.session for a in steps if a.new == "queued"}

@@ -1,15 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The Jupyter Server extension: the pool as one server shows it to its user interface.
+"""The Jupyter Server extension: one server's view of the pool for its user interface.
 
-- ``views``: pure; what of a snapshot may be shown here, and what changed between two.
+- ``views``: pure; the part of a snapshot to show here, and the changes between two.
 - ``broker_link``: the one connection to the broker.
 - ``watch``: keeps the newest view while it is needed; events, metrics, idle warnings.
-- ``kernel_history``: pure; what the snapshots showed in the last minutes, and in all.
-- ``server_metrics``: what ``/metrics`` shows.
-- ``handlers``, ``stream``: REST and the websocket under ``/gpupool/api``; ``openapi``: what it is.
-- ``page_config``: what JupyterLab's pages know before they ask.
-- ``extension``: puts them into the server.
+- ``kernel_history``: pure; figures of the snapshots in the last minutes, and totals.
+- ``server_metrics``: the pool's part of ``/metrics``.
+- ``handlers``, ``stream``: REST and websocket under ``/gpupool/api``; ``openapi`` describes them.
+- ``page_config``: what JupyterLab's pages know before their first request.
+- ``extension``: adds all of them to the server.
 
 Importing this package imports nothing else.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 
 def _jupyter_server_extension_points() -> list[dict[str, Any]]:
-    """Return the extension. Called by the server, which the installation has told of it."""
+    """Return the extension. The server calls this; its configuration names this package."""
     from .extension import GPUPoolExtension
 
     return [{"module": "jupyter_gpupool.server", "app": GPUPoolExtension}]

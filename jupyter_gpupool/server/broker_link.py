@@ -14,8 +14,8 @@ from ..endpoint import check_path, check_socket
 from ..errors import BrokerUnavailable, Code, RefusedError
 from ..protocol import Message
 
-#: Calls under way at once. A broker that hangs reads nothing, and what is sent must fit into the
-#: socket's buffer (212,992 bytes on Linux; a call is a few hundred), or the server would hang, too.
+#: Most calls at once. A hung broker reads nothing, so they must fit into the socket's buffer
+#: (212,992 bytes on Linux; a call has a few hundred), or the server would also hang.
 MAX_CALLS = 64
 
 
@@ -29,7 +29,7 @@ class BrokerLink:
     on_row:
         Called in the event loop with each row of the journal, once :meth:`watch` was called.
     on_close:
-        Called in the event loop when a connection has ended that nobody here closed.
+        Called in the event loop when a connection has ended that this server did not close.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class BrokerLink:
         self._client: Client | None = None
         #: The connection on which the broker pushes rows.
         self._watched: Client | None = None
-        #: The last error that was no answer: why the broker closes the connection.
+        #: The last error that is not an answer: why the broker closes the connection.
         self._said: RefusedError | None = None
         self._connecting = asyncio.Lock()
         self._calls = asyncio.Semaphore(MAX_CALLS)
@@ -60,7 +60,7 @@ class BrokerLink:
         RefusedError
             If the broker refuses.
         BrokerUnavailable
-            If there is none, or it does not answer within CALL_TIMEOUT seconds.
+            If no broker listens, or it does not answer within CALL_TIMEOUT seconds.
         """
         async with self._calls:
             client = await self._open()
@@ -82,7 +82,7 @@ class BrokerLink:
                 raise
 
     async def watch(self) -> None:
-        """Have ``on_row`` called for each new row while the connection lasts."""
+        """Call ``on_row`` for each new row until the connection ends."""
         client = await self._open()
         if self._watched is not client:
             await self.call("watch")
@@ -109,7 +109,7 @@ class BrokerLink:
             self._said = None
 
             def hand_over(function: Callable[..., None], *args: Any) -> None:
-                """Have the loop call it; without effect once the server has stopped."""
+                """Run the call in the event loop; without effect once the server has stopped."""
                 try:
                     loop.call_soon_threadsafe(function, *args)
                 except RuntimeError:
@@ -126,7 +126,7 @@ class BrokerLink:
                 )
                 return made[0]
 
-            # A broker that hangs accepts no connection, and connecting then blocks.
+            # A hung broker accepts no connection, so connecting blocks.
             self._client = await loop.run_in_executor(None, connect)
             return self._client
 
@@ -148,5 +148,5 @@ class BrokerLink:
     async def _drop(self, client: Client) -> None:
         if client is self._client:
             self._client = None
-        # It waits for the end of its reader thread.
+        # This waits for the end of its reader thread.
         await asyncio.get_running_loop().run_in_executor(None, client.close)

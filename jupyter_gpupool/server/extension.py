@@ -31,7 +31,7 @@ _KERNEL_ACTIONS = "https://events.jupyter.org/jupyter_server/kernel_actions/v1"
 
 _KERNEL = r"/sessions/(?P<kernel_id>[^/]+)"
 
-#: Path below ``/gpupool/api`` -> handler. The last one is everything else.
+#: Path below ``/gpupool/api`` -> handler. The last one handles all other paths.
 ROUTES: tuple[tuple[str, Any], ...] = (
     ("/pool", handlers.PoolRoute),
     ("/history", handlers.HistoryRoute),
@@ -60,24 +60,24 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     idle_warning = Float(
         20.0,
         min=0.0,
-        help="""Seconds before an idle slice goes back to the pool at which users are told.
+        help="""Users are warned so many seconds before an idle slice goes back to the pool.
         Example: c.GPUPoolExtension.idle_warning = 60""",
     ).tag(config=True)
     slow_resume = Float(
         2.0,
         min=0.0,
-        help="""Seconds from which on bringing a kernel's state back counts as slow: users are told
-        before it leaves only then, or if no speed was measured yet. Example:
+        help="""A resume of at least so many seconds counts as slow. Users are warned only before
+        a slow resume, or if no speed was measured yet. Example:
         c.GPUPoolExtension.slow_resume = 0""",
     ).tag(config=True)
 
     _watch: Watch | None = None
-    #: The socket of the broker of the kernel that was started last.
+    #: The broker's socket of the last started kernel.
     _socket: Path | None = None
-    #: The broker's configuration as last seen, and the notice about it.
+    #: The broker's last known configuration, and the notice about it.
     _in_force: Any = None
     _told = ""
-    #: The broker's journal as last seen: the copy of the start record is beside it.
+    #: The broker's last known journal; the copy of the start record is beside it.
     _journal = ""
 
     def initialize_settings(self) -> None:
@@ -87,7 +87,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         try:
             user = pwd.getpwuid(os.getuid()).pw_name
         except KeyError:
-            user = f"uid-{os.getuid()}"  # as the broker calls a user without an account
+            user = f"uid-{os.getuid()}"  # the broker's name for a user without an account
         config = self.serverapp.config.get("GPUPool", {})
         self._show(page_config.first(config, os.environ, self._find()))
         link = BrokerLink(self._find, self._row, self._lost, self.log)
@@ -121,7 +121,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     # ------------------------------------------------------------------ internals
 
     def _find(self) -> Path:
-        """Return the socket of the kernels' broker, or the one that a first kernel would use."""
+        """Return the socket of the kernels' broker, or the socket that a first kernel would use."""
         if self._socket is not None:
             return self._socket
         config = self.serverapp.config
@@ -163,7 +163,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         self.serverapp.event_logger.emit(schema_id=SCHEMA_ID.format(kind), data=data)
 
     async def _kernel_action(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:  # noqa: ARG002
-        """Note which kernels belong to the pool; called by the server's event logger."""
+        """Record which kernels belong to the pool; called by the server's event logger."""
         assert self._watch is not None
         kernel_id = data.get("kernel_id", "")
         if data.get("action") not in ("start", "restart") or data.get("status") != "success":

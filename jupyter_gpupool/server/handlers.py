@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""REST under ``/gpupool/api``; ``openapi.yaml`` says what each route takes and answers."""
+"""REST under ``/gpupool/api``; ``openapi.yaml`` describes requests and answers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..units import parse_bytes
 from . import openapi, views
 from .watch import Watch
 
-#: The authorizer's name for all of this; reading is "read", changing is "write".
+#: The authorizer's resource for all routes; its actions are "read" and "write".
 RESOURCE = "gpupool"
 
-#: Fields of a request that may be changed, and whether each is a size.
+#: Fields of a request that users may change, and whether each is a size.
 _FIELDS = {"memory": True, "limit": True, "devices": False, "compute": False}
 
-#: What to do about an HTTP error that is not the pool's.
+#: The next step after an HTTP error that does not come from the pool.
 _NEXT_STEPS = {
     403: "Log in to this Jupyter server, or give its token.",
-    404: "See gpupool/api/openapi.json for what there is.",
-    405: "See gpupool/api/openapi.json for what there is.",
+    404: "See gpupool/api/openapi.json for all requests.",
+    405: "See gpupool/api/openapi.json for all requests.",
 }
 
 
@@ -41,7 +41,7 @@ class Route(APIHandler):  # type: ignore[misc]
     """Base of the routes: every error is JSON with ``code``, ``message``, ``next_step``."""
 
     auth_resource = RESOURCE
-    #: Asking for the state of the pool does not keep a server from being culled.
+    #: Requests for the state of the pool do not prevent the culling of a server.
     _track_activity = False
 
     @property
@@ -72,12 +72,12 @@ class Route(APIHandler):  # type: ignore[misc]
         self.finish(json.dumps(answer))
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        """Log faults only: a refusal is an answer. Called by tornado."""
+        """Log faults only, because a refusal is an answer. Called by tornado."""
         if not isinstance(value, GPUPoolError):
             super().log_exception(typ, value, tb)
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object that was sent."""
+        """Return the JSON object of the request."""
         try:
             found = json.loads(self.request.body)
         except (ValueError, RecursionError):
@@ -92,7 +92,7 @@ class Route(APIHandler):  # type: ignore[misc]
         Raises
         ------
         RefusedError
-            If this server may show no such session; code ``unknown-session``.
+            If this server cannot show a session of the kernel; code ``unknown-session``.
         """
         view = await self.watch.look()
         found = views.session_of(view, kernel_id)
@@ -115,7 +115,7 @@ class PoolRoute(Route):
 
 
 class HistoryRoute(Route):
-    """What was seen in the last minutes."""
+    """The figures of the last minutes."""
 
     @web.authenticated
     @authorized
@@ -131,7 +131,7 @@ class HistoryRoute(Route):
 
 
 class SessionsRoute(Route):
-    """All sessions; those of others anonymous."""
+    """All sessions; those of other users are anonymous."""
 
     @web.authenticated
     @authorized
@@ -141,7 +141,7 @@ class SessionsRoute(Route):
 
 
 class SessionRoute(Route):
-    """One kernel's session, and what it asks for."""
+    """One kernel's session, and its request."""
 
     @web.authenticated
     @authorized
@@ -170,7 +170,7 @@ class ReleaseRoute(Route):
 
 
 class KeepRoute(Route):
-    """Keep the slice although idle."""
+    """Keep the idle slice."""
 
     @web.authenticated
     @authorized
@@ -201,7 +201,7 @@ class DocumentRoute(Route):
 
 
 class NothingRoute(Route):
-    """Every other path below ``/gpupool/api``: not found, as JSON."""
+    """All other paths below ``/gpupool/api``: not found, as JSON."""
 
     @web.authenticated
     def prepare_nothing(self) -> None:
@@ -239,7 +239,7 @@ def _number(name: str, value: Any, is_size: bool) -> int:
             return parse_bytes(value)
         except ValueError as error:
             raise BadRequest(f"{name}: {error}") from None
-    # JSON knows one kind of number.
+    # JSON has only one type of number.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is not int or not 0 < value < 1 << 60:
@@ -249,7 +249,7 @@ def _number(name: str, value: Any, is_size: bool) -> int:
 
 
 def read_seconds(body: dict[str, Any]) -> int | float:
-    """Return the seconds for which to keep a slice; the broker says how many are allowed."""
+    """Return the seconds for which to keep a slice; the broker checks them."""
     unknown = body.keys() - {"seconds"}
     seconds = body.get("seconds")
     if unknown or isinstance(seconds, bool) or not isinstance(seconds, (int, float)):

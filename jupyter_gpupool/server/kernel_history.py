@@ -2,14 +2,13 @@
 # Distributed under the terms of the Modified BSD License.
 """The last minutes of this server's kernels and of the devices, and how much was used. Pure.
 
-:class:`KernelHistory` keeps points, one from each snapshot and none in between. What was not
-measured is null, and after a gap in the snapshots there is a point of nulls: a line has to break
-there.
+:class:`KernelHistory` keeps one point from each snapshot. An unmeasured value is null, and after a
+gap in the snapshots comes a point of nulls, so that a line breaks there.
 
-:class:`KernelUsage` counts how long this server's kernels were open, and how long of that they had
-a slice. Both only grow, and an ended kernel still counts. A kernel that the broker lost and found
-was open all along; that it had a slice meanwhile counts only if the broker says so: a broker that
-was killed has a smaller count of its own.
+:class:`KernelUsage` counts how long this server's kernels were open, and how long they had a slice.
+Both only grow, and an ended kernel still counts. A kernel that the broker lost and found counts as
+open all the time. Its slice during that time counts only if the broker counts it: after a kill the
+broker's own count is smaller.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from ..states import HAS_LEASE
 
 View = dict[str, Any]
 
-#: Seconds that are kept, and least seconds between two points.
+#: Seconds to keep, and least seconds between two points.
 KEPT, LEAST = 300.0, 1.0
 
-#: Points of one ring at most.
+#: Most points of one ring.
 _MOST = int(KEPT / LEAST) + 2
 
 
 class Ring:
-    """Points in time, the newest ``KEPT`` seconds; all have a value of each of ``names``."""
+    """Points of the newest ``KEPT`` seconds; each has a value for each of ``names``."""
 
     def __init__(self, *names: str) -> None:
         self.time: deque[float] = deque(maxlen=_MOST)
@@ -41,7 +40,7 @@ class Ring:
         return not self.time or now - self.time[-1] >= LEAST
 
     def add(self, now: float, *, broken: bool, **values: Any) -> None:
-        """Add a point; ``broken``: no snapshot was taken since the last one."""
+        """Add a point; ``broken``: there was a gap in the snapshots before it."""
         if broken and self.time and now - self.time[-1] >= 2 * LEAST:
             self._append(self.time[-1] + LEAST, dict.fromkeys(self._values))
         self._append(now, values)
@@ -67,11 +66,11 @@ class KernelRing(Ring):
 
     def __init__(self) -> None:
         super().__init__("used", "busy")
-        #: Session, time and busy seconds of the last point; None if it has no share to compare.
+        #: Session, time and busy seconds of the last point; None if it has no share.
         self._before: tuple[str, float, float] | None = None
 
     def take(self, now: float, session: Mapping[str, Any], broken: bool) -> None:
-        """Add a point if it is time."""
+        """Add a point if the last one is old enough."""
         if not self.due(now):
             return
         used = session.get("used_bytes")
@@ -112,7 +111,7 @@ class KernelHistory:
         """Take a snapshot."""
         now, broken = float(view["now"]), self._broken
         if now < self._now:
-            # A broker that lost its journal, on a machine whose clock was set back.
+            # The broker lost its journal, and the machine's clock was set back.
             self._kernels, self._devices = {}, {}
         self._now, self._broken = now, False
         here = {s["kernel_id"]: s for s in view["sessions"] if s["here"]}
@@ -128,7 +127,7 @@ class KernelHistory:
                 ring.add(now, broken=broken, utilisation=devices[name])
 
     def shown(self, now: float, kernels: Collection[str], *, devices: bool = False) -> View:
-        """Return what is known of these kernels, and, if asked for, of the devices."""
+        """Return the points of these kernels and, on request, of the devices."""
         known = {name: ring for name, ring in self._kernels.items() if name in kernels}
         found: View = {
             "now": now,
@@ -142,26 +141,26 @@ class KernelHistory:
 
 # ---------------------------------------------------------------------- how much was used
 
-#: Sessions to remember; beyond that the oldest ended ones are dropped.
+#: Most sessions to keep; beyond that the oldest ended ones are dropped.
 MOST = 2000
 
 
 @dataclass
 class _Seen:
-    """A session as it was when last counted."""
+    """A session at its last count."""
 
     at: float
     #: The broker's own count.
     total: float
     #: When its slice began, or was last counted; None if it has none.
     leased: float | None = None
-    #: Seconds with a slice since then, from rows of the journal.
+    #: Seconds with a slice since the last count, from rows of the journal.
     known: float = 0.0
     ended: bool = False
 
 
 class KernelUsage:
-    """Counts from ``since`` on, in seconds since the epoch."""
+    """Counts from ``since`` (seconds since the epoch)."""
 
     def __init__(self, since: float) -> None:
         self.since = since
@@ -186,7 +185,7 @@ class KernelUsage:
             del self._seen[name]
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Take one row: no snapshot shows the last seconds of a session."""
+        """Count one row, because no snapshot shows the last seconds of a session."""
         seen, at = self._seen.get(str(row.get("session"))), float(row["time"])
         if seen is None or seen.ended or at < seen.at:
             return

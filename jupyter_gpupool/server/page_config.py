@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What JupyterLab's pages know before they ask: whether there is a GPU at all.
+"""What JupyterLab's pages know before their first request: whether there is a GPU.
 
 JupyterLab and Notebook write ``page_config_data`` of the server's settings into each page, where
 ``PageConfig.getOption("gpupool")`` is ``{"found": bool, "reason": str}`` as JSON.
@@ -22,13 +22,13 @@ _NEXT_STEP = "`jupyter gpupool doctor` says more."
 
 
 def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -> View:
-    """Return what is known without asking a broker: the machine's driver, or what to emulate.
+    """Return the page's data without a broker: from the machine's driver, or the emulation.
 
-    ``config`` is the server's section ``GPUPool``, which wins over the environment as it does for
-    the broker. A broker that listens at ``socket`` has its own configuration, and may have devices
-    that this process cannot see: only that broker can say that there is none.
+    ``config`` is the server's section ``GPUPool``. It overrides the environment, as in the broker.
+    A broker that listens at ``socket`` has its own configuration, and may have devices that this
+    process cannot see: only that broker can say that there is none.
     """
-    if os.path.exists(socket):  # unlike Path's, no error in a folder that may not be read
+    if os.path.exists(socket):  # unlike Path's method, this raises no error in an unreadable folder
         return _some()
     machine = config["emulate"] if "emulate" in config else environ.get("GPUPOOL_EMULATE", "")
     if machine:
@@ -43,7 +43,7 @@ def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -
 
 
 def told(view: Mapping[str, Any]) -> View:
-    """Return what the broker has said."""
+    """Return what the broker has reported."""
     if view["devices"]:
         return _some()
     return _none(view.get("problem") or "The GPU pool of this machine has no GPU.")

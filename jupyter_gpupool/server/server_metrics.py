@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What ``/metrics`` shows of the pool: this server's kernels only, in Prometheus' base units.
+"""The pool's part of ``/metrics``: this server's kernels only, in Prometheus' base units.
 
 They live in the default registry, which the server prints. Gauges are set with each snapshot;
-histograms take the broker's own figures as it journals them, from when this server began to watch.
+histograms take the figures from the broker's journal, since this server began to watch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ALL = (UP, SESSIONS, GRANTED, USED, SUSPENDED, *DURATIONS.all)
 
 
 def show(sessions: Iterable[Mapping[str, Any]]) -> None:
-    """Set the gauges from these sessions, and forget those before."""
+    """Set the gauges from these sessions only."""
     counts: dict[str, int] = defaultdict(int)
     suspended: dict[str, int] = defaultdict(int)
     granted: dict[tuple[str, str], int] = defaultdict(int)
@@ -49,7 +49,7 @@ def show(sessions: Iterable[Mapping[str, Any]]) -> None:
         suspended[state] += session.get("suspended_bytes") or 0
         for piece in session.get("slices") or ():
             granted[piece["device"], state] += piece["granted_bytes"]
-            if piece["used_bytes"] is not None:  # not measured, which is not zero
+            if piece["used_bytes"] is not None:  # not measured is not zero
                 used[piece["device"], state] += piece["used_bytes"]
     for gauge, by_state in ((SESSIONS, counts), (SUSPENDED, suspended)):
         gauge.clear()
@@ -62,7 +62,7 @@ def show(sessions: Iterable[Mapping[str, Any]]) -> None:
 
 
 def observe(row: Mapping[str, Any]) -> None:
-    """Take a row of the broker's journal about a kernel of this server into the histograms."""
+    """Add a journal row about a kernel of this server to the histograms."""
     DURATIONS.observe(
         str(row.get("kind")), row.get("device") or "", row.get("seconds"), row.get("detail", {})
     )

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The websocket ``/gpupool/api/events``: a snapshot, then what changes, as JSON messages.
+"""The websocket ``/gpupool/api/events``: a snapshot, then the changes, as JSON messages.
 
-``{"type": "snapshot", "snapshot": ...}`` first and after the broker was away; then
+``{"type": "snapshot", "snapshot": ...}`` comes first, and after the broker was away; then
 ``{"type": "delta", "delta": ...}``, ``{"type": "lease" | "queue" | "idle", "data": ...}`` and
-``{"type": "broker", "available": ...}``. What a client sends is ignored.
+``{"type": "broker", "available": ...}``. Messages from clients are ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .handlers import RESOURCE
 from .views import View
 from .watch import Watch
 
-#: Messages that a client may be behind before its connection is closed.
+#: The connection is closed when a client is so many messages behind.
 MAX_BEHIND = 256
 
 
@@ -47,10 +47,10 @@ class EventSocket(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):  
         await ensure_async(super().get(*args, **kwargs))
 
     def set_default_headers(self) -> None:
-        """Leave out the headers of pages; called by tornado."""
+        """Omit the headers of pages; called by tornado."""
 
     def get_compression_options(self) -> dict[str, Any]:
-        """Compress: most of a snapshot is names of fields. Called by tornado."""
+        """Compress messages: most of a snapshot is names of fields. Called by tornado."""
         return {}
 
     def open(self, *args: Any, **kwargs: Any) -> None:
@@ -61,17 +61,17 @@ class EventSocket(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):  
         self.watch.subscribe(self)
 
     def on_message(self, message: str | bytes) -> None:
-        """Ignore it; called by tornado."""
+        """Ignore the message; called by tornado."""
 
     def on_close(self) -> None:
-        """End; called by tornado, also if it was never opened."""
+        """Stop publishing; called by tornado, even if the websocket was never opened."""
         self.watch.unsubscribe(self)
         if hasattr(self, "_sender"):
             self._sender.cancel()
         super().on_close()
 
     def publish(self, message: View) -> None:
-        """Send a message in its turn; disconnect a client that does not read."""
+        """Send a message after the earlier ones; disconnect a client that does not read."""
         try:
             self._behind.put_nowait(message)
         except asyncio.QueueFull:

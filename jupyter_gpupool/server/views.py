@@ -15,13 +15,13 @@ _SHOWN = (
     *("queue_length", "host", "settings", "limits", "maintenance"),
 )
 
-#: What users see of an admin's order; the command line also lists what the order waits for.
+#: Parts of an admin's order for users; the command line also lists what the order waits for.
 _OF_ORDERS = ("kind", "device", "reason", "by", "since", "closed")
 
-#: What users see of other users' sessions: enough to explain devices and queue.
+#: Parts of other users' sessions for users: enough to explain devices and queue.
 _OF_OTHERS = (*("id", "state", "granted_bytes", "device", "devices", "queue_position", "priority"),)
 
-#: Figures that grow by themselves; a client counts on from ``now``.
+#: Figures that grow with time; a client continues them from ``now``.
 _CLOCKS = frozenset(
     {
         *("idle_seconds", "wait_seconds_total", "attached_seconds_total", "busy_seconds"),
@@ -29,19 +29,19 @@ _CLOCKS = frozenset(
     }
 )
 
-#: Bytes by which the machine's free memory must change to be published, or 5 % if that is less.
+#: A change of the machine's free memory by so many bytes, or by 5 % if less, is published.
 _MOVED = 1 << 30
 
 
 def is_mine(local: Collection[str], user: str) -> Callable[[Mapping[str, Any]], bool]:
-    """Return a test that says whether this server may show a session in full.
+    """Return a function that tells whether this server may show a session in full.
 
-    A broker shows root and its admins everybody's; a server shows the sessions of its own kernels
-    (ids in ``local``) and of its own operating system ``user``.
+    A broker shows all sessions to root and its admins. A server shows the sessions of its own
+    kernels (ids in ``local``) and of its own operating system ``user``.
     """
 
     def mine(session: Mapping[str, Any]) -> bool:
-        # Only what the broker shows in full has a "label".
+        # Only sessions that the broker shows in full have a "label".
         return "label" in session and (
             session.get("kernel_id") in local or session.get("owner") == user
         )
@@ -54,8 +54,8 @@ def visible(
 ) -> View:
     """Return the broker's ``status`` as this server shows it.
 
-    Each session gets ``mine``, and ``here``: whether it is a kernel of this server. Own ones also
-    ``leaves_at``; of the slices of others no use is shown.
+    Each session gets ``mine``, and ``here``: whether it is a kernel of this server. Own sessions
+    also get ``leaves_at``; the use of others' slices is not shown.
     """
     view = {name: status.get(name) for name in _SHOWN}
     view["maintenance"] = [
@@ -65,7 +65,7 @@ def visible(
     view["sessions"] = [
         {
             **session,
-            # It changes for all sessions at once, and matters only to queued ones.
+            # This changes for all sessions at once, and matters only to queued ones.
             "queue_length": (
                 session.get("queue_length") if session.get("queue_position") is not None else None
             ),
@@ -96,7 +96,7 @@ def session_of(view: Mapping[str, Any], kernel_id: str) -> View | None:
 
 
 def wait_of(view: Mapping[str, Any], session: Mapping[str, Any]) -> View:
-    """Return why a session waits, and how many sessions of which class are ahead of it."""
+    """Return why a session waits, and the number of sessions ahead of it by class."""
     position = session.get("queue_position")
     ahead = [
         other
@@ -123,7 +123,7 @@ def delta(
     """Return the changes from ``old`` to ``new``; None if nothing relevant changed.
 
     ``devices`` and ``sessions`` hold changed entries in full, ``removed`` ids of ended sessions.
-    ``available`` is the free memory that clients last saw, if it is not that of ``old``.
+    ``available`` is the free memory that clients last got, if it differs from that in ``old``.
     """
     changes: View = {
         name: new[name]
@@ -153,7 +153,7 @@ def delta(
 
 def changes(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> Iterable[tuple[str, View]]:
     """Yield (kind, data) of the events between two views, about this server's kernels alone."""
-    # A restarted kernel has another session: to its user it is the same kernel.
+    # A restarted kernel has a new session, but for its user it is the same kernel.
     before = {s["kernel_id"]: s for s in old["sessions"] if s["here"]} if old else {}
     now = {s["kernel_id"]: s for s in new["sessions"] if s["here"]}
     for kernel_id, session in now.items():
@@ -192,10 +192,10 @@ def _queue(session: Mapping[str, Any]) -> View:
 
 
 def leaves_at(session: Mapping[str, Any], settings: Mapping[str, Any]) -> float | None:
-    """Return when an idle session leaves its devices by itself; None if it does not.
+    """Return when the idle time of a session ends and the pool suspends it; None if never.
 
-    On the broker's clock. It may leave sooner if another kernel waits. A session that is pinned or
-    has a ``stays_reason`` does not leave.
+    On the broker's clock. The suspend may come sooner if another kernel waits. A session that is
+    pinned or has a ``stays_reason`` stays.
     """
     timeout, since = settings.get("idle_timeout"), session.get("idle_since")
     if session["state"] != "idle" or timeout is None or since is None:
@@ -206,7 +206,7 @@ def leaves_at(session: Mapping[str, Any], settings: Mapping[str, Any]) -> float 
 
 
 def seconds_left(session: Mapping[str, Any], now: float) -> float | None:
-    """Return in how many seconds an idle session leaves by itself; None if it does not."""
+    """Return the seconds until :func:`leaves_at`; None without one."""
     at = session.get("leaves_at")
     return None if at is None else max(float(at) - now, 0.0)
 

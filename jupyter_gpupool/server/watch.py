@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Keeps the newest view of the pool while it is needed, and publishes what changes.
+"""Keeps the newest view of the pool while it is needed, and publishes changes.
 
 It is needed while this server has a Pooled GPU kernel or a client of the websocket. Then each push
-of the broker, and a slow poll for what it does not push (places in the queue, sizes in use), lead
-to one ``status``; the differences lead to events. Otherwise the server sends nothing.
+of the broker, and a slow poll for what it does not push (places in the queue, sizes in use), leads
+to one ``status``; differences become events. Otherwise the server sends nothing.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .broker_link import BrokerLink
 from .kernel_history import KernelHistory, KernelUsage
 from .views import View
 
-#: Seconds between two snapshots however much happens: 50 sessions make one of 40 KiB.
+#: Least seconds between two snapshots: one of 50 sessions has 40 KiB.
 LEAST_INTERVAL = 0.05
 
-#: Seconds between two snapshots at most: while a kernel of this server waits, because its place may
+#: Most seconds between two snapshots: while a kernel of this server waits, because its place may
 #: change; while a client listens and a kernel has a slice, because the broker does not push active
 #: and idle; and once after a change.
 LIVELY_INTERVAL = 1.0
 
-#: Seconds until the first and at most between attempts to reach a broker that is away.
+#: Seconds until the first attempt to reach a broker that is away, and most seconds between two.
 FIRST_RETRY, MOST_RETRY = 0.25, 5.0
 
-#: Rows that may wait for the snapshot that shows their owners.
+#: Most rows that wait for a snapshot with their owners.
 MAX_ROWS = 10_000
 
 
@@ -45,12 +45,12 @@ class Subscriber(Protocol):
 
 
 class Watch:
-    """See the module.
+    """Keeps and publishes the view, as the module describes.
 
     Parameters
     ----------
     link:
-        The connection; :meth:`row` and :meth:`lost` are to be its callbacks.
+        The connection; its callbacks must be :meth:`row` and :meth:`lost`.
     kernels:
         Returns the ids of this server's kernels.
     user:
@@ -62,11 +62,11 @@ class Watch:
     interval:
         Seconds between two snapshots while nothing happens.
     idle_warning:
-        Seconds before an idle slice leaves at which to warn its user.
+        Warn the user so many seconds before the pool takes an idle slice.
     slow_resume:
-        Seconds of resuming from which on that warning is worth it.
+        Least seconds of a resume for which the warning is useful.
     revive:
-        Restarts a broker that has died, or raises why it cannot; a living one is left alone.
+        Restarts a broker that has died, or raises the reason why not; ignores a living one.
     notice:
         Returns the notice about a broker with another configuration than this server's, or "".
     """
@@ -106,20 +106,20 @@ class Watch:
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._rows: list[Message] = []
-        #: Bytes a second at which a kernel's state was last moved, by the kind of row.
+        #: Bytes per second of the last move of a kernel's state, by the kind of row.
         self._speeds: dict[str, float] = {}
-        #: Sessions that leave soon, and whether their users were warned.
+        #: Sessions that the pool suspends soon, and whether their users were warned.
         self._warned: dict[str, bool] = {}
-        #: The machine's free memory as last published.
+        #: The last published free memory of the machine.
         self._available: int | None = None
         self._history = KernelHistory()
         self._usage = KernelUsage(time.time())
         #: When a kernel of this server last changed, on the broker's clock.
         self._stirred = -LIVELY_INTERVAL
-        #: The broker's clock less our monotonic one; None before the first snapshot.
+        #: The broker's clock minus our monotonic clock; None before the first snapshot.
         self._offset: float | None = None
 
-    # ------------------------------------------------------------------ who needs it
+    # ------------------------------------------------------------------ kernels and clients
 
     @property
     def needed(self) -> bool:
@@ -128,17 +128,17 @@ class Watch:
         return bool(self._subscribers or self._pooled)
 
     def kernel_started(self, kernel_id: str) -> None:
-        """Watch: this server has a Pooled GPU kernel. Called in the event loop."""
+        """Begin to watch, because this server has a Pooled GPU kernel. Called in the event loop."""
         self._pooled.add(kernel_id)
         self._wake()
 
     def kernels_changed(self) -> None:
-        """Look again: a kernel of this server has ended."""
+        """Check again, because a kernel of this server has ended."""
         if self._task is not None:
             self._news.set()
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Publish a snapshot, or why there is none, and from then on what changes."""
+        """Publish a snapshot, or why there is none, and from then on the changes."""
         self._subscribers.add(subscriber)
         self._unserved.add(subscriber)
         if self._away is not None:
@@ -146,13 +146,13 @@ class Watch:
         self._wake()
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Publish no more to it; idempotent."""
+        """Stop publishing to a client; idempotent."""
         self._subscribers.discard(subscriber)
         self._unserved.discard(subscriber)
         self._news.set()
 
     async def close(self) -> None:
-        """End: the server stops."""
+        """End, because the server stops."""
         self._subscribers.clear()
         self._pooled.clear()
         if self._task is not None:
@@ -189,14 +189,14 @@ class Watch:
     def past(self, *, devices: bool = False) -> View:
         """Return the last minutes of the kernels, from memory, without asking the broker.
 
-        ``devices``: also of the devices, of which there may be many.
+        ``devices``: also those of the devices, which may be many.
         """
         now = time.time() if self._offset is None else time.monotonic() + self._offset
         shown = self._history.shown(round(now, 3), self._kernels(), devices=devices)
         return {**shown, "usage": self._usage.shown()}
 
     async def act(self, kind: str, session: str, **fields: Any) -> Message:
-        """Ask the broker for something about a session that :meth:`look` has shown."""
+        """Send a request about a session that :meth:`look` has shown to the broker."""
         answer = await self._link.call(kind, session=session, **fields)
         if self._task is not None:
             self._news.set()
@@ -244,7 +244,7 @@ class Watch:
                 self._news.clear()
                 pause, retry = retry, min(2 * retry, MOST_RETRY)
             except Exception:
-                # A fault here must not end the watching for good.
+                # A fault here must not end the watch.
                 self._log.exception("GPU pool: a snapshot could not be taken")
                 pause, retry = retry, min(2 * retry, MOST_RETRY)
             else:
@@ -255,7 +255,7 @@ class Watch:
                 await asyncio.wait_for(self._news.wait(), max(0.0, pause - LEAST_INTERVAL))
 
     async def _have_revived(self) -> None:
-        """Have a dead broker restarted; publish the error if that fails."""
+        """Restart a dead broker; publish the error if that fails."""
         if self._revive is None:
             return
         try:
@@ -283,7 +283,7 @@ class Watch:
         return pause
 
     def _forget(self) -> None:
-        """Drop the view: nobody needs it now, and it would grow old."""
+        """Drop the view, which is not needed now and would become old."""
         self._last = self._away = None
         for row in self._rows:
             self._usage.row(row)
@@ -304,7 +304,7 @@ class Watch:
         self._observe(last, view)
         self._history.take(view)
         if self._task is None or self._task.done():
-            self._history.pause()  # a single request, and no watching
+            self._history.pause()  # a single request without a watch
         self._on_view(view)
         if came_back:
             self._unserved |= self._subscribers
@@ -327,7 +327,7 @@ class Watch:
         self._warn(view, newcomers)
 
     def _observe(self, last: View | None, view: View) -> None:
-        """Count, and take the rows about this server's kernels into the metrics."""
+        """Count, and add the rows about this server's kernels to the metrics."""
         here = {s["id"] for v in (last, view) if v for s in v["sessions"] if s["here"]}
         rows, self._rows = self._rows, []
         self._usage.take(view, rows)
@@ -341,9 +341,9 @@ class Watch:
                 self._speeds[str(row["kind"])] = row["bytes"] / seconds
 
     def _warn(self, view: View, newcomers: Collection[Subscriber]) -> None:
-        """Warn of idle slices that leave soon, if resuming is slow or its speed is not known.
+        """Warn of idle slices that the pool takes soon, if a resume is slow or its speed unknown.
 
-        Once for each; and once to each of ``newcomers``, which may have missed the warning.
+        Once for each slice, and once to each of ``newcomers``, who may have missed the warning.
         """
         soon: dict[str, bool] = {}
         for session in view["sessions"]:

@@ -20,14 +20,14 @@ export interface IDevice {
   readonly emulated: boolean;
   readonly tier: string;
   readonly can_suspend: boolean;
-  /** What the device has. */
+  /** The device's own memory. */
   readonly memory_total: number;
-  /** What the pool may grant of it; the rest is reserved for the driver and by the admin. */
+  /** The part that the pool may grant; the driver and the admin reserve the rest. */
   readonly memory_capacity: number;
   readonly memory_granted: number;
-  /** Used by processes that are not the pool's. */
+  /** Used by processes outside the pool. */
   readonly memory_foreign: number;
-  /** Null while it is out of service; an older server sends a number all the same. */
+  /** Null while it is out of service, but a number from an older server. */
   readonly memory_free: number | null;
   readonly memory_used: number | null;
   /** Percent. */
@@ -44,25 +44,25 @@ export interface IRequest {
   readonly priority: string;
 }
 
-/** What a session has on one device. */
+/** A session's slice on one device. */
 export interface ISlice {
   /** The device's UUID. */
   readonly device: string;
   readonly granted_bytes: number;
-  /** Of own sessions only; null if not known. */
+  /** Only for own sessions; null if not known. */
   readonly used_bytes?: number | null;
 }
 
-/** The fields that are shown of every session, other people's too. */
+/** The fields of every session, even of other people's. */
 export interface IAnySession {
   readonly id: string;
   readonly state: State;
   readonly priority?: string;
-  /** Over all its devices. */
+  /** The sum over all its devices. */
   readonly granted_bytes: number;
   readonly device: string | null;
   readonly devices: readonly string[];
-  /** What it has on each of them: slices grow one by one. */
+  /** The bytes on each of them: slices grow one by one. */
   readonly slices: readonly ISlice[];
   readonly queue_position: number | null;
   readonly mine: boolean;
@@ -75,7 +75,7 @@ export interface ISession extends IAnySession {
   readonly mine: true;
   readonly label: string;
   readonly kernel_id: string;
-  /** Of two sessions of one kernel, the one opened later is the one that counts. */
+  /** Of two sessions of one kernel, the one opened later counts. */
   readonly opened_at: number;
   readonly attach: 'lazy' | 'cell' | 'manual';
   readonly priority: string;
@@ -90,17 +90,17 @@ export interface ISession extends IAnySession {
   readonly idle_seconds: number;
   /** When an idle slice goes back to the pool by itself; null if it does not. */
   readonly leaves_at: number | null;
-  /** Why an idle slice does not go back although it might, a sentence; empty if it does. */
+  /** Why an idle slice stays although its time is over, a sentence; else empty. */
   readonly stays_reason: string;
   /**
-   * Bytes on each device that it may ask for at most, with as many devices as it has now; null if
-   * nobody knows.
+   * The most bytes on each device that it may ask for, with its present number of devices; null if
+   * not known.
    */
   readonly most_bytes: number | null;
   readonly keep_until: number | null;
   /**
-   * Whether it was asked to give its slice back and has not yet: its work on the GPU goes on. Of a
-   * server that does not tell, missing.
+   * Whether a requested release is still to come, because its work on the GPU goes on. Older
+   * servers omit it.
    */
   readonly release_asked?: boolean;
   readonly attached_seconds_total: number;
@@ -111,14 +111,14 @@ export interface ISession extends IAnySession {
 }
 
 export interface ILimits {
-  /** Bytes on each device that a session may ask for at most; null if not known. */
+  /** The most bytes on each device that a session may ask for; null if not known. */
   readonly memory: number | null;
   readonly devices: number;
   readonly max_wait: number | null;
   readonly priorities: readonly string[];
 }
 
-/** What an admin has taken out of service. */
+/** GPUs that an admin has taken out of service. */
 export interface IOrder {
   readonly kind: 'pause' | 'drain';
   /** UUID of the GPU; empty for the whole pool. */
@@ -153,13 +153,13 @@ export interface IPool {
   readonly limits: ILimits;
   /** Why there is no device; empty if there is one. */
   readonly problem: string;
-  /** Missing in answers of an older server; so is the next field. */
+  /** Older servers omit this field and the next one. */
   readonly maintenance?: readonly IOrder[];
-  /** Which configuration is in force, if not this server's, and how to change it. */
+  /** The broker's configuration, if it differs from this server's, and how to change it. */
   readonly configuration_notice?: string;
 }
 
-/** The changed members of the pool; of devices and sessions only the changed ones, in full. */
+/** The changed members of the pool; only changed devices and sessions, in full. */
 export type Delta = Partial<IPool> & {
   readonly now: number;
   /** Ids of sessions and UUIDs of devices that are gone. */
@@ -188,12 +188,12 @@ export interface IHistory {
       {
         readonly time: readonly number[];
         readonly used: readonly (number | null)[];
-        /** Share of the time since the point before in which the device was used, 0 to 1. */
+        /** Share of the time since the previous point in which the device was used, 0 to 1. */
         readonly busy: readonly (number | null)[];
       }
     >
   >;
-  /** Only if asked for. */
+  /** Only on request. */
   readonly devices?: Readonly<
     Record<
       string,
@@ -212,7 +212,7 @@ export interface IHistory {
   };
 }
 
-/** An idle slice leaves soon, and resuming it is slow, or its speed is not known. */
+/** The pool takes an idle slice soon, and a resume is slow or its speed not known. */
 export interface IIdleWarning {
   readonly kernel_id: string;
   readonly seconds_left: number;
@@ -227,7 +227,7 @@ export interface IChanges {
   readonly priority?: string;
 }
 
-/** Why something was not done, in the server's words. */
+/** Why a request failed, in the server's words. */
 export class PoolError extends Error {
   constructor(
     message: string,
@@ -241,7 +241,7 @@ export class PoolError extends Error {
   }
 }
 
-/** Milliseconds until a question is given up: a lost network does not always say so. */
+/** Milliseconds until a request fails: not every lost network is an error. */
 export const PATIENCE = 20_000;
 
 /** Asks the server extension. All methods reject with a {@link PoolError}. */
@@ -278,7 +278,7 @@ export class PoolClient {
   private async _ask<T>(path: string, method = 'GET', body?: object): Promise<T> {
     const url = URLExt.join(this.settings.baseUrl, 'gpupool', 'api', path);
     const given = new AbortController();
-    // An action may be answered late; a question can simply be repeated.
+    // The answer to an action may come late; a query can simply be repeated.
     const giveUp = () => given.abort(new Error(`No answer in ${PATIENCE / 1000} s.`));
     const timer = method === 'GET' ? setTimeout(giveUp, PATIENCE) : undefined;
     const init = {
@@ -304,7 +304,7 @@ export class PoolClient {
       return answer as T;
     }
     if (response.ok) {
-      // A page to log in at, say, to which the question was led.
+      // For example a login page to which the request was redirected.
       throw new PoolError(
         'The Jupyter server answered with something else than was asked for.',
         'unknown',

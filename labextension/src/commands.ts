@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** What can be done for the kernel of the document in front, as commands. */
+/** Commands for the kernel of the document in front. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ICommandPalette, InputDialog } from '@jupyterlab/apputils';
 import type { ServiceManager } from '@jupyterlab/services';
@@ -24,7 +24,7 @@ export namespace CommandIDs {
   export const refresh = 'gpupool:refresh';
   /** The panel's. */
   export const showPanel = 'gpupool:show-panel';
-  /** The popover's: it asks for memory in a nicer way. */
+  /** The popover's command: its form for memory is nicer. */
   export const open = 'gpupool:open';
 }
 
@@ -45,7 +45,7 @@ export function addCommands(options: IOptions): void {
   const { commands, model, settings, trans } = options;
   const { client } = model;
 
-  /** The kernel that is meant, if it is one of the pool. */
+  /** The kernel of the arguments, if it belongs to the pool. */
   const kernel = (args: Args): string | null => {
     const id =
       typeof args['kernelId'] === 'string' ? args['kernelId'] : options.active();
@@ -62,7 +62,7 @@ export function addCommands(options: IOptions): void {
   const minutes = (args: Args): number =>
     typeof args['minutes'] === 'number' ? args['minutes'] : settings.keepMinutes;
 
-  /** A command for one kernel, which can be chosen only if there is one. */
+  /** A command for one kernel, enabled only if there is one. */
   const add = (
     id: string,
     label: (args: Args) => string,
@@ -85,7 +85,7 @@ export function addCommands(options: IOptions): void {
             kernelId: {
               type: 'string',
               description: trans.__(
-                'The kernel; if absent that of the document in front'
+                'The kernel; by default that of the document in front'
               )
             },
             ...more
@@ -100,7 +100,7 @@ export function addCommands(options: IOptions): void {
     trans.__('Ask the GPU pool for another size of this kernel’s slice'),
     async kernelId => {
       const { open } = CommandIDs;
-      // It opens only beside something of this kernel that is seen.
+      // It opens only beside a visible part of this kernel.
       if (
         commands.hasCommand(open) &&
         commands.isEnabled(open, { kernelId }) &&
@@ -171,7 +171,7 @@ export function addCommands(options: IOptions): void {
   });
 }
 
-/** Bytes that the user types as GiB or otherwise; null if they think better of it. */
+/** Bytes that the user types as GiB or with a unit; null if the user cancels. */
 async function askMemory(
   model: IPoolModel,
   kernelId: string,
@@ -204,7 +204,7 @@ async function askMemory(
     if ('size' in read) {
       return read.size;
     }
-    // What was typed is not thrown away.
+    // The typed text is kept.
     [text, fault] = [value, read.fault];
   }
 }

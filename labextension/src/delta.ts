@@ -10,7 +10,7 @@ type Session = ISession | IAnySession;
 const uuid = (device: IDevice): string => device.uuid;
 const id = (session: Session): string => session.id;
 
-/** The view after a delta; what did not change is the same object as before. */
+/** The view after a delta; unchanged parts are the same objects as before. */
 export function applyDelta(view: IPool, delta: Delta): IPool {
   const { removed = [], devices = [], sessions = [], ...rest } = delta;
   return {
@@ -21,7 +21,7 @@ export function applyDelta(view: IPool, delta: Delta): IPool {
   };
 }
 
-/** One change that stands for two, the later one last. */
+/** One change that combines two, the later one last. */
 export function mergeChanges(first: Change, second: Change): Change {
   if (first.all || second.all) {
     return { all: true };
@@ -46,7 +46,7 @@ export function mergeChanges(first: Change, second: Change): Change {
   };
 }
 
-/** The entries with the changed ones in their old places, new ones at the end. */
+/** The entries: changed ones in their old places, new ones at the end. */
 function replace<T>(
   entries: readonly T[],
   changed: readonly T[],

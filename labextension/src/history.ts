@@ -11,10 +11,10 @@ import { Signal } from '@lumino/signaling';
 import type { IHistory } from './api';
 import type { IPoolModel } from './tokens';
 
-/** Milliseconds between two questions. */
+/** Milliseconds between two requests. */
 export const INTERVAL = 5000;
 
-/** Asks while held, while a Pooled GPU kernel runs, and while the page is visible. */
+/** Fetches while held, while a Pooled GPU kernel runs, and while the page is visible. */
 export class History implements IDisposable {
   constructor(private readonly _model: IPoolModel) {
     this._poll = new Poll({

@@ -2,7 +2,7 @@
 // Distributed under the terms of the Modified BSD License.
 
 /**
- * The plugins, one for each place in the user interface; each says what it needs and does without.
+ * The plugins, one for each place in the user interface, with the services that they use.
  *
  * `plugin` (the settings) and `modelPlugin` come first; the rest is in the order of the folders.
  */

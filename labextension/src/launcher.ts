@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** In the launcher, why there is no GPU on this machine, and how to go on. */
+/** Explains in the launcher why this machine has no GPU, and what to do. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ILauncher } from '@jupyterlab/launcher';
 import type { KernelSpec } from '@jupyterlab/services';
@@ -22,7 +22,7 @@ export function explanation(trans: TranslationBundle, reason: string): string[] 
     'Run `jupyter gpupool doctor` in a terminal: it says what is missing.'
   );
   return [
-    // The server's own text may already end so.
+    // The server's text may already end with this.
     why.includes('gpupool doctor') ? why : `${why} ${doctor}`,
     trans.__('If this machine should have a GPU, ask its administrator.'),
     trans.__(
@@ -32,7 +32,7 @@ export function explanation(trans: TranslationBundle, reason: string): string[] 
   ];
 }
 
-/** The kernels that matter here: the pool's, and the best to do without a GPU. */
+/** The pool's kernels, and the best kernel without a GPU. */
 export function choose(
   model: Pick<IPoolModel, 'isPooled'>,
   specs: KernelSpec.ISpecModels | null
@@ -111,7 +111,7 @@ export const launcherPlugin: JupyterFrontEndPlugin<void> = {
         ? undefined
         : choose(model, kernelspecs.specs)?.pooled;
       if (pooled && item === null) {
-        // JupyterLab's own translation: with another one this would be another category.
+        // JupyterLab's own translation: any other one would make a second category.
         const category = (translator ?? nullTranslator)
           .load('jupyterlab')
           .__('Notebook');

@@ -1,12 +1,12 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** What admins have taken out of service, in words. Pure. */
+/** GPUs that admins have taken out of service, in words. Pure. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IOrder, IPool } from './api';
 
-/** The order for which no kernel gets a slice now; null if some device is in service. */
+/** The order that keeps all kernels from slices now; null if a device is in service. */
 export function pauseOf(view: IPool | null): IOrder | null {
   const orders = view?.maintenance ?? [];
   const whole = orders.find(order => order.device === '');
@@ -19,7 +19,7 @@ export function pauseOf(view: IPool | null): IOrder | null {
   return (all && orders[0]) || null;
 }
 
-/** `paused by the administrator: new driver`; a part of a sentence, as the broker says it. */
+/** `paused by the administrator: new driver`; a part of a sentence, from the broker. */
 export function byAdmin(trans: TranslationBundle, order: IOrder): string {
   const done =
     order.kind === 'pause'
@@ -28,7 +28,7 @@ export function byAdmin(trans: TranslationBundle, order: IOrder): string {
   return order.reason ? trans.__('%1: %2', done, order.reason) : done;
 }
 
-/** What is out of service, by whom, since when and why: a sentence. */
+/** A sentence: what is out of service, who ordered it, since when and why. */
 export function orderText(
   trans: TranslationBundle,
   order: IOrder,

@@ -19,10 +19,10 @@ import { nextStep } from './tell';
 import type { Change, IBroker } from './tokens';
 import { IPoolModel, isMine, PROVISIONER } from './tokens';
 
-/** Milliseconds by which the wall clock must have gone further to be believed: we slept. */
+/** If the wall clock is ahead by so many milliseconds, the computer has slept. */
 const SLEPT = 2000;
 
-/** Milliseconds from the end of the last pooled kernel to the last look: the broker hears of it. */
+/** Milliseconds from the last pooled kernel's end to the last request: the broker learns of it. */
 export const LAST_LOOK = 1000;
 
 export class PoolModel implements IPoolModel {
@@ -34,7 +34,7 @@ export class PoolModel implements IPoolModel {
     this._found = foundAtLoad();
     this._stream = new EventStream(_services.serverSettings, {
       message: message => this._onMessage(message),
-      // A websocket does not say why it was refused; a request does.
+      // A refused websocket gives no reason; a request does.
       failed: () => void this.refresh(),
       ask: () => this.refresh()
     });
@@ -103,7 +103,7 @@ export class PoolModel implements IPoolModel {
   }
 
   session(kernelId: string): ISession | null {
-    // A restarted kernel has another session, and for a moment both.
+    // A restarted kernel has a new session, and for a moment also the old one.
     let newest: ISession | null = null;
     for (const session of this._view?.sessions ?? []) {
       if (
@@ -157,7 +157,7 @@ export class PoolModel implements IPoolModel {
         return true;
       }
     }
-    // Known at once when started from this page; the kernels only when asked for the next time.
+    // A session started from this page is known at once; its kernel only after the next request.
     for (const { kernel } of sessions.running()) {
       if (kernel && this.isPooled(kernel.name)) {
         return true;
@@ -178,7 +178,7 @@ export class PoolModel implements IPoolModel {
         this._warned.emit(message.data);
         break;
       case 'broker':
-        // If it is back, the snapshot that follows says so and more.
+        // If it is back, the next snapshot shows it.
         if (!message.available) {
           const { code = '', message: why = '', next_step: next = '' } = message;
           this._setAway(why, nextStep(this._trans, code, next), code);
@@ -262,7 +262,7 @@ export class PoolModel implements IPoolModel {
     ];
   }
 
-  /** Signal a change in the next frame, together with all others until then. */
+  /** Signal a change in the next frame, together with all other changes until then. */
   private _emit(change: Change): void {
     const waiting = this._pending !== null;
     this._pending = this._pending ? mergeChanges(this._pending, change) : change;
@@ -310,7 +310,7 @@ const DENIED: ReadonlySet<number> = new Set([401, 403]);
 
 const UP: IBroker = { status: 'up', message: '', nextStep: '' };
 
-/** What the server knew when it sent this page; without it nothing is wrong. */
+/** The server's knowledge when it sent this page; it may be missing. */
 function foundAtLoad(): IPoolModel['found'] {
   try {
     const said = JSON.parse(PageConfig.getOption('gpupool') || '{}') as {

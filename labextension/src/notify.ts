@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Says that an idle kernel is about to leave its GPU, where coming back takes long. */
+/** Warns that an idle kernel will soon lose its GPU, if its resume is slow. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { Notification } from '@jupyterlab/apputils';
 import { ITranslator, nullTranslator } from '@jupyterlab/translation';
@@ -15,13 +15,13 @@ import { followPool, tell } from './tell';
 import { IPoolModel, IPoolSettings } from './tokens';
 import { about, bytes, localTime, timeOfDay } from './words';
 
-/** Characters shown of a document's name: JupyterLab shows 140 of a notification. */
+/** Most characters of a document's name: JupyterLab shows 140 of a notification. */
 const NAME = 28;
 
-/** Seconds between two times that mean the same: one was sent again. */
+/** Two times that differ by fewer seconds belong to the same warning, sent again. */
 const SAME = 1;
 
-/** What a warning says; `name` is the document's. It is not written anew while it stands there. */
+/** The text of a warning; `name` is the document's. It does not change while it is shown. */
 export function warning(
   trans: TranslationBundle,
   name: string,
@@ -47,7 +47,7 @@ export function warning(
       );
 }
 
-/** One notification for each kernel, taken back when it is no longer true. */
+/** One notification for each kernel, withdrawn when it is no longer true. */
 export class IdleWarnings implements IDisposable {
   constructor(
     private readonly _model: IPoolModel,
@@ -112,7 +112,7 @@ export class IdleWarnings implements IDisposable {
     this._shown.set(kernelId, { id, at, leavesAt: session?.leaves_at ?? null });
   };
 
-  /** It was used again, kept or pinned, or it has left. */
+  /** Its slice was used again, kept, pinned or taken. */
   private readonly _onChanged = (): void => {
     for (const [kernelId, { leavesAt }] of [...this._shown]) {
       const session = this._model.session(kernelId);

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The pool's kernels among all that runs: what each has, and giving it back. */
+/** The pool's kernels in the list of running kernels: the slice of each, and its release. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import type { IRunningSessions } from '@jupyterlab/running';
 import { IRunningSessionManagers } from '@jupyterlab/running';
@@ -58,7 +58,7 @@ export class RunningSlices implements IRunningSessions.IManager {
   }
 
   refreshRunning(): void {
-    // Only if there can be any: nothing is sent while no Pooled GPU kernel runs.
+    // Only with a Pooled GPU kernel: otherwise nothing is sent.
     if (this._model.live) {
       void this._model.refresh();
     }
@@ -80,7 +80,7 @@ export class RunningSlices implements IRunningSessions.IManager {
       labelTitle: () => `${name?.path ?? session.label}\n${words()}`,
       detail: words,
       open: () => this._documents.open(session.kernel_id),
-      // A kernel that waits, or is in host memory, has no slice to give back.
+      // A kernel that waits, or is in host memory, has no slice to release.
       ...(HOLDS.has(session.state) && { shutdown: () => this._release(session) })
     };
   }
@@ -97,7 +97,7 @@ export class RunningSlices implements IRunningSessions.IManager {
     void tell(this._trans, kernel, this._model.client.release(kernel));
   }
 
-  /** Only for changes that are shown here: most changes in a pool are other people's. */
+  /** Only for changes that are shown here: most changes concern other people's kernels. */
   private readonly _onChanged = (): void => {
     const shown = this._sessions()
       .map(session => `${session.id} ${session.state} ${this._words(session)}`)

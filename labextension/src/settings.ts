@@ -19,7 +19,7 @@ const DEFAULTS = {
 };
 
 export class PoolSettings implements IPoolSettings {
-  /** Reads from where the user's settings are, once they are loaded. */
+  /** Reads the user's settings once they are loaded. */
   follow(settings: ISettingRegistry.ISettings): void {
     const update = () => {
       this._values = { ...DEFAULTS, ...settings.composite };
@@ -59,7 +59,7 @@ export const settingsPlugin: JupyterFrontEndPlugin<IPoolSettings> = {
   activate: (_, registry: ISettingRegistry | null): IPoolSettings => {
     const settings = new PoolSettings();
     if (registry) {
-      // Until they are loaded, and if they cannot be, the defaults hold.
+      // Until they are loaded, and if that fails, the defaults apply.
       registry.load(ID).then(
         loaded => settings.follow(loaded),
         (error: unknown) => console.error('GPU pool: no settings', error)

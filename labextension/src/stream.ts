@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The server extension's websocket: opened while wanted, again and again if need be. */
+/** The server extension's websocket: open while wanted, and reopened after a loss. */
 import { URLExt } from '@jupyterlab/coreutils';
 import type { ServerConnection } from '@jupyterlab/services';
 import type { IDisposable } from '@lumino/disposable';
@@ -9,7 +9,7 @@ import { Poll } from '@lumino/polling';
 
 import type { Delta, IIdleWarning, IPool } from './api';
 
-/** What the server says; it says more, which no part of this user interface needs. */
+/** The server's messages that this user interface needs. */
 export type Message =
   | { readonly type: 'snapshot'; readonly snapshot: IPool }
   | { readonly type: 'delta'; readonly delta: Delta }
@@ -31,16 +31,16 @@ export interface IListener {
   ask(): Promise<void>;
 }
 
-/** Milliseconds that a page must be hidden until its websocket is closed. */
+/** Milliseconds after which a hidden page closes its websocket. */
 export const HIDDEN_AFTER = 10_000;
 
-/** Milliseconds between two questions of a hidden page. */
+/** Milliseconds between two requests of a hidden page. */
 export const HIDDEN_INTERVAL = 60_000;
 
-/** Milliseconds for which a websocket must have been heard until its loss is not one in a row. */
+/** After so many milliseconds with messages, a loss does not count as repeated. */
 export const LASTING = 30_000;
 
-/** Milliseconds between two looks at the clock, and how late a look is if the computer slept. */
+/** Milliseconds between two checks of the clock, and the delay of a check that means sleep. */
 const LOOK_INTERVAL = 15_000;
 const SLEPT = 45_000;
 
@@ -52,7 +52,7 @@ export function pause(failures: number, random: number): number {
 /**
  * Opens the websocket while `wanted` and the page is visible, and asks slowly while it is hidden.
  *
- * Neither while it is not wanted: then nothing is sent at all.
+ * While it is not wanted, nothing is sent.
  */
 export class EventStream implements IDisposable {
   constructor(
@@ -75,7 +75,7 @@ export class EventStream implements IDisposable {
     return this._poll.isDisposed;
   }
 
-  /** Whether the server's words are wanted. */
+  /** Whether the server's messages are wanted. */
   get wanted(): boolean {
     return this._wanted;
   }
@@ -92,7 +92,7 @@ export class EventStream implements IDisposable {
     return this._heard;
   }
 
-  /** Open it anew, at once, if it is wanted. */
+  /** Reopen it at once if it is wanted. */
   again(): void {
     clearTimeout(this._retry);
     this._retry = undefined;
@@ -112,7 +112,7 @@ export class EventStream implements IDisposable {
     this._poll.dispose();
   }
 
-  /** Bring about what ought to be. */
+  /** Open or close the websocket, as required now. */
   private _update(): void {
     if (!this._wanted || this._hidden) {
       clearTimeout(this._retry);

@@ -13,7 +13,7 @@ import type { IBroker } from './tokens';
 /** Characters of a notification that JupyterLab shows. */
 const SHOWN = 140;
 
-/** Milliseconds for which a result is shown. */
+/** Milliseconds during which a result is shown. */
 const RESULT = 5000;
 
 /** The same for a refusal or a missing answer: longer, but limited. */
@@ -35,9 +35,9 @@ export function unanswered(error: unknown): boolean {
   );
 }
 
-/** The next step after an error: the server's, and what else helps. */
+/** The next step after an error: the server's, and further help. */
 export function nextStep(trans: TranslationBundle, code: string, next: string): string {
-  // For a missing socket the server's text has it already.
+  // For a missing socket the server's text already has it.
   return code === 'broker-unavailable'
     ? [
         trans.__(
@@ -59,15 +59,15 @@ export function refusal(trans: TranslationBundle, error: unknown): string {
   return error instanceof Error ? error.message : String(error);
 }
 
-/** The notifications on screen, by cause: one for each. */
+/** The notifications on screen, one for each cause. */
 const standing = new Map<string, string>();
 
-/** Those that are untrue once the pool answers. */
+/** Notifications that are no longer true once the pool answers. */
 const outages = new Set<string>();
 
 type Options = Parameters<typeof Notification.error>[1];
 
-/** Notify; an earlier notification of the same cause goes. */
+/** Notify, and remove an earlier notification of the same cause. */
 function toast(
   cause: string,
   type: 'success' | 'error' | 'info',
@@ -112,7 +112,7 @@ export async function tell(
   }
 }
 
-/** Show why something was not done, in full, however long. */
+/** Show in full why a request failed, even if the text is long. */
 export function tellRefusal(trans: TranslationBundle, error: unknown): void {
   const text = refusal(trans, error);
   const rest = {
@@ -130,12 +130,12 @@ export function tellRefusal(trans: TranslationBundle, error: unknown): void {
   });
 }
 
-/** Notify of something that is no fault. */
+/** Notify of an event that is no fault. */
 export function tellCalmly(text: string): void {
   toast(`calm ${text}`, 'info', text, { autoClose: RESULT });
 }
 
-/** Withdraw notifications about the pool's absence once it is back. */
+/** Remove notifications about the pool's absence once it is back. */
 export function followPool(model: {
   readonly broker: IBroker;
   readonly changed: ISignal<unknown, unknown>;
@@ -144,7 +144,7 @@ export function followPool(model: {
   model.changed.connect(() => {
     const was = up;
     up = model.broker.status === 'up';
-    // Not at every change: a request may fail while the websocket is fine.
+    // Not at every change: a request may fail while the websocket works.
     if (up && !was) {
       outages.forEach(takeBack);
       outages.clear();
@@ -152,7 +152,7 @@ export function followPool(model: {
   });
 }
 
-/** Paragraphs in a dialog; resolves with whether its `action` was chosen, if there is one. */
+/** Show paragraphs in a dialog; resolves to whether the user chose its `action`. */
 export async function explain(
   trans: TranslationBundle,
   title: string,

@@ -22,7 +22,7 @@ export class Ticker {
     });
   }
 
-  /** Whether what counts is shown, as far as its owner knows; the page is looked at besides. */
+  /** Whether the owner shows the count-down; the ticker also checks the page's visibility. */
   set shown(value: boolean) {
     this._shown = value;
     this._adjust();
@@ -52,7 +52,7 @@ export class Ticker {
   private readonly _onVisibility = (): void => {
     this._adjust();
     if (this.running) {
-      // What was counted meanwhile is shown at once.
+      // Show the time that has passed meanwhile at once.
       this._tick();
     }
   };
@@ -70,7 +70,7 @@ export class Ticker {
   private _timer: number | null = null;
 }
 
-/** The one of this page. */
+/** The page's only ticker. */
 export const ticker = new Ticker();
 
 /** Render each second while `wanted`. */

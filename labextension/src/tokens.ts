@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** What the parts of the user interface share. */
+/** Tokens and types that the parts of the user interface share. */
 import { Token } from '@lumino/coreutils';
 import type { IDisposable } from '@lumino/disposable';
 import type { ISignal } from '@lumino/signaling';
@@ -15,10 +15,10 @@ import type {
   PoolClient
 } from './api';
 
-/** The provisioner that makes a kernel one of the pool, as its kernelspec names it. */
+/** The pool's provisioner, by its name in kernelspecs. */
 export const PROVISIONER = 'gpupool-provisioner';
 
-/** Whether the broker answers; `unknown` until it was asked. */
+/** Whether the broker answers; `unknown` before the first request. */
 export interface IBroker {
   readonly status: 'unknown' | 'up' | 'away';
   /** Why it is away, and what to do, in the server's words. */
@@ -26,11 +26,11 @@ export interface IBroker {
   readonly nextStep: string;
   /** Why it is away, as a code such as `no-broker`; missing if there is none. */
   readonly code?: string;
-  /** Away for this page only: the server does not let it ask. */
+  /** Whether only this page has no access: the server refuses its requests. */
   readonly denied?: boolean;
 }
 
-/** What a change of the model was about: `all`, or the changed members of the newest view. */
+/** The changed part of the model: `all`, or the changed members of the newest view. */
 export type Change =
   { readonly all: true } | { readonly all: false; readonly delta: Delta };
 
@@ -42,23 +42,23 @@ export type Change =
  */
 export interface IPoolModel extends IDisposable {
   readonly client: PoolClient;
-  /** The pool as last heard; kept, grown old, while the broker is away. */
+  /** The last known view; kept while the broker is away. */
   readonly view: IPool | null;
   readonly broker: IBroker;
   /** Whether a Pooled GPU kernel runs on this server, so that the view is kept fresh. */
   readonly live: boolean;
-  /** Whether this machine has a GPU, real or emulated, as far as is known; and if not, why. */
+  /** Whether this machine has a GPU, real or emulated, if known; and if not, why. */
   readonly found: { readonly found: boolean; readonly reason: string };
   readonly changed: ISignal<IPoolModel, Change>;
-  /** An idle slice of a kernel of this server leaves soon. */
+  /** The pool soon takes an idle slice of a kernel of this server. */
   readonly warned: ISignal<IPoolModel, IIdleWarning>;
   /** The time now on the broker's clock, seconds since the epoch. */
   now(): number;
-  /** Whether a kernelspec's kernels are of the pool. */
+  /** Whether a kernelspec's kernels belong to the pool. */
   isPooled(kernelName: string): boolean;
-  /** The session of a kernel, if it has one that is shown here. */
+  /** The session of a kernel, if it is shown here. */
   session(kernelId: string): ISession | null;
-  /** Ask once, now; resolves when answered, also if the answer is that the broker is away. */
+  /** Fetch once, now; resolves with any answer, even that the broker is away. */
   refresh(): Promise<void>;
 }
 
@@ -67,7 +67,7 @@ export const IPoolModel = new Token<IPoolModel>(
   'The GPU pool as this page last heard of it.'
 );
 
-/** The user's settings; `schema/plugin.json` says what each does. */
+/** The user's settings; `schema/plugin.json` describes each. */
 export interface IPoolSettings {
   readonly idleWarning: boolean;
   readonly statusBar: boolean;

@@ -62,7 +62,7 @@ export function timeOfDay(
   return written(trans, time, form);
 }
 
-/** The time of day, with the day if that is not `today`. */
+/** The time of day, with the date if it is not `today`. */
 export function dayAndTime(
   trans: TranslationBundle,
   time: Date,
@@ -86,12 +86,12 @@ function written(
   form: Intl.DateTimeFormatOptions
 ): string {
   const own = (trans as { readonly locale?: string }).locale?.replaceAll('_', '-');
-  // The browser knows the region besides, if it speaks that language.
+  // The browser also knows the region, if it has that language.
   const its = navigator.languages.find(tag => tag.split('-')[0] === own?.split('-')[0]);
   try {
     return time.toLocaleString(its ?? own ?? [], form);
   } catch {
-    // Not a language that this browser has ever heard of.
+    // This browser does not know the language.
     return time.toLocaleString([], form);
   }
 }
@@ -150,7 +150,7 @@ export interface ISaid {
   readonly counts: boolean;
 }
 
-/** Seconds by which an idle slice may be late in leaving before the count-down is given up. */
+/** The count-down ends if the suspend of an idle slice is late by so many seconds. */
 const LATE = 2;
 
 /** A text that does not count down. */
@@ -158,7 +158,7 @@ export function plain(text: string, tone: Tone, short = text): ISaid {
   return { text, still: text, short, tone, counts: false };
 }
 
-/** A session's state in the few words that fit beside a kernel's name. */
+/** A session's state in few words, for the space beside a kernel's name. */
 export function say(
   trans: TranslationBundle,
   session: ISession | null,
@@ -234,7 +234,7 @@ export function say(
   }
 }
 
-/** Whether a slice was asked back and is still there, because its work is not done. */
+/** Whether a requested release is still to come, because the work is not done. */
 export function goesBack(session: ISession | null): session is ISession {
   return (
     session !== null &&

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A process like a kernel, steered by lines of JSON: the agent's own link, and CUDA memory.
+"""A process like a kernel, steered by JSON lines: the agent's own link, and CUDA memory.
 
 Run with the environment that ``open`` answered. One command per line on stdin, one answer per line
 on stdout; ``{"ok": ...}`` or ``{"error": ..., "code": ...}``.
@@ -20,7 +20,7 @@ from jupyter_gpupool.kernel.link import SessionLink
 
 
 def cu_initialised():
-    """Whether cuInit was called here, as the agent finds out."""
+    """Return whether this process called cuInit, as the agent finds out."""
     return STATE["device"] is not None
 
 
@@ -54,7 +54,7 @@ def do_start(_):
 
 
 def do_close(_):
-    # Not waited for: what the test is about is what the broker sees.
+    # Do not wait: the test is about what the broker sees.
     threading.Thread(target=LINK.close, daemon=True).start()
 
 
@@ -75,7 +75,7 @@ def do_ask(command):
 
 
 def do_got(command):
-    """Wait for the answer to a hold that was asked for."""
+    """Wait for the answer to a hold that ``ask`` requested."""
     return settle(*WAITS.pop(command["hold"]), command.get("seconds", 60))
 
 
@@ -89,7 +89,7 @@ def do_drop(command):
 
 
 def do_link(_):
-    """What the agent believes."""
+    """Return the agent's view of its lease."""
     return {
         "state": LINK.state,
         "attached": LINK.attached,
@@ -106,7 +106,7 @@ def do_link(_):
 
 
 def do_call(command):
-    """A request of this session's."""
+    """Send a request of this session."""
     return LINK.call(command["type"], **command.get("fields", {}))
 
 
@@ -142,7 +142,7 @@ def do_check(_):
 
 
 def do_sleep_holding_gil(command):
-    """Like a long call into a C library that does not let Python run."""
+    """Block like a long call into a C library that does not let Python run."""
     ctypes.PyDLL(None).usleep(int(command["seconds"] * 1e6))
 
 

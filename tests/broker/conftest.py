@@ -6,7 +6,7 @@ import pytest
 
 from . import kit
 
-#: Of a test: whether each of its parts so far failed.
+#: For each test: whether each phase so far (setup, call) failed.
 FAILED = pytest.StashKey[list[bool]]()
 
 
@@ -19,7 +19,7 @@ def folder():
 
 @pytest.fixture
 def parts():
-    """What brokers and kernels are made of, and configured with; modules have their own."""
+    """Return the classes of brokers and kernels, and the configuration; modules override it."""
     return kit.Broker, kit.Kernel, {}
 
 
@@ -41,7 +41,7 @@ def make_broker(folder, parts):
 
 @pytest.fixture(scope="module")
 def rested():
-    """Brokers of this file that have nothing left of the test before."""
+    """Yield the list of this file's brokers that have nothing left of the test before."""
     brokers = []
     yield brokers
     for broker in brokers:
@@ -60,8 +60,8 @@ def pytest_runtest_makereport(item, call):
 def broker(rested, parts, request):
     """A broker on two emulated devices, as good as new.
 
-    A start costs more than most tests. Who ends it, injects a fault or leaves anything behind has
-    had it alone: the next test gets another one.
+    A start costs more than most tests. If a test ended this broker, injected a fault or left
+    something behind, the next test gets another broker.
     """
     broker = rested.pop() if rested else parts[0](kit.short_folder(), **parts[2]).started
     broker.begin()

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose devices count as guarded: the tests play the guard's part by the page.
+"""A broker whose devices count as guarded: the tests write the page in place of the guard.
 
-So that what the broker does with a page is tested without a compiler, and call by call.
+This tests what the broker does with a page call by call, and without a compiler.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A program that calls CUDA and knows nothing of the pool: no agent, no hold, no broker.
+"""A program that calls CUDA without any part of the pool: no agent, no hold, no broker.
 
-Steered by lines of JSON on stdin, one answer per line on stdout. Every CUDA call is one of the
-driver's own, by ctypes; a result that is not 0 is answered as ``{"cuda": code}``.
+It reads JSON lines on stdin and writes one answer per line on stdout. It makes every CUDA call of
+the driver by ctypes; it answers a result other than 0 as ``{"cuda": code}``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def do_init(_):
 
 
 def do_ask(_):
-    """What programs ask of devices before they use one."""
+    """Ask about the devices as programs do before they use one."""
     call("cuInit", 0)
     count, number, total = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
     call("cuDeviceGetCount", ctypes.byref(count))
@@ -54,7 +54,7 @@ def do_ask(_):
 
 
 def do_look(_):
-    """What programs ask further, in this process and in others; answers that are no success."""
+    """Ask further questions, here and in other processes; return the results other than success."""
     found = {}
     number, size, pointer = ctypes.c_uint(), ctypes.c_size_t(), ctypes.c_void_p()
     questions = {
@@ -88,7 +88,7 @@ def uuid_of(device):
 
 
 def do_retain(command):
-    """The first call that needs a lease, on one of several devices."""
+    """Make the first call that needs a lease, on one of several devices."""
     context = ctypes.c_void_p()
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), command["device"])
     call("cuCtxSetCurrent", context)
@@ -99,7 +99,7 @@ def do_release(command):
 
 
 def do_hold(command):
-    """Ask for a slice as the agent does, and do not wait for the answer."""
+    """Ask for a slice as the agent does, without waiting for the answer."""
     from jupyter_gpupool.kernel.link import SessionLink
 
     names = ("GPUPOOL_SOCKET", "GPUPOOL_SESSION", "GPUPOOL_TOKEN")
@@ -109,7 +109,7 @@ def do_hold(command):
 
 
 def do_land(command):
-    """Say to the broker what the guard says when the process is moved to its slice."""
+    """Send the message that the guard sends when it moves the process to its slice."""
     from jupyter_gpupool.client import Client
     from jupyter_gpupool.errors import GPUPoolError
 
@@ -123,7 +123,7 @@ def do_land(command):
 
 
 def do_threads(command):
-    """Contexts in many threads at once; the results."""
+    """Make contexts in many threads at once; return the results."""
     found = []
 
     def make():
@@ -159,7 +159,7 @@ def do_sub(command):
 
 
 def do_context(_):
-    """The first call that needs a lease."""
+    """Make the first call that needs a lease."""
     call("cuInit", 0)
     context = ctypes.c_void_p()
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
@@ -167,7 +167,7 @@ def do_context(_):
 
 
 def do_alloc(command):
-    """Allocate and fill; the buffer's name is its byte."""
+    """Allocate and fill; the byte is also the buffer's name."""
     pointer = POINTER()
     call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(command["bytes"]))
     size = ctypes.c_size_t(command["bytes"])
@@ -176,7 +176,7 @@ def do_alloc(command):
 
 
 def do_exhaust(command):
-    """Ask for too much, again and again; what the answers were."""
+    """Ask for too much, many times; return the set of results."""
     pointer, size = POINTER(), ctypes.c_size_t(command["bytes"])
     times = range(command["times"])
     return sorted({CUDA.cuMemAlloc_v2(ctypes.byref(pointer), size) for _ in times})
@@ -206,7 +206,7 @@ def do_sync(_):
 
 
 def do_storm(command):
-    """From now on, short calls from a thread; until told to stop."""
+    """Make short calls in a thread until told to stop."""
     context = ctypes.c_void_p()
     call("cuCtxGetCurrent", ctypes.byref(context))
     stop = threading.Event()
@@ -251,7 +251,7 @@ def do_spawn(command):
     return {"pid": child.pid, "answers": answers[1:]}
 
 
-#: Takes device memory by itself and stays, whatever happens to its parent.
+#: Takes device memory and stays after its parent has ended.
 ORPHAN = """
 import ctypes, sys, time
 C = ctypes.CDLL("libcuda.so.1")

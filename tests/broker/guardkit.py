@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The guard's part, played by the test: it maps the session's page and asks the broker."""
+"""The test in the guard's place: it maps the session's page and asks the broker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GuardedBroker(kit.Broker):
 
 
 class Guarded(kit.Kernel):
-    """A kernel whose guard is this test: its process has none, and no agent unless asked for."""
+    """A kernel whose guard is this test: its process has no guard, and an agent on request."""
 
     def __init__(self, broker, label="", *, agent=False, launch=True, attach=None, **request):
         self._attach = attach
@@ -53,7 +53,7 @@ class Guarded(kit.Kernel):
         return self.map[8]
 
     def touch(self):
-        """What the first call after a look does; False if it has to wait."""
+        """Do what the first call after a sample does; return False if the call must wait."""
         if self.map[8] == UNUSED:
             self.map[8] = OPEN
         return self.map[8] == OPEN
@@ -93,7 +93,7 @@ class Guarded(kit.Kernel):
 
     @contextmanager
     def asking(self, kind="attach", **fields):
-        """A thread that waits: its connection."""
+        """Return the connection of a thread that waits at the gate."""
         with kit.Raw(self.broker.socket) as raw:
             fields = {"session": self.session, "token": self.token, **fields}
             raw.say(type=kind, id=1, pid=os.getpid(), tid=1, **fields)

@@ -28,19 +28,19 @@ from tests.emulated import Faults
 MiB = 1 << 20
 ROOT = Path(__file__).parents[2]
 
-#: Of the processes started here: these tests themselves, and ``light/README.md``.
+#: For the processes started here: the tests' own modules, and those of ``light/README.md``.
 PYTHONPATH = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "light")))
 
-#: Two small devices; a context costs something, as on real ones.
+#: Two small devices; a context takes memory, as on real GPUs.
 MACHINE = "2x512MiB,context=32MiB"
-CAPACITY = (512 - 32) * MiB  # each keeps room for a context
-SINGLE = 512 * MiB  # where there is only one, it does not
+CAPACITY = (512 - 32) * MiB  # each device keeps room for a context
+SINGLE = 512 * MiB  # a single device keeps none
 
-#: What a session asks for here: no two fit on one device.
+#: The size that a session asks for here: a device has room for one.
 BIG = 300 * MiB
 
 
-#: Seconds between two looks at a condition: most ask the broker, which has other things to do.
+#: Seconds between two checks of a condition: most checks ask the broker, which is busy.
 LOOK = 0.02
 
 
@@ -56,7 +56,7 @@ def wait_until(condition, what, seconds=60.0):
 
 
 class Raw:
-    """A socket to the broker for what no proper client would send."""
+    """A raw socket to the broker, to send what no proper client sends."""
 
     def __init__(self, path):
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -97,7 +97,7 @@ class Raw:
 
 
 class Broker:
-    """A broker process in a folder of its own; may be killed and started again there."""
+    """A broker process in a folder of its own; a test may kill it and start it again there."""
 
     module = "jupyter_gpupool.broker"
 
@@ -107,21 +107,21 @@ class Broker:
         self.log = self.folder / "broker.log"
         self.config_file = self.folder / "config.json"
         self.process = None
-        #: Of the test that has it now: the process at its begin, the journal's last row then.
+        #: When the current test began: the broker's process, and the last row of the journal.
         self._pid = None
         self._after = 0
-        #: Whether it is not fit for another test, whatever its status says.
+        #: Whether another test must not use it, whatever its status shows.
         self.disturbed = False
         self.configure(**config)
 
     def begin(self):
-        """A test begins: what was before is none of its business."""
+        """Begin a test: forget the rows that earlier tests wrote."""
         with self.client() as client:
             self._after = client.call("journal", limit=0)["seq"]
         self._pid = self.process.pid
 
     def rests(self):
-        """End what sessions are left; return whether this broker is as good as a new one."""
+        """End the sessions that are left; return whether this broker is as good as a new one."""
         if self.disturbed or self.process is None or self.process.pid != self._pid:
             return False
         with suppress(AssertionError, GPUPoolError):
@@ -173,13 +173,13 @@ class Broker:
 
     @property
     def started(self):
-        """Start it and fail unless it serves."""
+        """Start it; fail unless it answers."""
         answer = self.start()
         assert answer["ok"], answer
         return self
 
     def kill(self):
-        """SIGKILL, as the OOM killer does it."""
+        """Send SIGKILL, as the OOM killer does."""
         self.process.kill()
         self.process.wait(20)
         self.process = None
@@ -194,7 +194,7 @@ class Broker:
         if self.process is not None:
             self.process.kill()
             self.process.wait(20)
-        # What a killed broker leaves for the next one.
+        # A killed broker leaves its folder of pages.
         remove(SHARED_MEMORY / folder_name(self.socket))
 
     def tail(self, size=4000):
@@ -212,7 +212,7 @@ class Broker:
         return next((s for s in self.status()["sessions"] if s["id"] == name), None)
 
     def lost_its_journal(self):
-        """Its rows are numbered from 1 again."""
+        """Note that its rows are numbered from 1 again."""
         self._after = 0
 
     def rows(self, *kinds):
@@ -227,7 +227,7 @@ class Broker:
 
 
 def journal_rows(journal):
-    """Return the committed rows of a journal, oldest first, as a reader of its file finds them."""
+    """Return the committed rows of a journal, oldest first, read from its file."""
     columns = "seq, time, kind, session, owner, device, bytes, seconds, reason, detail"
     with closing(sqlite3.connect(f"file:{quote(str(journal.path))}?mode=ro", uri=True)) as db:
         found = db.execute(f"SELECT {columns} FROM events ORDER BY seq").fetchall()
@@ -290,7 +290,7 @@ class Kernel:
         return self.answer()
 
     def refused(self, do, **fields):
-        """Do what fails; return the error's code."""
+        """Do something that must fail; return the error's code."""
         self.tell(do, **fields)
         assert select.select([self.process.stdout], [], [], 60)[0], "the child is silent"
         return json.loads(self.process.stdout.readline())["code"]
@@ -325,7 +325,7 @@ class Kernel:
 
 
 def as_new(status):
-    """Whether the pool holds and remembers nothing of anybody."""
+    """Return whether the pool holds nothing and remembers no session."""
     return (
         not status["sessions"]
         and not status["host"]["used_bytes"]
@@ -333,7 +333,7 @@ def as_new(status):
         and all(
             d["can_suspend"]
             and not d["drained_reason"]
-            and not d["memory_used"]  # None: nobody looks any more, all that was ours is gone
+            and not d["memory_used"]  # None: all sessions are gone, and nothing samples
             and d["memory_granted"] == d["memory_foreign"] == 0
             for d in status["devices"]
         )
@@ -341,7 +341,7 @@ def as_new(status):
 
 
 def environment(folder):
-    """Return an environment in which nothing of this machine's own configuration counts."""
+    """Return an environment without this machine's own configuration."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("GPUPOOL_", "JUPYTER_"))}
     return {
         **kept,

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker of another vendor's devices: host memory, of which each program's part is one file.
+"""A broker of another vendor's devices: they are host memory, and each allocation is a file.
 
-It has no driver, no guard, and no process to talk to. ``<machine>/<uuid>/<pid>`` is what a program
-has on a device, ``<machine>/host/<pid>`` what it had on one until it was suspended.
+It has no driver and no guard. The file ``<machine>/<uuid>/<pid>`` is the memory of a program on
+a device; ``<machine>/host/<pid>`` is the same memory after a suspend.
 """
 
 from __future__ import annotations

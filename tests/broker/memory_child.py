@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A program on the devices of ``memory_broker``: what it allocates there is a file."""
+"""A program on the devices of ``memory_broker``: each of its allocations is a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def do_alloc(command):
 
 
 def do_where(_):
-    """Return where this program's memory is, with its first byte and its size."""
+    """Return the file with this program's memory, its first byte and its size."""
     (found,) = Path(os.environ[MACHINE]).glob(f"*/{os.getpid()}")
     with found.open("rb") as file:
         return [found.parent.name, file.read(1)[0], found.stat().st_size]

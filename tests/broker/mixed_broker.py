@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker that takes each emulated GPU with an odd index for one of another model."""
+"""A broker that sees emulated GPUs with odd indices as another model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose state folder is on NFS, as far as statfs tells: no test can mount one."""
+"""A broker whose statfs reports NFS for its state folder, because no test can mount NFS."""
 
 from __future__ import annotations
 

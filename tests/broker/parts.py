@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Single parts of a broker, for tests that need no process."""
+"""Single parts of a broker, for tests without a process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def _nothing():
 
 
 def monitor_of(core, *, room=None, samples=None, foreign_processes="count"):
-    """Return a monitor of which all parts but these do nothing."""
+    """Return a monitor in which only these parts do anything."""
     settings = SimpleNamespace(foreign_processes=foreign_processes, sample_interval=1.0)
     return Monitor(
         core,

@@ -21,7 +21,7 @@ from .kit import wait_until
 
 
 def kill(broker):
-    """SIGKILL whichever broker serves now; return when it does not answer any more."""
+    """Kill the broker that serves now; return when it no longer answers."""
     if broker.process is not None:
         broker.kill()
         return
@@ -32,7 +32,7 @@ def kill(broker):
 
 @pytest.fixture
 def client(make_broker):
-    """A client of a broker that somebody starts again; the last of them ends with the test."""
+    """A client that starts a broker again if none answers; the last broker ends with the test."""
     broker = make_broker().started
 
     def find():
@@ -47,7 +47,7 @@ def client(make_broker):
 
 @pytest.fixture
 def process():
-    """A process that does nothing until it is ended."""
+    """A process that does nothing until the test ends it."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()
@@ -62,14 +62,14 @@ def test_session_opened_before_a_kill_is_launched_after_it(client, process):
     assert session["state"] == "detached"
 
 
-def test_session_is_opened_although_the_broker_died_before(client):
+def test_session_opens_after_the_brokers_death(client):
     first = client.broker.status()["pid"]
     client.call("ping")
     kill(client.broker)
     assert client.call("open", kernel_id="k", label="k")["pid"] != first
 
 
-def test_launch_is_told_again_when_the_answer_was_lost(client, process):
+def test_launch_is_repeated_when_its_answer_was_lost(client, process):
     opened = client.call("open", kernel_id="k", label="k")
     for _ in range(2):
         client.call("launched", session=opened["session"], pid=process.pid)

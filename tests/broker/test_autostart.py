@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Brokers that are started when needed, end when not, and read their configuration again."""
+"""Brokers start on demand, end when idle, and read their configuration again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .kit import BIG, MACHINE, Kernel, MiB, wait_until
 
 @pytest.fixture
 def clean(monkeypatch, folder):
-    """The environment of a user without any configuration, and one's own folder for the socket."""
+    """The environment of a user without configuration, with a folder for the socket."""
     for name in list(os.environ):
         if name.startswith(("GPUPOOL_", "JUPYTER_")):
             monkeypatch.delenv(name)
@@ -45,7 +45,7 @@ def clean(monkeypatch, folder):
 
 
 def with_pid(pid):
-    """End a broker that a test has started, and wait for it."""
+    """End a broker that a test started, and wait for its exit."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -72,14 +72,14 @@ def status(path):
         return client.call("status")
 
 
-def test_it_starts_once_and_is_found_again(clean):
+def test_broker_starts_once_and_is_found_again(clean):
     path = ensure_broker(settings(clean))
     assert path == clean / "gpupool" / "broker.sock"
     first = status(path)
     assert first["machine"] == f"EMULATED {MACHINE}"
     assert ensure_broker(None) == path
     assert status(path)["pid"] == first["pid"]
-    # Of its own session: ^C in the terminal of the server does not end it.
+    # It has its own session: ^C in the server's terminal does not end it.
     assert os.getsid(first["pid"]) == first["pid"]
     config = path.with_suffix(".config.json")
     assert config.stat().st_mode & 0o777 == 0o600
@@ -87,7 +87,7 @@ def test_it_starts_once_and_is_found_again(clean):
 
 
 @pytest.mark.parametrize("starters", [8, pytest.param(20, marks=pytest.mark.long)])
-def test_many_at_once_start_one(clean, starters):
+def test_concurrent_callers_start_one_broker(clean, starters):
     script = (
         "import json, sys; from jupyter_gpupool.starting import ensure_broker;"
         "from jupyter_gpupool.client import Client;"
@@ -110,7 +110,7 @@ def test_many_at_once_start_one(clean, starters):
 
 
 def test_options_of_a_command_line_reach_the_broker(clean):
-    r"""As ``jupyter lab --GPUPool.emulate=...`` leaves them in the server's configuration."""
+    r"""``jupyter lab --GPUPool.emulate=...`` leaves its options in the server's configuration."""
     loader = KVArgParseConfigLoader(
         argv=[
             f"--GPUPool.emulate={MACHINE}",
@@ -124,7 +124,7 @@ def test_options_of_a_command_line_reach_the_broker(clean):
     assert found["emulated"]
 
 
-def test_a_configuration_as_an_object(clean):
+def test_configuration_may_be_an_object(clean):
     config = Config(settings(clean, idle_timeout=55))
     assert status(ensure_broker(config))["settings"]["idle_timeout"] == 55
 
@@ -143,11 +143,11 @@ def test_a_broker_that_cannot_start_says_why(clean, more, says):
         ensure_broker(settings(clean, **more))
     assert says in str(caught.value)
     assert not (clean / "gpupool" / "broker.sock").exists()
-    # And once the fault is gone, it starts.
+    # Without the fault, it starts.
     assert status(ensure_broker(settings(clean)))["devices"]
 
 
-def test_a_broker_that_hangs_at_its_start_is_ended(clean):
+def test_broker_that_hangs_at_its_start_is_ended(clean):
     ensure_broker(settings(clean))
     path = clean / "gpupool" / "broker.sock"
     pid = status(path)["pid"]
@@ -157,7 +157,7 @@ def test_a_broker_that_hangs_at_its_start_is_ended(clean):
 
 
 def test_program_that_hangs_before_it_runs_the_broker_is_ended(clean, monkeypatch):
-    """As on a file system that does not answer: the caller's limit holds there as well."""
+    """A file system that does not answer blocks exec; the caller's limit applies to it too."""
     stuck, pid = clean / "stuck", clean / "pid"
     stuck.write_text(f"#!/bin/sh\necho $$ > {pid}\nsleep 600\n")
     stuck.chmod(0o755)
@@ -170,7 +170,7 @@ def test_program_that_hangs_before_it_runs_the_broker_is_ended(clean, monkeypatc
     wait_until(lambda: identify(int(pid.read_text())) is None, "its end", 60)
 
 
-def test_what_json_cannot_say_is_refused(clean):
+def test_settings_that_json_cannot_hold_are_refused(clean):
     with pytest.raises(BrokerUnavailable, match="cannot be handed"):
         ensure_broker(settings(clean, quotas={"ada": object()}))
 
@@ -208,13 +208,13 @@ def test_a_broker_without_sessions_ends_itself(make_broker):
     with kernel_on(broker) as one:
         one.attach()
         assert broker.process.poll() is None
-    # Its kernel is gone; nobody asks it anything.
+    # Its kernel is gone, and no client sends requests.
     assert broker.process.wait(60) == 0
     assert not broker.socket.exists()
     assert "No session for" in broker.tail()
 
 
-def test_a_second_broker_is_refused_and_the_first_goes_on(broker):
+def test_second_broker_is_refused_and_the_first_continues(broker):
     process = broker.process
     answer = broker.start()
     assert answer["ok"] is False
@@ -249,7 +249,7 @@ def test_a_bad_configuration_changes_nothing(broker, kernel, bad):
     assert one.state() == "active"
 
 
-def test_what_needs_a_restart_is_said(broker):
+def test_option_that_needs_a_restart_is_logged_at_sighup(broker):
     broker.configure(emulate="1x1GiB")
     broker.process.send_signal(signal.SIGHUP)
     wait_until(lambda: "from the next start" in broker.tail(), "the notice")
@@ -258,7 +258,7 @@ def test_what_needs_a_restart_is_said(broker):
 
 @pytest.fixture
 def small_disk(folder):
-    """A file system of one MiB, and a file on it that fills it."""
+    """A file system of one MiB, and a file that fills it."""
     state = folder / "state"
     state.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(state)]
@@ -289,7 +289,7 @@ def fill(file):
         file.write(b"x" * 4096)
 
 
-def test_a_journal_that_cannot_be_made_is_one_sentence(make_broker, folder):
+def test_journal_that_cannot_be_made_is_a_one_sentence_error(make_broker, folder):
     (folder / "file").write_text("")
     answer = make_broker(state_dir=str(folder / "file" / "state")).start()
     assert answer["ok"] is False
@@ -297,7 +297,7 @@ def test_a_journal_that_cannot_be_made_is_one_sentence(make_broker, folder):
     assert "state_dir" in answer["next_step"]
 
 
-def test_sessions_of_a_broker_whose_devices_are_chosen(make_broker):
+def test_sessions_start_on_a_broker_with_chosen_devices(make_broker):
     broker = make_broker(devices=[1]).started
     assert [d["index"] for d in broker.status()["devices"]] == [1]
     with kernel_on(broker) as one:

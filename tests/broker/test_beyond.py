@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the driver takes for a process beyond what its guard charges: learnt, part of the slice."""
+"""Driver memory beyond the guard's count: the broker learns it and charges it to the slice."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from . import kit
 from .kit import MiB, wait_until
 from .test_guarded import OUT_OF_MEMORY, Program
 
-#: As the machine's text says, and what is loaded lazily: more than the watchdog tolerates on a
-#: device of 2 GiB (128 MiB), and less than what is explained there for a process (256 MiB).
+#: The machine's context, and lazily loaded code: more than the watchdog tolerates on a device of
+#: 2 GiB (128 MiB), less than the most that the broker explains for one process (256 MiB).
 CONTEXT, CODE = 32 * MiB, 200 * MiB
 
 
@@ -32,7 +32,7 @@ def parts():
 
 @pytest.fixture
 def begun(make_broker):
-    """Start a program on a broker whose driver has a temperament from now on."""
+    """Start a program on a broker whose driver gets a quirk now."""
     programs = []
 
     def make(memory, *temperament, **config):
@@ -53,7 +53,7 @@ def used(program, size):
 
 def test_lazily_loaded_code_is_not_overuse(begun):
     broker, program = begun(600 * MiB, "loaded-code", CODE, overuse="end")
-    program.begin(560 * MiB)  # with the context nearly all of its slice, then code beyond it
+    program.begin(560 * MiB)  # nearly its whole slice with the context; code comes on top
     used(program, 560 * MiB + CONTEXT + CODE)
     wait_until(lambda: broker.status()["devices"][0]["memory_used"] >= 792 * MiB, "NVML shows it")
     assert program.status()["overuse_bytes"] == 0
@@ -65,12 +65,12 @@ def test_lazily_loaded_code_is_part_of_the_slice(begun):
     _broker, program = begun(600 * MiB, "loaded-code", CODE)
     program.begin(64 * MiB)
     used(program, 64 * MiB + CONTEXT + CODE)
-    # 600 - 296 are left of it.
+    # 600 - 296 MiB are left.
     assert program.do("alloc", bytes=320 * MiB, byte=7) == OUT_OF_MEMORY
     assert program.do("alloc", bytes=280 * MiB, byte=8) is None
 
 
-def test_dear_context_is_charged_what_it_costs(begun):
+def test_expensive_context_is_charged_what_it_costs(begun):
     _broker, program = begun(600 * MiB, "context-more", 100 * MiB)
     program.begin()
     used(program, CONTEXT + 100 * MiB)
@@ -90,14 +90,14 @@ def test_learnt_overhead_counts_again_after_a_resume(begun):
     used(program, 64 * MiB + CONTEXT + CODE)
 
 
-# ---------------------------------------------------------------------- the rule by itself
+# ---------------------------------------------------------------------- the rule alone
 
 
 OWNERS = {ProcessId(7, 1): "s"}
 
 
 def look(beyond, session, shown, counted, constant=32, *, before=None, listed=None):
-    """One look at a process, sizes in MiB."""
+    """Feed one sample of a process, in MiB; return what the broker has learnt."""
 
     def reading(size):
         slot = Slot(7, 1, 0, 0, 0, 0, (size * MiB,), (constant * MiB,), 0)
@@ -127,14 +127,14 @@ def rule():
     return Overheads(runner, None, SimpleNamespace()), session
 
 
-def test_nothing_is_learnt_before_several_looks_agree(rule):
+def test_nothing_is_learnt_before_several_samples_agree(rule):
     looks = [look(*rule, 300, 200) for _ in range(AGREE)]
     assert looks == [0] * (AGREE - 1) + [100]
 
 
-def test_memory_freed_between_two_looks_is_not_learnt(rule):
+def test_memory_freed_between_two_samples_is_not_learnt(rule):
     for _ in range(10):
-        # NVML was asked before the program freed 100 MiB, the page read after that.
+        # The program freed 100 MiB after the NVML sample and before the read of the page.
         assert look(*rule, 200, 100, before=200) == 0
 
 
@@ -145,12 +145,12 @@ def test_cheap_context_is_charged_less_if_the_list_is_complete(rule):
     assert look(*rule, 84, 96) == -12, "of the context, whatever is allocated beside it"
 
 
-def test_list_that_lacks_memory_makes_no_context_cheap(rule):
+def test_list_that_lacks_memory_makes_no_context_cheaper(rule):
     for _ in range(AGREE):
         assert look(*rule, 20, 32, listed=32) == 0
 
 
-def test_only_so_much_of_a_process_is_explained(rule):
+def test_explained_memory_of_a_process_is_bounded(rule):
     look(*rule, 1000, 100)
     assert rule[1].use.explained == {"G": excused(2048 * MiB)}
     assert excused(80 << 30) == 1 << 30

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a kernel gets that does not ask, on a machine the defaults do not fit."""
+"""Default sizes on machines that are too small for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_default_larger_than_a_device_gives_all_of_it_and_warns(make_broker):
     assert broker.log.read_text().count("c.GPUPool.default_memory is 4 GiB and the largest") == 1
 
 
-def test_default_that_the_host_cannot_keep_is_refused_by_name(make_broker):
+def test_default_that_host_memory_cannot_keep_is_refused(make_broker):
     from jupyter_gpupool.errors import RefusedError
 
     broker = make_broker(host_memory="64MiB").started

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A whole broker over drivers that answer the open questions the other way.
+"""A whole broker over drivers with quirks: other answers to the open questions.
 
-Which these are is in the emulator's README; each test here names the temperament it turns on.
+The emulator's README lists them; each test here names the quirk that it turns on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from .kit import CAPACITY, Kernel, MiB, wait_until
 
-#: What a session takes here: two of these fit on a device only without a residue.
+#: A session's size here: a device has room for two only without a residue.
 SMALL = 64 * MiB
 
 
@@ -31,7 +31,7 @@ def made():
 
 @pytest.fixture
 def ready(make_broker):
-    """Return a broker whose driver has had its temperament from the start."""
+    """Return a broker whose driver has its quirk from the start."""
 
     def make(*temperaments, **config):
         broker = make_broker(**config)
@@ -51,14 +51,14 @@ def foreign(broker):
 
 
 def away(kernel):
-    """Have a kernel suspended."""
+    """Suspend a kernel."""
     kernel.do("drop", hold="cell")
     kernel.server.call("release", session=kernel.session)
     kernel.wait_state("detached")
 
 
 def seen(broker, kernel, least):
-    """Wait until a sample has shown what a kernel has."""
+    """Wait until a sample shows a kernel's memory."""
     wait_until(
         lambda: (broker.session(kernel.session)["footprint_bytes"] or 0) >= least,
         "its memory to be seen",
@@ -68,17 +68,17 @@ def seen(broker, kernel, least):
 # ------------------------------------------------------------------ memory
 
 
-def test_a_whole_device_is_had_beside_the_drivers_residue(ready, made):
-    """residue: what is there before the first session is the driver's, and nobody waits for it."""
+def test_slice_can_be_all_but_the_drivers_residue(ready, made):
+    """residue: memory in use before the first session is the driver's; no kernel waits for it."""
     broker = ready(("residue", {"bytes": "40MiB"}))
     (capacity,) = {d["memory_capacity"] for d in broker.status()["devices"]}
-    assert capacity == CAPACITY - 40 * MiB - 2 * MiB  # of which the residue may vary
+    assert capacity == CAPACITY - 40 * MiB - 2 * MiB  # the margin for changes of the residue
     whole = made(broker, "whole", memory=capacity)
     whole.attach()
     whole.do("alloc", bytes=400 * MiB, byte=7)
     seen(broker, whole, 400 * MiB)
     assert foreign(broker) == [0, 0]
-    # It fills its slice, a little stays of its context, and it comes back all the same.
+    # It fills its slice; the residue grows within the margin, and it resumes all the same.
     away(whole)
     broker.faults.set("residue", bytes="42MiB")
     whole.attach()
@@ -86,13 +86,13 @@ def test_a_whole_device_is_had_beside_the_drivers_residue(ready, made):
     assert foreign(broker) == [0, 0]
 
 
-def test_a_residue_that_grows_is_said_to_be_outside_the_pool(ready, made):
-    """residue: more than may vary counts, and the sentence blames no process."""
+def test_growing_residue_counts_as_outside_the_pool(ready, made):
+    """residue: growth beyond the margin counts, and the sentence blames no process."""
     broker = ready(("residue", {"bytes": "40MiB"}), devices=["0"])
     capacity = broker.status()["devices"][0]["memory_capacity"]
     one = made(broker, "one", memory=SMALL)
     one.attach()
-    one.do("alloc", bytes=32 * MiB, byte=2)  # all of its slice, so that this covers nothing
+    one.do("alloc", bytes=32 * MiB, byte=2)  # its whole slice, which then hides none of the growth
     broker.faults.set("residue", bytes="60MiB")
     wait_until(lambda: foreign(broker)[0] == 18 * MiB, "the growth to be seen")
     whole = made(broker, "whole", memory=capacity)
@@ -107,12 +107,12 @@ def test_a_residue_that_grows_is_said_to_be_outside_the_pool(ready, made):
 
 
 def test_growing_residue_is_measured_again_on_a_device_at_rest(ready, made):
-    """residue: what the driver takes in weeks of use is not counted as used outside the pool."""
+    """residue: memory that the driver takes over weeks does not count as outside the pool."""
     broker = ready(("residue", {"bytes": "40MiB"}), devices=["0"])
     before = broker.status()["devices"][0]["memory_capacity"]
     one = made(broker, "one", memory=SMALL)
     one.attach()
-    one.do("alloc", bytes=32 * MiB, byte=2)  # all of its slice, so that this covers nothing
+    one.do("alloc", bytes=32 * MiB, byte=2)  # its whole slice, which then hides none of the growth
     broker.faults.set("residue", bytes="60MiB")
     wait_until(lambda: foreign(broker)[0] == 18 * MiB, "the growth to be seen", 60)
     away(one)
@@ -124,7 +124,7 @@ def test_growing_residue_is_measured_again_on_a_device_at_rest(ready, made):
     wait_until(lambda: foreign(broker)[0] == 0, "what was measured is not foreign", 60)
     whole = made(broker, "whole", memory=capacity)
     whole.attach()
-    # And again when there is less of it.
+    # And again when the residue shrinks.
     away(whole)
     broker.faults.set("residue", bytes="40MiB")
     wait_until(
@@ -134,8 +134,8 @@ def test_growing_residue_is_measured_again_on_a_device_at_rest(ready, made):
     assert one.do("check") == 32 * MiB
 
 
-def test_a_list_that_lacks_contexts_counts_nothing_twice(ready, made):
-    """nvml-less: the context is in the slice, so it is not foreign memory beside it."""
+def test_list_without_contexts_counts_nothing_twice(ready, made):
+    """nvml-less: the slice covers the context, so the context is not foreign memory."""
     broker = ready(("nvml-less", {"bytes": "30MiB"}), devices=["0"])
     kernels = [made(broker, f"k{n}", memory=CAPACITY // 4) for n in range(4)]
     for kernel in kernels[:3]:
@@ -145,7 +145,7 @@ def test_a_list_that_lacks_contexts_counts_nothing_twice(ready, made):
     assert foreign(broker) == [0]
     kernels[3].attach()
     away(kernels[0])
-    # Context and all, although the list showed less.
+    # This includes the context, although the list showed less.
     assert broker.session(kernels[0].session)["suspended_bytes"] == 96 * MiB
     kernels[0].attach()
     assert kernels[0].do("check") == 64 * MiB
@@ -161,7 +161,7 @@ def test_a_list_that_lacks_contexts_counts_nothing_twice(ready, made):
     ids=["as before", "with nothing", "with a little"],
 )
 def test_suspended_kernel_that_nvml_still_lists_blocks_no_kernel(ready, made, temperament):
-    """nvml-lag, suspend-keeps: its slice goes to others, and nobody is called a thief."""
+    """nvml-lag, suspend-keeps: others get its slice; no overuse is reported."""
     broker = ready(
         temperament, ("residue", {"bytes": "4MiB"}), devices=["0"], overuse="end",
         foreign_processes="report",
@@ -182,8 +182,8 @@ def test_suspended_kernel_that_nvml_still_lists_blocks_no_kernel(ready, made, te
     assert not broker.rows("overuse", "foreign", "lost")
 
 
-def test_who_has_more_after_a_resume_goes_and_comes_again(ready, made):
-    """restore-more: it is counted with what it has now."""
+def test_kernel_that_grew_in_a_restore_is_suspended_again(ready, made):
+    """restore-more: the pool counts the larger memory."""
     broker = ready()
     one = made(broker, "one")
     one.attach()
@@ -199,8 +199,8 @@ def test_who_has_more_after_a_resume_goes_and_comes_again(ready, made):
 # ------------------------------------------------------------------ time
 
 
-def test_nvml_that_waits_for_a_copy_only_delays_others(ready, made):
-    """nvml-waits: no device is lost, no kernel ended, and who comes meanwhile is served."""
+def test_slow_nvml_during_a_copy_only_delays_others(ready, made):
+    """nvml-waits: no device is lost, no kernel ends, and a new kernel gets its slice meanwhile."""
     broker = ready(("nvml-waits", {}))
     one, two = made(broker, "one"), made(broker, "two")
     one.attach()
@@ -217,8 +217,8 @@ def test_nvml_that_waits_for_a_copy_only_delays_others(ready, made):
     assert "is killed" not in broker.tail()
 
 
-def test_a_lock_that_keeps_no_time_costs_nobody_a_kernel(ready, made):
-    """lock-ignores-timeout: it keeps its slice, is told why, and goes when it can."""
+def test_lock_that_ignores_its_timeout_costs_no_kernel(ready, made):
+    """lock-ignores-timeout: the kernel keeps its slice, learns why, and is suspended later."""
     broker = ready(lock_timeout=0.2)
     one = made(broker, "one")
     one.attach()
@@ -232,7 +232,7 @@ def test_a_lock_that_keeps_no_time_costs_nobody_a_kernel(ready, made):
     )  # fmt: skip
     assert one.state() == "idle"
     broker.faults.clear()
-    assert one.do("check") == 64 * MiB  # nobody left it locked
+    assert one.do("check") == 64 * MiB  # it is not locked any more
     one.wait_state("detached", seconds=60)
     one.attach()
     assert one.do("check") == 64 * MiB
@@ -242,8 +242,8 @@ def test_a_lock_that_keeps_no_time_costs_nobody_a_kernel(ready, made):
 # ------------------------------------------------------------------ restore
 
 
-def test_a_restore_that_fails_and_keeps_the_state_is_tried_again(ready, made):
-    """restore-keeps-state: it waits with the driver's own words, and loses nothing."""
+def test_restore_that_fails_and_keeps_the_state_is_retried(ready, made):
+    """restore-keeps-state: it waits with the driver's own words as the reason."""
     broker = ready(("restore-keeps-state", {}))
     one = made(broker, "one")
     one.attach()
@@ -263,7 +263,7 @@ def test_a_restore_that_fails_and_keeps_the_state_is_tried_again(ready, made):
 
 
 def test_kernel_that_cannot_move_waits_for_its_gpu(ready, made):
-    """migration-refused, although the self-test could: its user reads that the old GPU will do."""
+    """migration-refused, although the self-test could move: the reason names the old GPU."""
     broker = ready()
     one, busy = made(broker, "one"), made(broker, "busy")
     one.attach()
@@ -271,7 +271,7 @@ def test_kernel_that_cannot_move_waits_for_its_gpu(ready, made):
     first = device_of(broker, one)
     away(one)
     busy.attach()
-    if device_of(broker, busy) != first:  # the best fit is the tightest, whichever that is
+    if device_of(broker, busy) != first:  # best fit may take either device
         other = made(broker, "other")
         other.attach()
         busy, other = other, busy

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""One peer's limits: what closes a connection, and what does not."""
+"""Limits for one peer: which input closes a connection, and which does not."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def messages(reader):
     return [json.loads(text) async for text in reader]
 
 
-def test_answers_come_in_order_and_fields_are_kept(folder):
+def test_answers_keep_the_order_and_fields_of_requests(folder):
     async def scenario(service, connect):
         reader, writer = await connect()
         writer.write(b"".join(line(type="journal", id=n, limit=n) for n in range(1, 500)))
@@ -114,7 +114,7 @@ def test_a_message_in_pieces_is_one_message(folder):
         b"\n",
     ],
 )
-def test_rubbish_is_answered_counted_and_survived(folder, rubbish):
+def test_rubbish_is_answered_and_counted_and_the_peer_stays(folder, rubbish):
     async def scenario(service, connect):
         reader, writer = await connect()
         writer.write(rubbish)
@@ -127,7 +127,7 @@ def test_rubbish_is_answered_counted_and_survived(folder, rubbish):
     run(folder, scenario)
 
 
-def test_who_sends_only_rubbish_is_disconnected(folder):
+def test_peer_that_sends_only_rubbish_is_disconnected(folder):
     async def scenario(service, connect):
         reader, writer = await connect()
         writer.write(b"x\n" * 100)
@@ -140,11 +140,11 @@ def test_who_sends_only_rubbish_is_disconnected(folder):
     run(folder, scenario)
 
 
-def test_an_endless_line_is_cut(folder):
+def test_endless_line_is_cut(folder):
     async def scenario(service, connect):
         reader, writer = await connect()
         writer.write(b"x" * (MAX_REQUEST + 70_000))
-        with contextlib.suppress(ConnectionError):  # it may still be writing when it is cut
+        with contextlib.suppress(ConnectionError):  # the cut may come while it still writes
             found = await messages(reader)
             assert [m["code"] for m in found] == ["too-long", "abuse"]
         assert service.counters.closed_for_abuse == 1
@@ -166,7 +166,7 @@ def test_half_a_line_at_the_end_is_counted(folder):
     run(folder, scenario)
 
 
-def test_a_refusal_and_a_fault_of_ours_are_answered(folder, caplog):
+def test_refusals_and_internal_faults_are_answered(folder, caplog):
     async def scenario(service, connect):
         reader, writer = await connect()
         writer.write(line(type="watch", id=1) + line(type="status", id=2) + line(type="ping", id=3))
@@ -178,7 +178,7 @@ def test_a_refusal_and_a_fault_of_ours_are_answered(folder, caplog):
     run(folder, scenario)
 
 
-def test_a_peer_that_is_not_served_is_told_why(folder):
+def test_peer_that_is_not_served_gets_a_reason(folder):
     async def scenario(service, connect):
         service.refuse_all = RefusedError("Not you.", code="not-served")
         reader, writer = await connect()

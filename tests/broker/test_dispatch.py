@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whose request is handled next, what waits for its user's budget, and what nobody reads."""
+"""The order of requests, the budgets of users, and the bounds on unread bytes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from jupyter_gpupool.broker.transport.connection import Connection, Counters
 from jupyter_gpupool.broker.transport.dispatch import PRICES, Dispatcher
 from jupyter_gpupool.protocol import MAX_REQUEST, REQUESTS
 
-#: User ids; the peer of a connection is of the user that the test is.
+#: User ids; a test chooses the user of each connection.
 ADA, BEN = 21001, 21002
 
 
 class Service:
-    """Notes what it was asked in the order in which it was, and answers."""
+    """A service that answers, and records the requests in the order in which it handles them."""
 
     def __init__(self):
         self.counters = Counters()
@@ -33,7 +33,7 @@ class Service:
         self.handled = []
         self.connections = []
         self.answer_reads = True
-        #: What an answer carries.
+        #: The payload of each answer.
         self.load = ""
 
     def connected(self, connection):
@@ -89,7 +89,7 @@ async def until(condition):
 
 
 async def messages(sock, count):
-    """Return so many messages from a socket."""
+    """Return this many messages from a socket."""
     loop, data = asyncio.get_running_loop(), b""
     while data.count(b"\n") < count:
         chunk = await loop.sock_recv(sock, 1 << 16)
@@ -114,7 +114,7 @@ def test_every_kind_of_request_has_a_price():
 
 
 def test_requests_of_two_users_are_handled_in_turn(folder, monkeypatch):
-    """Ada has 30 connections full of requests; Ben's are between hers, not behind them."""
+    """Ada has 30 connections full of requests; Ben's requests are served between hers."""
 
     async def scenario(service, connect):
         hers = [await connect(ADA) for _ in range(30)]
@@ -126,14 +126,14 @@ def test_requests_of_two_users_are_handled_in_turn(folder, monkeypatch):
         before_his_last = service.handled[: service.handled.index((BEN, "ping")) + 1]
         last = max(n for n, (uid, _) in enumerate(service.handled) if uid == BEN)
         between = sum(uid == ADA for uid, _ in service.handled[len(before_his_last) : last])
-        # Of equal prices, each of his waits for at most as many of hers as fit in her part.
+        # At equal prices, at most one quantum of Ada's requests precedes each of Ben's.
         assert between <= 20 * (dispatch.QUANTUM + 1)
 
     run(folder, monkeypatch, scenario)
 
 
 def test_expensive_requests_get_fewer_turns(folder, monkeypatch):
-    """A status costs more than a ping: of equal shares there are fewer of them."""
+    """A status costs more than a ping, so fewer statuses fit in an equal share."""
 
     async def scenario(service, connect):
         hers, his = await connect(ADA), await connect(BEN)
@@ -141,7 +141,7 @@ def test_expensive_requests_get_fewer_turns(folder, monkeypatch):
         his.send(flood(150))
         await messages(his, 150)
         statuses = service.handled.count((ADA, "status"))
-        # 150 / 8 by the prices; a ping that took long is dearer than its price.
+        # The prices give 150 / 8; a ping that takes long costs more than its price.
         assert statuses < 150 / 3
 
     run(folder, monkeypatch, scenario)
@@ -166,7 +166,7 @@ def small_budgets(monkeypatch, *, reads=(1000.0, 20.0), acts=(1000.0, 50.0)):
     monkeypatch.setattr(dispatch, "ACTS", acts)
 
 
-def test_budget_is_the_users_over_all_connections(folder, monkeypatch):
+def test_budget_of_a_user_covers_all_connections(folder, monkeypatch):
     small_budgets(monkeypatch, reads=(0.001, 20.0))
 
     async def scenario(service, connect):
@@ -175,7 +175,7 @@ def test_budget_is_the_users_over_all_connections(folder, monkeypatch):
             one.send(flood(5))
         await until(lambda: service.dispatcher.delayed == 10)
         assert len(service.handled) <= 20 + 1
-        # A new connection brings no new budget, and another user has one.
+        # A new connection brings no new budget; another user has a budget of his own.
         hers[0].close()
         again, his = await connect(ADA), await connect(BEN)
         again.send(line("ping", id=1))
@@ -201,7 +201,7 @@ def test_reads_over_the_budget_are_only_delayed(folder, monkeypatch):
     run(folder, monkeypatch, scenario)
 
 
-def test_a_read_that_waits_too_long_is_refused_with_a_time(folder, monkeypatch):
+def test_read_that_waits_too_long_is_refused_with_a_time(folder, monkeypatch):
     small_budgets(monkeypatch, reads=(0.5, 1.0))
     monkeypatch.setattr(dispatch, "PATIENCE", 0.05)
 
@@ -220,7 +220,7 @@ def test_a_read_that_waits_too_long_is_refused_with_a_time(folder, monkeypatch):
 
 
 def test_acts_do_not_wait_for_the_reads_of_their_user(folder, monkeypatch):
-    """Neither on another connection nor behind a read on the same one."""
+    """They wait neither for another connection nor for a read on the same connection."""
     small_budgets(monkeypatch, reads=(0.001, 1.0))
 
     async def scenario(service, connect):
@@ -250,8 +250,8 @@ def test_acts_over_the_budget_are_delayed_and_never_refused(folder, monkeypatch)
     run(folder, monkeypatch, scenario)
 
 
-def test_a_flood_waits_in_its_sender(folder, monkeypatch):
-    """What is over the budget is not read: the broker keeps a few kilobytes of any connection."""
+def test_flood_waits_in_the_sender(folder, monkeypatch):
+    """The broker does not read beyond the budget: it keeps a few kilobytes of each connection."""
     small_budgets(monkeypatch, reads=(0.001, 1.0))
 
     async def scenario(service, connect):
@@ -268,7 +268,7 @@ def test_a_flood_waits_in_its_sender(folder, monkeypatch):
     run(folder, monkeypatch, scenario)
 
 
-def test_a_bucket_may_be_overdrawn_once_and_fills_again():
+def test_bucket_may_be_overdrawn_once_and_fills_again():
     bucket = TokenBucket(10.0, 20.0, now=0.0)
     bucket.pay(50.0, now=0.0)
     assert bucket.left(0.0) == -30.0
@@ -277,7 +277,7 @@ def test_a_bucket_may_be_overdrawn_once_and_fills_again():
     assert bucket.left(1000.0) == 20.0
 
 
-# --------------------------------------------------------------------------- what is kept
+# --------------------------------------------------------------------------- bounds
 
 
 def test_unfinished_requests_of_one_user_are_bounded(folder, monkeypatch):
@@ -295,8 +295,8 @@ def test_unfinished_requests_of_one_user_are_bounded(folder, monkeypatch):
     run(folder, monkeypatch, scenario)
 
 
-def test_who_does_not_read_gets_no_further_answer(folder, monkeypatch):
-    """Requests wait once an answer is left unread; that is one answer for each connection."""
+def test_connection_with_an_unread_answer_gets_no_other(folder, monkeypatch):
+    """Further requests wait until the peer reads, so each connection has one unread answer."""
 
     async def scenario(service, connect):
         service.load = "y" * 400_000
@@ -312,7 +312,7 @@ def test_who_does_not_read_gets_no_further_answer(folder, monkeypatch):
     run(folder, monkeypatch, scenario)
 
 
-def test_who_never_reads_is_disconnected(folder, monkeypatch):
+def test_peer_that_never_reads_is_disconnected(folder, monkeypatch):
     monkeypatch.setattr(module, "READER_PATIENCE", 0.05)
 
     async def scenario(service, connect):
@@ -340,7 +340,7 @@ def test_pushes_that_nobody_reads_close_the_connection(folder, monkeypatch):
     run(folder, monkeypatch, scenario)
 
 
-def test_unread_answers_of_a_user_are_bounded_in_all(folder, monkeypatch):
+def test_unread_answers_of_a_user_are_bounded_in_total(folder, monkeypatch):
     monkeypatch.setattr(dispatch, "USER_UNREAD", 2_000_000)
 
     async def scenario(service, connect):
@@ -358,7 +358,7 @@ def test_unread_answers_of_a_user_are_bounded_in_all(folder, monkeypatch):
     run(folder, monkeypatch, scenario)
 
 
-def test_a_user_who_has_left_is_forgotten(folder, monkeypatch):
+def test_user_without_connections_is_forgotten(folder, monkeypatch):
     async def scenario(service, connect):
         hers = await connect(ADA)
         hers.send(line("ping", id=1))
@@ -371,7 +371,7 @@ def test_a_user_who_has_left_is_forgotten(folder, monkeypatch):
 
 
 class HalfClosed(asyncio.Transport):
-    """A transport whose peer has said all that it will, and reads nothing."""
+    """A transport whose peer has closed its sending side, and reads nothing."""
 
     def __init__(self, protocol):
         super().__init__()
@@ -411,7 +411,7 @@ class HalfClosed(asyncio.Transport):
 
 
 def test_silent_peers_that_read_nothing_hold_bounded_bytes(monkeypatch):
-    """The broker closes them, and what they left unread counts until it is given up."""
+    """The broker closes them; their unread bytes count until it discards these bytes."""
     monkeypatch.setattr(module, "peer_of", lambda _socket: Peer(1, ADA, 0))
     monkeypatch.setattr(dispatch, "USER_UNREAD", 300_000)
 
@@ -419,7 +419,7 @@ def test_silent_peers_that_read_nothing_hold_bounded_bytes(monkeypatch):
         service = Service()
         made = []
         for number in range(100):
-            # The first leave most: the one to close is always one that closes already.
+            # The first peers leave most, so the one to close is always closing already.
             service.load = "x" * (30_000 - 10 * number)
             connection = Connection(service)
             transport = HalfClosed(connection)
@@ -440,7 +440,7 @@ def test_silent_peers_that_read_nothing_hold_bounded_bytes(monkeypatch):
 
 
 def test_stalled_long_requests_are_closed_and_others_handled(folder, monkeypatch):
-    """Before, they held all of their user's places for as long as they liked."""
+    """They used to hold all places of their user as long as they liked."""
     monkeypatch.setattr(module, "READER_PATIENCE", 0.5)
     part = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * (2 * module.CHUNK)
 
@@ -470,7 +470,7 @@ def test_stalled_long_requests_are_closed_and_others_handled(folder, monkeypatch
 
 
 def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
-    """A hundred connections that send all they can would keep the loop reading."""
+    """A hundred connections that send at full speed would keep the loop reading."""
     size, count = 200_000, 3 * dispatch.MAX_LONG
     line = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * size
 
@@ -487,12 +487,12 @@ def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
 
         long = read_on()
         assert len(long) == dispatch.MAX_LONG, "the others wait in their senders"
-        # Another user's is read, and a short one of the same user.
+        # The broker reads another user's long request, and a short one of the same user.
         (ben, short) = await connect(BEN), await connect(ADA)
         await loop.sock_sendall(ben, line + b'"}\n')
         await loop.sock_sendall(short, b'{"v":1,"type":"ping","id":1}\n')
         await until(lambda: {(BEN, "ping"), (ADA, "ping")} <= {*service.handled})
-        # One that leaves makes room, as one that is complete does.
+        # A connection that closes makes room, like a request that is complete.
         leaver = senders[service.connections.index(long[0])]
         ends[senders.index(leaver)].cancel()
         leaver.close()

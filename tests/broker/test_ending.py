@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""SIGTERM and SIGINT end a broker within five seconds, whatever it is doing."""
+"""SIGTERM and SIGINT end a broker within five seconds at any point."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 from . import kit
 from .kit import wait_until
 
-#: Seconds in which a broker ends, after which it says that it ended by force; and what a busy
-#: machine may add until its exit is seen.
+#: Seconds in which a broker ends (after them it logs that it ended by force), and what a busy
+#: machine may add.
 WITHIN, LATE = 5.0, 25.0
 
 
 def children(broker):
-    """Return the modules that run in the broker's children and theirs."""
+    """Return the command lines of the broker's children and of theirs."""
     with suppress(psutil.Error):
         found = psutil.Process(broker.process.pid).children(recursive=True)
         return [" ".join(child.cmdline()) for child in found]
@@ -37,7 +37,7 @@ def journal_there(broker):
     return any((broker.folder / "state").glob("journal*.sqlite"))
 
 
-#: Points of a start, in their order: at each the broker does something else.
+#: Points of a start, in order; the broker does something else at each.
 POINTS = {
     "at once": lambda _: True,
     "lock taken": lambda broker: Path(f"{broker.socket}.lock").exists(),
@@ -51,7 +51,7 @@ POINTS = {
 
 
 def ends(broker, number=signal.SIGTERM, within=WITHIN):
-    """Send a signal; fail unless the broker is gone in time and another one can start."""
+    """Send a signal; fail unless the broker ends in time and removes its socket."""
     found = []
     with suppress(psutil.Error):
         found = psutil.Process(broker.process.pid).children(recursive=True)
@@ -63,7 +63,7 @@ def ends(broker, number=signal.SIGTERM, within=WITHIN):
     wait_until(lambda: not any(p.is_running() for p in found), "the end of its children", 60)
 
 
-#: Each point with SIGTERM. SIGINT has the same handler: where there is none yet, and at the end.
+#: SIGTERM at each point. SIGINT shares its handler, so two points: before and after it is set.
 CASES = [
     *((point, signal.SIGTERM) for point in POINTS),
     ("at once", signal.SIGINT),
@@ -78,7 +78,7 @@ def test_signal_during_the_start_ends_it_and_frees_the_lock(make_broker, point, 
     wait_until(lambda: POINTS[point](broker) or broker.process.poll() is not None, point, 60)
     ends(broker, number)
     assert "Traceback" not in broker.tail() or point == "at once"
-    # Nothing stands in the way of the next one.
+    # Another broker can start.
     if number == signal.SIGTERM and point in ("self-test begun", "record written"):
         broker.started.stop()
 
@@ -92,8 +92,8 @@ def test_signals_spread_over_the_start_end_it(make_broker):
         ends(broker, signal.SIGTERM if step % 2 else signal.SIGINT)
 
 
-def test_a_signal_just_after_a_sample_was_wanted_is_not_lost(make_broker):
-    """The monitor's wait may swallow a cancellation that comes with the event that it waits for."""
+def test_signal_at_the_request_for_a_sample_is_not_lost(make_broker):
+    """A cancellation and the event can come together; the monitor's wait may swallow the first."""
     broker = make_broker(sample_interval=0.05).started
     kernels = [kit.Kernel(broker, str(n), memory=64 * kit.MiB) for n in range(2)]
     try:
@@ -107,10 +107,10 @@ def test_a_signal_just_after_a_sample_was_wanted_is_not_lost(make_broker):
             one.close()
 
 
-def test_a_broker_with_a_blocked_event_loop_ends_in_time(make_broker):
-    """Forced by a thread: the loop, stopped in a file system call, hears of nothing."""
+def test_broker_with_a_blocked_event_loop_ends_in_time(make_broker):
+    """A thread forces the end: the loop is blocked in a file system call and gets no signal."""
     broker = make_broker().started
-    # Its children do not run, so nothing that it asks of them is answered.
+    # Its children are stopped, so they answer no request.
     stopped = psutil.Process(broker.process.pid).children(recursive=True)
     for child in stopped:
         child.suspend()
@@ -125,7 +125,7 @@ def test_a_broker_with_a_blocked_event_loop_ends_in_time(make_broker):
     broker.started.stop()
 
 
-def test_a_second_signal_ends_it_at_once(make_broker):
+def test_second_signal_ends_it_at_once(make_broker):
     broker = make_broker().started
     kernel = kit.Kernel(broker, "one", memory=64 * kit.MiB)
     try:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Named faults of the driver, the workers and the agent, and what the pool makes of each."""
+"""Named faults of the driver, the workers and the agent, and the pool's reactions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .kit import Kernel, MiB, wait_until
 
 @pytest.fixture
 def three(broker, kernel):
-    """Two sessions on the two devices, with data, and a third that would need a device."""
+    """Two sessions with data on the two devices, and a third that needs a device."""
     one, two, three = (kernel(name, memory=400 * MiB) for name in ("one", "two", "three"))
     for number, each in enumerate((one, two), 1):
         each.attach()
@@ -56,7 +56,7 @@ def test_workers_and_monitor_may_be_killed_at_rest(broker, three):
     assert one.do("check") == 64 * MiB
 
 
-def test_a_worker_killed_in_the_middle_of_a_suspend(broker, three):
+def test_worker_killed_during_a_suspend_loses_no_bytes(broker, three):
     one, _two, heir = three
     broker.faults.set("slow-copies", bandwidth=64 * MiB)
     heir.do("ask", hold="cell")
@@ -71,7 +71,7 @@ def test_a_worker_killed_in_the_middle_of_a_suspend(broker, three):
     assert one.do("check") == 64 * MiB
 
 
-def test_a_kernel_killed_in_the_middle_of_a_suspend(broker, three):
+def test_kernel_killed_during_a_suspend_frees_its_device(broker, three):
     one, two, heir = three
     broker.faults.set("slow-copies", bandwidth=32 * MiB)
     heir.do("ask", hold="cell")
@@ -83,7 +83,7 @@ def test_a_kernel_killed_in_the_middle_of_a_suspend(broker, three):
     assert two.do("check") == 64 * MiB
 
 
-def test_a_refused_checkpoint_pins_the_session_and_says_why(broker, three):
+def test_refused_checkpoint_pins_the_session_and_gives_a_reason(broker, three):
     one, two, heir = three
     broker.faults.set("checkpoint-refused", pid=one.process.pid)
     heir.do("ask", hold="cell")
@@ -94,7 +94,7 @@ def test_a_refused_checkpoint_pins_the_session_and_says_why(broker, three):
     assert one.do("take", hold="more")
     assert one.do("check") == 64 * MiB
     assert heir.state() == "queued"
-    # The other one can be suspended.
+    # The pool can suspend the other session.
     two.do("drop", hold="cell")
     heir.do("got", hold="cell")
     refused = [r for r in broker.rows("refuse") if r["detail"].get("kind") == "pinned"]
@@ -115,7 +115,7 @@ def test_work_that_does_not_drain_is_left_running(broker, three):
     heir.do("got", hold="cell")
 
 
-def test_a_failed_resume_ends_that_session_and_no_other(broker, three):
+def test_failed_resume_ends_only_that_session(broker, three):
     one, two, heir = three
     one.do("drop", hold="cell")
     heir.attach()
@@ -135,7 +135,7 @@ def test_a_failed_resume_ends_that_session_and_no_other(broker, three):
     assert two.do("check") == 64 * MiB
 
 
-def test_a_lost_device_is_drained_and_its_suspended_go_elsewhere(broker, three):
+def test_lost_device_is_drained_and_its_states_go_elsewhere(broker, three):
     one, two, heir = three
     lost = broker.session(one.session)["device"]
     index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == lost)
@@ -155,7 +155,7 @@ def test_a_lost_device_is_drained_and_its_suspended_go_elsewhere(broker, three):
     assert one.do("check") == 64 * MiB
 
 
-def test_without_process_lists_the_accounts_still_agree(broker, kernel):
+def test_accounts_agree_without_process_lists(broker, kernel):
     broker.faults.set("nvml-missing-pids")
     one, two = kernel("one", memory=400 * MiB), kernel("two", memory=400 * MiB)
     three = kernel("three", memory=400 * MiB)
@@ -171,8 +171,8 @@ def test_without_process_lists_the_accounts_still_agree(broker, kernel):
     assert one.do("check") == 64 * MiB
 
 
-def test_a_stopped_kernel_is_left_alone(broker, three):
-    """SIGSTOP makes every checkpoint call hang; nobody else may suffer."""
+def test_stopped_kernel_is_left_alone(broker, three):
+    """SIGSTOP makes every checkpoint call hang; no other kernel may suffer."""
     one, two, heir = three
     one.do("drop", hold="cell")
     one.wait_state("idle")
@@ -185,14 +185,14 @@ def test_a_stopped_kernel_is_left_alone(broker, three):
     assert one.do("check") == 64 * MiB
 
 
-def test_an_agent_with_a_cell_on_its_way_keeps_its_lease(broker, kernel):
-    """A hold that was sent before the yield was read: the answer is no."""
+def test_agent_that_sends_a_hold_keeps_its_lease(broker, kernel):
+    """The agent sends a hold before it reads the request to yield: its answer is no."""
     one, two = kernel("one", memory=400 * MiB, agent=False), kernel("two", memory=400 * MiB)
     three = kernel("three", memory=400 * MiB)
     two.attach()
     pushes = []
     with broker.client(on_push=pushes.append) as agent:
-        # This process is no descendant of the kernel: it may not say hello.
+        # This process is no descendant of the kernel, so it may not say hello.
         code = None
         try:
             agent.call("hello", session=one.session, token=one.token)
@@ -204,7 +204,7 @@ def test_an_agent_with_a_cell_on_its_way_keeps_its_lease(broker, kernel):
     one.attach()
     three.do("ask", hold="cell")
     three.wait_state("queued")
-    # It drops and takes again at once, over and over: the yield meets a hold, or it does not.
+    # It drops and takes holds in a row: the request to yield may or may not meet a hold.
     for number in range(20):
         one.do("drop", hold="cell" if number == 0 else f"c{number - 1}")
         if not one.do("take", hold=f"c{number}"):
@@ -215,7 +215,7 @@ def test_an_agent_with_a_cell_on_its_way_keeps_its_lease(broker, kernel):
     assert one.state() in ("detached", "detaching", "queued")
 
 
-def test_an_agent_that_goes_away_keeps_its_cell_for_a_while(broker, kernel):
+def test_agent_that_disconnects_keeps_its_cell_for_a_while(broker, kernel):
     one = kernel("one")
     one.attach()
     one.do("close")
@@ -224,7 +224,7 @@ def test_an_agent_that_goes_away_keeps_its_cell_for_a_while(broker, kernel):
     assert (found["state"], len(found["holds"])) == ("active", 1)
 
 
-def test_no_driver_is_one_sentence(make_broker, folder):
+def test_missing_driver_is_explained_in_one_sentence(make_broker, folder):
     broker = make_broker(emulate="")
     if real_driver_present():
         pytest.skip("this machine has an NVIDIA driver")
@@ -238,8 +238,8 @@ def test_no_driver_is_one_sentence(make_broker, folder):
     assert "doctor" in caught.value.next_step
 
 
-def test_a_device_that_fails_its_self_test_gets_nobody_else(broker, three):
-    """A resume fails, and not because of that process: the device itself is at fault."""
+def test_device_that_fails_its_self_test_gets_no_session(broker, three):
+    """A resume fails because of the device, not because of that process."""
     one, two, heir = three
     one.do("drop", hold="cell")
     heir.attach()
@@ -256,7 +256,7 @@ def test_a_device_that_fails_its_self_test_gets_nobody_else(broker, three):
     wait_until(drained, "the quarantine")
     assert "self-test" in drained()
     broker.faults.clear()
-    # Samples go on (five a second), and show a device that can be read: not a reason to trust it.
+    # Five samples a second show a readable device: that is no reason to trust it.
     then = broker.status()["now"]
     wait_until(lambda: broker.status()["now"] > then + 1, "five samples")
     assert "self-test" in drained()

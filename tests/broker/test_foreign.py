@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Processes on the pool's devices that are not of the pool, by policy."""
+"""Processes outside the pool on its devices, under each policy."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def foreign(broker):
     return sum(d["memory_foreign"] for d in broker.status()["devices"])
 
 
-def test_counted_and_left(scene):
+def test_stranger_is_counted_and_left_alone(scene):
     broker, one, stranger = scene("count")
     wait_until(lambda: foreign(broker) == 96 * MiB, "the stranger's memory")
     assert broker.rows("foreign") == []
@@ -92,7 +92,7 @@ def test_counted_and_left(scene):
         bigger.close()
 
 
-def test_reported_once(scene):
+def test_stranger_is_reported_once(scene):
     broker, _one, stranger = scene("report")
     wait_until(lambda: broker.rows("foreign"), "the report")
     (row,) = broker.rows("foreign")
@@ -102,7 +102,7 @@ def test_reported_once(scene):
     assert f"Foreign process {stranger.pid}" in broker.tail()
 
 
-def test_roots_are_never_ended(scene):
+def test_process_of_root_is_never_ended(scene):
     if os.geteuid() != 0:
         pytest.skip("only root has root's processes")
     broker, _one, stranger = scene("end")
@@ -112,7 +112,7 @@ def test_roots_are_never_ended(scene):
 
 
 class Notes:
-    """What a monitor asks of a runner."""
+    """The part of a runner that a monitor uses."""
 
     def __init__(self, *uids):
         self.sessions = [SimpleNamespace(uid=uid) for uid in uids]
@@ -122,7 +122,7 @@ class Notes:
         self.notes.append((kind, fields["reason"]))
 
 
-def test_our_own_children_are_not_foreign():
+def test_children_of_the_broker_are_not_foreign():
     runner = Notes(os.getuid())
     settings = SimpleNamespace(foreign_processes="end")
     child = subprocess.Popen(["sleep", "600"])

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker uses no GPU that its user was not given."""
+"""A broker uses only the GPUs that its user was given."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_no_other_gpu_is_tested_or_handed_out(make_broker):
             client.call("open", kernel_id="two", request={"devices": 2})
 
 
-def test_variable_that_names_no_gpu_is_an_error_in_words(make_broker):
+def test_variable_that_names_no_gpu_is_a_readable_error(make_broker):
     broker = make_broker(attach="cell")
     answer = broker.start(env={**kit.environment(broker.folder), "SLURM_JOB_GPUS": "5"})
     assert answer["ok"], answer
@@ -41,7 +41,7 @@ def test_variable_that_names_no_gpu_is_an_error_in_words(make_broker):
     assert "SLURM_JOB_GPUS='5'" in error.value.message
 
 
-def test_the_configuration_restricts_what_was_given(make_broker):
+def test_configuration_restricts_the_given_gpus(make_broker):
     broker = make_broker(attach="cell", devices=["0"])
     env = {**kit.environment(broker.folder), "CUDA_VISIBLE_DEVICES": "1"}
     answer = broker.start(env=env)

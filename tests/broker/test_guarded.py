@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Broker, guard and emulated driver together, with programs that know nothing of the pool."""
+"""Broker, guard and emulated driver together, with programs that do not know the pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jupyter_gpupool.guard import page as layout
 from . import kit
 from .kit import MiB, wait_until
 
-#: What a session asks for here; two fit on no device.
+#: The size that a session asks for here; a device has room for one.
 BIG = 300 * MiB
 
 #: CUDA_ERROR_OUT_OF_MEMORY.
@@ -23,7 +23,7 @@ OUT_OF_MEMORY = {"cuda": 2}
 #: CUDA_ERROR_SYSTEM_NOT_READY.
 NOT_READY = {"cuda": 802}
 
-#: Of the emulated machine; see kit.MACHINE.
+#: The context of the emulated machine, see kit.MACHINE.
 CONTEXT = 32 * MiB
 
 
@@ -49,15 +49,15 @@ class Program(kit.Kernel):
         return self.broker.session(self.session)
 
     def mark(self):
-        """How far its process is on its way to its slice, by the page."""
+        """Return from the page how far its process is on the way to its slice."""
         return self.in_slot(layout.LANDING_AT)
 
     def sees(self):
-        """What its process sees as its first device, by the page."""
+        """Return from the page which device its process sees as the first."""
         return self.in_slot(layout.SEES_AT)
 
     def in_slot(self, offset):
-        """A word of its process's slot."""
+        """Return a word of its process's slot."""
         data = Path(self.env["GPUPOOL_PAGE"]).read_bytes()
         for at in range(layout.HEADER_BYTES, layout.SIZE, layout.SLOT_BYTES):
             if struct.unpack_from("<I", data, at + 4)[0] == self.process.pid:
@@ -91,7 +91,7 @@ def program(broker):
         one.close()
 
 
-def test_the_first_call_attaches_and_nothing_before_it(program):
+def test_first_call_attaches_and_nothing_before_it(program):
     p = program()
     assert p.do("init") == 1
     assert p.state() == "detached"
@@ -124,7 +124,7 @@ def test_idle_kernel_is_preempted_and_returns_with_its_bytes(broker, program):
     assert third.state() in ("detached", "idle")
 
 
-def test_a_call_waits_while_nobody_yields_and_others_go_on(broker, program):
+def test_call_waits_while_the_other_kernels_are_busy(broker, program):
     first, second = program(), program()
     first.begin(MiB)
     second.begin(MiB)
@@ -142,7 +142,7 @@ def test_a_call_waits_while_nobody_yields_and_others_go_on(broker, program):
     assert third.state() == "active"
 
 
-def test_a_slice_is_a_limit_and_the_program_lives_on(program):
+def test_slice_is_a_limit_that_the_program_survives(program):
     p = program(memory=100 * MiB, limit=100 * MiB)
     p.begin(60 * MiB)
     free, total = p.do("info")
@@ -155,12 +155,12 @@ def test_a_slice_is_a_limit_and_the_program_lives_on(program):
     assert p.do("check") == 60 * MiB
 
 
-def test_free_memory_leaves_out_what_a_neighbour_is_guaranteed(broker, program):
-    """A framework that takes all that is free must get it: JAX, TensorFlow and vLLM do."""
+def test_free_memory_leaves_out_a_neighbours_guarantee(broker, program):
+    """JAX, TensorFlow and vLLM take all memory that is free: the guard must let them have it."""
     p = program(memory=100 * MiB, limit=400 * MiB)
     p.begin()
     wait_until(lambda: p.do("info")[0] == 400 * MiB - CONTEXT, "an empty device")
-    # Guaranteed and attached, with a context and nothing else.
+    # It has its guarantee and a context, and no other memory.
     other = program(memory=350 * MiB, limit=350 * MiB)
     other.begin()
     third = program(memory=250 * MiB, limit=250 * MiB)
@@ -169,7 +169,7 @@ def test_free_memory_leaves_out_what_a_neighbour_is_guaranteed(broker, program):
     neighbours = [q for q in (other, third) if q.status()["slices"][0]["device"] == home]
     assert neighbours, "the machine has two devices, and the three sessions fit on no single one"
     granted = sum(q.status()["granted_bytes"] for q in neighbours)
-    # What the growth of its lease can reach, used by nobody or not.
+    # The growth of its lease may reach this memory, used or not.
     wait_until(
         lambda: p.do("info")[0] <= kit.CAPACITY - granted - CONTEXT, "the neighbour's guarantee"
     )
@@ -182,7 +182,7 @@ def test_free_memory_leaves_out_what_a_neighbour_is_guaranteed(broker, program):
         q.close()
 
 
-def test_a_new_size_counts_at_the_next_allocation(program):
+def test_new_size_counts_at_the_next_allocation(program):
     p = program(memory=100 * MiB, limit=100 * MiB)
     p.begin(60 * MiB)
     assert p.do("alloc", bytes=100 * MiB, byte=2) == OUT_OF_MEMORY
@@ -196,7 +196,7 @@ def test_a_new_size_counts_at_the_next_allocation(program):
     assert p.do("alloc", bytes=60 * MiB, byte=2) == OUT_OF_MEMORY
 
 
-def test_a_slice_grows_to_its_limit_out_of_free_memory(program):
+def test_slice_grows_to_its_limit_out_of_free_memory(program):
     p = program(memory=100 * MiB, limit=300 * MiB)
     p.begin(60 * MiB)
     assert p.do("alloc", bytes=150 * MiB, byte=2) is None
@@ -205,21 +205,21 @@ def test_a_slice_grows_to_its_limit_out_of_free_memory(program):
     assert p.do("check") == 210 * MiB
 
 
-def test_a_storm_of_refused_allocations_is_no_storm_of_questions(program):
-    """The first is answered by the broker; the rest within the process, until something changes."""
+def test_refused_allocations_in_a_row_ask_the_broker_once(program):
+    """The process refuses the rest by itself until something changes."""
     p = program(memory=100 * MiB, limit=100 * MiB)
     p.begin(60 * MiB)
     before = p.status()["messages"]
     storm = p.do("exhaust", bytes=100 * MiB, times=2000)
     assert storm == [OUT_OF_MEMORY["cuda"]]
     assert p.status()["messages"] - before < 200
-    # A larger slice is there at once.
+    # A larger slice counts at once.
     p.server.call("request", session=p.session, memory=250 * MiB)
     assert p.do("alloc", bytes=100 * MiB, byte=2) is None
     assert p.do("check") == 160 * MiB
 
 
-def test_the_bytes_of_a_child_that_is_killed_come_back(program):
+def test_bytes_of_a_killed_child_come_back(program):
     p = program(memory=200 * MiB, limit=200 * MiB)
     p.begin(40 * MiB)
     child = p.do("spawn", bytes=60 * MiB)
@@ -231,7 +231,7 @@ def test_the_bytes_of_a_child_that_is_killed_come_back(program):
     assert p.do("alloc", bytes=60 * MiB, byte=2) is None
 
 
-def test_a_child_is_suspended_with_its_parent(broker, program):
+def test_child_is_suspended_with_its_parent(broker, program):
     p = program()
     p.begin(40 * MiB, byte=3)
     p.do("spawn", bytes=30 * MiB)
@@ -242,8 +242,7 @@ def test_a_child_is_suspended_with_its_parent(broker, program):
     assert p.do("check") == 40 * MiB
 
 
-def test_calls_all_the_time_while_it_is_to_be_suspended(broker, program):
-    """Release and calls race again and again; no call ever fails."""
+def test_release_races_with_calls_and_no_call_fails(broker, program):
     p = program()
     p.begin(16 * MiB, byte=5)
     assert p.do("storm", pause=0.02) is None
@@ -256,7 +255,7 @@ def test_calls_all_the_time_while_it_is_to_be_suspended(broker, program):
     assert p.do("check") == 16 * MiB
 
 
-def test_manual_kernels_get_an_error_and_live_on(program):
+def test_manual_kernel_gets_an_error_and_lives_on(program):
     p = program(attach="manual")
     assert p.do("init") == 1
     assert p.do("context") == NOT_READY
@@ -277,7 +276,7 @@ def test_next_broker_serves_a_call_that_waited_at_the_kill(broker, program):
     assert third.answer() is None
 
 
-def test_a_broker_that_stays_away_is_a_cuda_error(broker, program):
+def test_broker_that_stays_away_is_a_cuda_error(broker, program):
     first, second, third = program(), program(), program()
     for p in (first, second):
         p.begin(MiB)
@@ -287,11 +286,11 @@ def test_a_broker_that_stays_away_is_a_cuda_error(broker, program):
     broker.kill()
     assert third.answer() == NOT_READY
     for p in (first, second):
-        assert p.do("calm")["error"] == 0  # what is attached goes on
+        assert p.do("calm")["error"] == 0  # an attached program continues
 
 
-def test_what_goes_around_the_guard_is_seen(make_broker):
-    """A program that clears LD_PRELOAD and the path allocates without asking."""
+def test_memory_taken_around_the_guard_is_reported(make_broker):
+    """A program without LD_PRELOAD and the guard's path allocates without a request."""
     broker = make_broker(overuse="report").started
     p = Program(broker, launch=False, memory=100 * MiB)
     for name in ("LD_PRELOAD", "GPUPOOL_PAGE"):
@@ -305,8 +304,8 @@ def test_what_goes_around_the_guard_is_seen(make_broker):
     p.close()
 
 
-def test_slice_used_at_the_brokers_death_is_taken_after_the_use(make_broker):
-    """A new broker used to keep it for two seconds: it served nobody if it was killed before."""
+def test_slice_in_use_at_a_brokers_death_is_free_after_the_use(make_broker):
+    """A new broker kept it for two seconds; killed before that, it served no waiter."""
     broker = make_broker(emulate="1x512MiB,context=32MiB").started
     holder, waiting = (Program(broker, name, memory=BIG) for name in ("holder", "waiting"))
     try:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Pages of the journal for clients: bounded, in turn between users, and only what they may see."""
+"""Journal pages for clients: bounded, in turn between users, and only rows that they may see."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fill(journal, count, *, reason="r", owners=("ada", "ben")):
 
 
 def pages(journal, *asked):
-    """Return the answers to ``(uid, query)`` in the order in which they come."""
+    """Return the answers to ``(uid, query)`` in the order of arrival."""
 
     async def main():
         reader, found = JournalReader(journal.path), []
@@ -56,14 +56,14 @@ def rows(page):
     return json.loads(f"[{page.rows}]")
 
 
-def test_a_row_is_as_the_journal_shows_it(journal):
+def test_row_is_the_same_as_in_the_journal(journal):
     fill(journal, 4)
     ((_, page),) = pages(journal, (1, Query()))
     assert rows(page) == [row.as_message() for row in journal_rows(journal)]
     assert not page.more
 
 
-def test_a_page_has_at_most_so_many_rows_and_the_next_goes_on(journal):
+def test_rows_of_a_page_are_bounded_and_the_next_continues(journal):
     fill(journal, history.MAX_ROWS + 5)
     ((_, first), (_, second)) = pages(
         journal, (1, Query(limit=1 << 62)), (1, Query(after=history.MAX_ROWS))
@@ -74,14 +74,14 @@ def test_a_page_has_at_most_so_many_rows_and_the_next_goes_on(journal):
     assert not second.more
 
 
-def test_a_page_has_at_most_so_many_bytes(journal):
+def test_bytes_of_a_page_are_bounded(journal):
     fill(journal, 200, reason="x" * 10_000)
     ((_, page),) = pages(journal, (1, Query()))
     assert len(page.rows) < history.MAX_BYTES + 20_000
     assert page.more
 
 
-def test_rows_of_one_owner_are_all_found_however_few(journal):
+def test_rare_rows_of_one_owner_are_all_found(journal):
     fill(journal, 3000, owners=("ada",) * 2999 + ("ben",))
     ((_, page),) = pages(journal, (1, Query(owner="ben", limit=10)))
     assert [r["owner"] for r in rows(page)] == ["ben"]
@@ -96,7 +96,7 @@ def test_users_take_turns(journal):
     assert order[:5].count(2) == 2
 
 
-def test_a_journal_that_is_gone_is_an_error_and_no_crash(journal, folder):
+def test_missing_journal_is_an_error_and_no_crash(journal, folder):
     journal.close()
     for path in folder.glob("journal.sqlite*"):
         path.unlink()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Host memory with a margin: what a suspend leaves free, and what happens where it is short."""
+"""Host memory with a margin: what a suspend leaves free, and what happens when memory is short."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GiB = 1 << 30
 
 
 class Tree:
-    """Memory and control groups of an invented machine."""
+    """Memory and control groups of a fictional machine."""
 
     def __init__(self, folder, *, total=64 * GiB, free=32 * GiB):
         self.root, self.proc = folder / "cgroup", folder / "proc"
@@ -48,7 +48,7 @@ class Tree:
 
 
 def write(path, text):
-    """Replace a file: who reads meanwhile sees the old text or the new."""
+    """Replace a file, so that a reader sees the old text or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")
     new.write_text(text)
@@ -98,18 +98,18 @@ def test_mounted_group_counts_in_a_container(tree, line):
     assert tree.free(7)[1:] == [("control group /", 4 * GiB, 3 * GiB)]
 
 
-def test_group_above_a_threaded_one_counts(tree):
+def test_group_above_a_threaded_group_counts(tree):
     tree.process(7, "0::/job/threads")
     tree.group("job", memory__max=GiB, memory__current=0)
     tree.group("job/threads", cgroup__type="threaded")
     assert tree.free(7)[1:] == [("control group /job", GiB, GiB)]
 
 
-def test_a_process_that_is_gone_is_bound_by_the_machine_only(tree):
+def test_process_that_is_gone_has_only_the_machines_limit(tree):
     assert tree.free(8) == [("this machine", 64 * GiB, 32 * GiB)]
 
 
-def test_stress_is_read_from_events_and_stalls(tree):
+def test_pressure_is_read_from_events_and_stalls(tree):
     tree.process(7, "0::/job")
     some = "some avg10={} avg60=1.00 avg300=0.50 total=9\nfull avg10=90.00 avg60=0 avg300=0 total=1"
     tree.group("job", memory__max=GiB, memory__current=0, memory__events="low 9\nhigh 3\nmax 4",
@@ -121,15 +121,15 @@ def test_stress_is_read_from_events_and_stalls(tree):
     assert cgroups.stalled("") == cgroups.stalled("full avg10=3.00") == 0.0
 
 
-def test_a_real_control_group_is_read(tmp_path):
-    """On machines where this process may make one; elsewhere the files are as the tests say."""
+def test_real_control_group_is_read(tmp_path):
+    """This runs where the process may make a control group; elsewhere the tests write the files."""
     made = None
     root = cgroups.ROOT
     for base, limit in ((root, "memory.max"), (root / "memory", "memory.limit_in_bytes")):
         group = base / f"gpupool-test-{os.getpid()}"
         with suppress(OSError):
             group.mkdir()
-            if not (group / limit).exists():  # no group was made: this is another file system
+            if not (group / limit).exists():  # no group appeared: this is another file system
                 group.rmdir()
                 continue
             (group / limit).write_text(str(512 * MiB))
@@ -176,19 +176,19 @@ def _removed(group):
         ("3GiB", 8 * GiB, 3 * GiB, 2 * GiB),
     ],
 )
-def test_the_reserve_is_a_part_of_each_limit(value, limit, machine, group):
+def test_reserve_is_a_part_of_each_limit(value, limit, machine, group):
     reserve = read_host_reserve(value)
     found = reserve.of(limit, machine=True), reserve.of(limit, machine=False)
     assert found == (pytest.approx(machine, abs=1), pytest.approx(group, abs=1))
 
 
 @pytest.mark.parametrize("value", ["100%", "-1%", "much", True, 1.5])
-def test_a_reserve_that_makes_no_sense_is_refused(value):
+def test_reserve_that_makes_no_sense_is_refused(value):
     with pytest.raises(ValueError, match=r"not a s|Per cent"):
         read_host_reserve(value)
 
 
-def test_a_container_of_2_gib_can_suspend_a_gib(tree):
+def test_container_of_2_gib_can_suspend_a_gib(tree):
     tree.process(7, "0::/job")
     tree.group("job", memory__max=2 * GiB, memory__current=300 * MiB)
 
@@ -206,7 +206,7 @@ def test_a_container_of_2_gib_can_suspend_a_gib(tree):
     asyncio.run(scenario())
 
 
-def test_suspends_under_way_count_in_the_levels_that_they_share(tree):
+def test_suspends_under_way_count_in_their_shared_levels(tree):
     for pid, name in ((7, "one"), (8, "two")):
         tree.process(pid, f"0::/pod/{name}")
     tree.process(9, "0::/other")
@@ -214,10 +214,10 @@ def test_suspends_under_way_count_in_the_levels_that_they_share(tree):
 
     async def scenario():
         room = HostRoom(tree.host, HostReserve)
-        # At once, each would fit: 16 - 1 - 1.6 - 0.2.
+        # Each alone would fit: 16 - 1 - 1.6 - 0.2.
         found = await asyncio.gather(room.take("a", 7, 8 * GiB), room.take("b", 8, 8 * GiB))
         assert sorted(map(bool, found)) == [False, True]
-        assert await room.take("c", 9, 8 * GiB) == ""  # elsewhere on the same machine
+        assert await room.take("c", 9, 8 * GiB) == ""  # another group of this machine
         room.give("a")
         room.give("b")
         assert await room.take("b", 8, 8 * GiB) == ""
@@ -228,7 +228,7 @@ def test_suspends_under_way_count_in_the_levels_that_they_share(tree):
     asyncio.run(scenario())
 
 
-def test_what_the_pool_may_plan_with_lacks_the_reserve(tree):
+def test_host_memory_for_plans_leaves_out_the_reserve(tree):
     tree.process("self", "0::/job")
     tree.group("job", memory__max=8 * GiB, memory__current=2 * GiB)
     room = HostRoom(tree.host, lambda: HostReserve(size=GiB))
@@ -281,7 +281,7 @@ def in_group(broker, free, limit=2 * GiB, events=0):
 
 
 def suspended(broker, one, size=64 * MiB):
-    """Let a program allocate, become idle and be suspended; its bytes are then checked."""
+    """Let a program allocate, idle and be suspended; a later check reads its bytes."""
     one.begin(size, byte=1)
     one.wait_state("idle")
     one.server.call("release", session=one.session)
@@ -289,8 +289,8 @@ def suspended(broker, one, size=64 * MiB):
     assert one.status()["suspended_bytes"] == size + CONTEXT
 
 
-def test_a_suspend_leaves_the_reserve_of_the_control_group(broker, program):
-    in_group(broker, 650 * MiB)  # 512 are kept of 2 GiB, and 64 more
+def test_suspend_leaves_the_reserve_of_the_control_group(broker, program):
+    in_group(broker, 650 * MiB)  # of 2 GiB it keeps 512 free, and 64 more
     one = program("one", "job")
     one.begin(64 * MiB, byte=1)
     one.wait_state("idle")
@@ -304,7 +304,7 @@ def test_a_suspend_leaves_the_reserve_of_the_control_group(broker, program):
     assert one.do("check") == 64 * MiB
 
 
-def test_a_limit_below_the_slice_is_told_before_anybody_waits(broker, program):
+def test_limit_below_the_slice_is_told_before_a_kernel_waits(broker, program):
     in_group(broker, 150 * MiB, limit=256 * MiB)
     one = program("one", "job")
     one.begin(64 * MiB)
@@ -318,7 +318,7 @@ def test_a_limit_below_the_slice_is_told_before_anybody_waits(broker, program):
     three.tell("context")
     reason = "1 idle kernel that cannot be suspended, as host memory is short there"
     wait_until(lambda: reason in (three.status()["wait_reason"] or ""), "the reason of the wait")
-    # Whichever GPU it called cuInit on.
+    # Free both devices: cuInit bound it to one of them.
     in_group(broker, GiB)
     assert two.do("calm")["error"] == 0
     assert three.answer() is None
@@ -332,7 +332,7 @@ def test_largest_state_goes_back_when_host_memory_is_short(broker, program):
     suspended(broker, elsewhere, 200 * MiB)
     busy = program("busy")
     busy.begin(MiB)
-    assert busy.do("storm") is None  # one device is left
+    assert busy.do("storm") is None  # one device stays free
     in_group(broker, 400 * MiB)
     large.wait_state("idle")
     assert large.status()["host_note"].startswith(
@@ -343,7 +343,7 @@ def test_largest_state_goes_back_when_host_memory_is_short(broker, program):
     assert "no GPU has room for the GPU state of this kernel (48 MiB)" in note
     assert not elsewhere.status()["host_note"]
     assert {small.state(), elsewhere.state()} == {"detached"}
-    # It stays while memory is short, also when a kernel asks for the slice.
+    # It keeps its GPU while host memory is short, although a user releases the slice.
     large.server.call("release", session=large.session)
     assert "Host memory is short" in large.status()["stays_reason"]
     assert large.state() == "idle"
@@ -360,7 +360,7 @@ def test_events_of_a_group_near_its_reserve_count(broker, program):
     one = program("one", "job")
     suspended(broker, one)
     wait_until(lambda: one.status()["host_note"] == "", "nothing is short")
-    # Read at least once with this count, and then with a larger one.
+    # The broker must read this count once, and then a larger one.
     in_group(broker, 700 * MiB, events=3)
     events = 3
 
@@ -374,7 +374,7 @@ def test_events_of_a_group_near_its_reserve_count(broker, program):
     assert one.do("check") == 64 * MiB
 
 
-def test_a_machine_that_is_short_counts_for_everybody(broker, program):
+def test_low_memory_of_the_machine_counts_for_every_kernel(broker, program):
     one = program("one")
     suspended(broker, one)
     broker.tree.machine(64 * GiB, 5 * GiB)

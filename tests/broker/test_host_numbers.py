@@ -50,7 +50,7 @@ def bystander():
 
 
 def looked(broker, one, times=5):
-    """Wait until the broker has looked at its devices some more times: each look shows a change."""
+    """Wait for some more samples: the changes that the kernel makes show in them."""
 
     def seen():
         status = broker.status()
@@ -68,7 +68,7 @@ def foreign(broker):
 
 
 def test_request_for_more_than_half_a_gpu_is_served(broker, program):
-    """Its bytes under unknown numbers counted beside its slice, so the pool was full twice over."""
+    """Its bytes under unknown numbers counted beside its slice, which filled the pool twice."""
     big = program("big", memory=400 * MiB, limit=400 * MiB)
     other = program("other", memory=400 * MiB, limit=400 * MiB)
     big.begin(300 * MiB, byte=1)
@@ -88,7 +88,7 @@ def test_request_for_more_than_half_a_gpu_is_served(broker, program):
 
 
 def test_memory_outside_the_pool_counts_once(broker, program):
-    program("idle")  # the broker looks while there is a session
+    program("idle")  # the broker samples only while a session exists
     one = program("one", memory=200 * MiB, limit=200 * MiB)
     one.begin(100 * MiB)
     device = one.status()["device"]
@@ -103,7 +103,7 @@ def test_memory_outside_the_pool_counts_once(broker, program):
     try:
         assert stranger.stdout.readline() == b"\n"
         used = 100 * MiB + CONTEXT + 64 * MiB + CONTEXT
-        # What the session's slice does not cover.
+        # The part that the session's slice does not cover.
         wait_until(lambda: sum(foreign(broker)) == used - 200 * MiB, "its memory")
         one.close()
         wait_until(lambda: sum(foreign(broker)) == 64 * MiB + CONTEXT, "all of its memory")
@@ -116,12 +116,12 @@ def test_memory_outside_the_pool_counts_once(broker, program):
     wait_until(lambda: sum(foreign(broker)) == 0, "its end")
 
 
-def test_process_with_such_a_number_by_chance_is_left_alone(broker, program, bystander):
+def test_process_whose_number_the_driver_lists_is_not_ended(broker, program, bystander):
     one = program("one", memory=400 * MiB, limit=400 * MiB)
     two = program("two", memory=100 * MiB, limit=100 * MiB)
     one.begin(300 * MiB, byte=1)
     two.begin(byte=2)
-    # By their numbers the first is the second, and the second a process outside the pool.
+    # NVML shows the first program under the second's number, and the second under the bystander's.
     broker.faults.set("nvml-host-pids", pid=one.process.pid, number=two.process.pid)
     broker.faults.set("nvml-host-pids", pid=two.process.pid, number=bystander.pid)
     looked(broker, one)
@@ -132,7 +132,7 @@ def test_process_with_such_a_number_by_chance_is_left_alone(broker, program, bys
     assert one.do("check") == 300 * MiB
 
 
-def test_the_next_broker_knows_it_without_a_self_test(broker, program):
+def test_next_broker_knows_the_numbers_without_a_self_test(broker, program):
     one = program("one", memory=400 * MiB, limit=400 * MiB)
     one.begin(300 * MiB, byte=1)
     broker.kill()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The journal: what a commit keeps, and what happens to a broken file."""
+"""The journal: what a commit keeps, and what happens to a damaged file."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ def path(folder):
     return folder / "state" / "journal.sqlite"
 
 
-def test_a_record_comes_back_as_it_was():
+def test_record_survives_json_unchanged():
     assert from_json(to_json(RECORD)) == RECORD
 
 
-def test_a_record_of_a_newer_or_older_version_is_read():
+def test_record_of_a_newer_or_older_version_is_read():
     data = to_json(RECORD) | {"invented": 1}
     del data["keep_until"]
     assert from_json(data) == RECORD
 
 
-def test_what_was_committed_is_there_after_a_kill(path):
+def test_committed_rows_are_there_after_a_kill(path):
     journal = Journal(path, LOG)
     journal.put("s1", to_json(RECORD))
     journal.append(Row(time=1.0, kind="open", session="s1", owner="ada", detail={"a": 1}))
     journal.remember("clock", "12.5")
     assert journal.commit()
-    # No close: as after SIGKILL.
+    # It stays open, as after SIGKILL.
     after = Journal(path, LOG)
     assert from_json(after.records()["s1"]) == RECORD
     assert after.meta("clock") == "12.5"
@@ -69,14 +69,14 @@ def test_what_was_committed_is_there_after_a_kill(path):
     last.close()
 
 
-def test_it_is_readable_by_nobody_else(path):
+def test_journal_is_readable_by_its_user_alone(path):
     journal = Journal(path, LOG)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     journal.close()
 
 
-def test_old_rows_are_dropped_and_numbers_go_on(path, monkeypatch):
+def test_old_rows_are_dropped_and_numbers_continue(path, monkeypatch):
     monkeypatch.setattr(module, "MAX_ROWS", 10)
     journal = Journal(path, LOG)
     for n in range(30):
@@ -93,7 +93,7 @@ def test_old_rows_are_dropped_and_numbers_go_on(path, monkeypatch):
 @pytest.mark.parametrize(
     "damage", [b"not a database at all" * 100, b""], ids=["rubbish", "truncated-to-nothing"]
 )
-def test_a_damaged_file_is_set_aside_and_said(path, damage):
+def test_damaged_file_is_set_aside_and_logged(path, damage):
     journal = Journal(path, LOG)
     journal.put("s1", to_json(RECORD))
     journal.close()
@@ -108,7 +108,7 @@ def test_a_damaged_file_is_set_aside_and_said(path, damage):
     after.close()
 
 
-def test_a_file_of_a_newer_version_is_refused_and_kept(path):
+def test_file_of_a_newer_version_is_refused_and_kept(path):
     Journal(path, LOG).close()
     db = sqlite3.connect(path)
     db.execute("PRAGMA user_version = 99")
@@ -119,7 +119,7 @@ def test_a_file_of_a_newer_version_is_refused_and_kept(path):
     assert path.read_bytes() == before
 
 
-def test_pages_damaged_in_the_middle_are_noticed(path):
+def test_damaged_pages_in_the_middle_are_noticed(path):
     journal = Journal(path, LOG)
     for n in range(2000):
         journal.append(Row(time=n, kind="k" * 50))
@@ -141,9 +141,9 @@ def test_folder_that_cannot_be_made_is_an_error_with_a_next_step(folder):
         Journal(folder / "file" / "journal.sqlite", LOG)
 
 
-def test_a_full_disk_is_said_once_and_made_up_for_later(path, caplog):
+def test_full_disk_is_logged_once_and_rows_are_written_later(path, caplog):
     journal = Journal(path, LOG)
-    # What a full disk looks like to SQLite: no page may be added.
+    # SQLite may add no page, as on a full disk.
     pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
     journal._db.execute(f"PRAGMA max_page_count = {pages}")
     big = "x" * 100_000
@@ -159,7 +159,7 @@ def test_a_full_disk_is_said_once_and_made_up_for_later(path, caplog):
     journal.close()
 
 
-def test_a_locked_file_delays_and_loses_nothing(path):
+def test_locked_file_delays_rows_and_loses_none(path):
     journal = Journal(path, LOG)
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -173,7 +173,7 @@ def test_a_locked_file_delays_and_loses_nothing(path):
     journal.close()
 
 
-def test_memory_is_bounded_while_nothing_can_be_written(path, monkeypatch):
+def test_memory_is_bounded_while_the_disk_takes_no_rows(path, monkeypatch):
     monkeypatch.setattr(module, "MAX_PENDING", 5)
     journal = Journal(path, LOG)
     for n in range(20):

@@ -41,7 +41,7 @@ def change(path, sql, *values):
     db.close()
 
 
-# ---------------------------------------------------------------------- whose it is
+# ---------------------------------------------------------------------- owner
 
 
 def test_journal_names_the_machine_outside_and_inside(broker):
@@ -55,7 +55,7 @@ def test_journal_names_the_machine_outside_and_inside(broker):
 
 
 def test_records_of_another_machine_are_left_alone(make_broker):
-    """As on a home that two machines share: the second one's boot is another."""
+    """Two machines may share a home, and each has its own boot id."""
     broker = make_broker().started
     path = journal_of(broker)
     one = Kernel(broker, "one")
@@ -72,7 +72,7 @@ def test_records_of_another_machine_are_left_alone(make_broker):
     one.close()
 
 
-def test_records_of_an_earlier_boot_of_this_machine_go(make_broker):
+def test_records_of_an_earlier_boot_are_removed(make_broker):
     broker = make_broker().started
     path = journal_of(broker)
     one = Kernel(broker, "one")
@@ -131,12 +131,12 @@ def test_journal_is_never_on_a_network_file_system(make_broker, folder):
     assert (finding.verdict, finding.message) == ("warn", note)
 
 
-# ---------------------------------------------------------------------- the older name
+# ---------------------------------------------------------------------- older name
 
 
 @pytest.mark.parametrize("boot", ["this", "another"])
 @pytest.mark.parametrize("network", [False, True])
-def test_this_machines_older_journal_is_taken_over(folder, monkeypatch, boot, network):
+def test_older_journal_of_this_machine_is_taken_over(folder, monkeypatch, boot, network):
     old = folder / f"journal-{zlib.crc32(os.fsencode(SOCKET)):08x}.sqlite"
     journal = Journal(old, LOG)
     journal.append(Row(time=1.0, kind="open", session="s", owner="ada"))
@@ -158,7 +158,7 @@ def test_this_machines_older_journal_is_taken_over(folder, monkeypatch, boot, ne
     after.close()
 
 
-def test_living_broker_of_an_older_version_is_joined(folder, monkeypatch):
+def test_living_older_broker_keeps_its_journal(folder, monkeypatch):
     socket = folder / "gpupool" / "broker.sock"
     other = folder / "x" / "gpupool" / "broker.sock"
     other.parent.mkdir(parents=True)
@@ -222,14 +222,14 @@ def test_living_broker_whose_lock_was_deleted_keeps_its_journal(folder):
 
 @pytest.mark.parametrize("boot", ["this", "another"])
 def test_older_journal_open_on_another_machine_is_left_alone(folder, monkeypatch, boot):
-    """A home on the network: SQLite's locks of all its machines are seen, those of sockets not."""
+    """On a network home, SQLite's locks are visible on all machines; those of sockets are not."""
     old = older(folder)
     if boot == "another":
         change(old, "UPDATE meta SET value = 'another' WHERE name = 'boot'")
     monkeypatch.setattr(local_machine, "network_file_system", lambda _: "NFS")
-    # What the kernel says of a lock that no process of this machine has.
+    # The kernel reports 0 for a lock that no process of this machine holds.
     monkeypatch.setattr(journal_file, "_holder", lambda _: 0)
-    if boot == "this":  # a container of this machine
+    if boot == "this":  # a container on this machine
         with pytest.raises(BrokerUnavailable):
             take_over(folder / "new.sqlite", folder, SOCKET, LOG)
     else:
@@ -238,7 +238,7 @@ def test_older_journal_open_on_another_machine_is_left_alone(folder, monkeypatch
     assert not (folder / "new.sqlite").exists()
 
 
-def test_older_journal_is_taken_over_from_a_folder_with_any_name(folder):
+def test_older_journal_is_found_in_a_folder_with_any_name(folder):
     odd = folder / "100%41 #1?"
     odd.mkdir()
     older(odd)
@@ -272,7 +272,7 @@ CONNECT = sqlite3.connect
 
 
 @pytest.mark.parametrize("failure", [fail_copy, fail_rename, fail_damage])
-def test_take_over_that_fails_is_an_error_and_loses_no_session(folder, monkeypatch, failure):
+def test_failed_take_over_is_an_error_and_loses_no_session(folder, monkeypatch, failure):
     old, new = older(folder), folder / "new.sqlite"
     with monkeypatch.context() as patch:
         failure(patch, old)
@@ -311,7 +311,7 @@ def test_lock_names_the_socket_of_its_living_broker(folder):
     JournalLock(path, SOCKET).close()
 
 
-def test_user_has_one_journal_whichever_folder_the_socket_is_in():
+def test_user_has_one_journal_for_all_folders_of_sockets():
     uid = os.geteuid()
     paths = [
         f"/run/user/{uid}/gpupool/broker.sock",
@@ -325,7 +325,7 @@ def test_user_has_one_journal_whichever_folder_the_socket_is_in():
 
 
 def test_second_broker_joins_the_first_from_another_folder(clean, monkeypatch):  # noqa: F811
-    """As from cron or tmux, where XDG_RUNTIME_DIR is not the one of the login."""
+    """cron and tmux have another XDG_RUNTIME_DIR than the login."""
     first = ensure_broker(settings(clean))
     pid = status(first)["pid"]
     (clean / "cron").mkdir()
@@ -362,10 +362,10 @@ def test_folder_of_a_login_is_not_used_for_sockets(monkeypatch, tmp_path):
     assert endpoint.user_runtime_dir() == local_machine.local_folder()
 
 
-# ---------------------------------------------------------------------- its size
+# ---------------------------------------------------------------------- size
 
 
-def test_write_ahead_log_is_bounded_while_commits_never_pause(folder):
+def test_write_ahead_log_is_bounded_under_steady_commits(folder):
     path = folder / "journal.sqlite"
     journal = Journal(path, LOG)
     log, most = Path(f"{path}-wal"), 0
@@ -398,10 +398,10 @@ def test_journal_keeps_to_its_size_and_drops_the_oldest_rows(folder):
     journal.close()
 
 
-# ---------------------------------------------------------------------- files that go away
+# ---------------------------------------------------------------------- deleted files
 
 
-def test_journal_that_was_deleted_is_written_anew(folder):
+def test_deleted_journal_is_written_again(folder):
     path = folder / "journal.sqlite"
     journal = Journal(path, LOG, machine="m")
     journal.remember("boot", "b")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Asking is free: who asked about one GPU gets its slice on any of the model."""
+"""Landing: a process that asked about one GPU gets its slice on any GPU of the same model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .test_guarded import BIG, CONTEXT, Program
 
 PATIENCE = 60
 
-#: The driver hands out memory in pages.
+#: The driver allocates memory in pages.
 PAGE = 2 * MiB
 
 
@@ -36,7 +36,7 @@ def devices(broker):
 
 
 def occupy(kernel, but=(), memory=BIG):
-    """Take every GPU but those with programs that compute; return them by GPU."""
+    """Take every GPU except ``but``; return the computing program of each GPU."""
     taken, spare = {}, []
     for _ in range(64):
         if not [u for u in devices(kernel.broker) if u not in taken and u not in but]:
@@ -60,7 +60,7 @@ def kernel(kernel, broker):
     return kernel
 
 
-def test_who_asked_gets_its_slice_where_there_is_room(broker, kernel):
+def test_asking_process_gets_its_slice_on_a_gpu_with_room(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     assert k.state() == "detached"
@@ -78,7 +78,7 @@ def test_who_asked_gets_its_slice_where_there_is_room(broker, kernel):
     assert row["device"] == place
     assert row["detail"]["from"] == home
 
-    # NVML: all of it is on the slice's GPU, and nothing where it asked.
+    # NVML shows all of it on the slice's GPU, and none on the GPU that it asked about.
     def settled():
         found = devices(broker)
         return found[place]["memory_used"] == 64 * MiB + CONTEXT and not any(
@@ -88,12 +88,12 @@ def test_who_asked_gets_its_slice_where_there_is_room(broker, kernel):
     wait_until(settled, "NVML shows it on its slice", PATIENCE)
 
 
-#: Not initialised in a forked child; no context.
+#: CUDA's results: not initialised in a forked child; no context.
 REFUSED = {"fork": 3, "cuMemGetInfo_v2": 201}
 
 
 @pytest.mark.parametrize("gpus", [1, 8])
-def test_questions_of_a_process_and_its_children_bind_nothing(make_broker, kernels, gpus):
+def test_queries_of_a_process_and_its_children_take_no_slice(make_broker, kernels, gpus):
     broker = make_broker(emulate=f"{gpus}x256MiB,context=16MiB").started
     k = kernels(broker, memory=64 * MiB)
     assert len(k.do("ask")) == 1
@@ -105,7 +105,7 @@ def test_questions_of_a_process_and_its_children_bind_nothing(make_broker, kerne
     assert k.status()["used_bytes"] == 16 * MiB
 
 
-def test_who_finds_room_where_it_asked_stays_there(broker, kernel):
+def test_process_stays_on_the_gpu_it_asked_if_that_has_room(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     k.begin(MiB)
@@ -122,13 +122,13 @@ def test_landed_session_moves_on_with_its_bytes(broker, kernel):
     k.wait_state("idle")
     k.server.call("release", session=k.session)
     k.wait_state("detached")
-    other = occupy(kernel, but=[home])  # where it was
+    other = occupy(kernel, but=[home])  # its GPU until now
     takers[home].do("calm")
     takers[home].kill()
     assert place in other
     assert k.do("check") == 32 * MiB
     assert k.status()["devices"] == [home]
-    # It has let go of its context, and takes the next one wherever its slice is by then.
+    # It releases its context, and makes the next one on the GPU of its current slice.
     k.do("free", byte=5)
     assert [k.do("release", device=0), k.do("release", device=0)][0] is None
     assert k.do("retain", device=0) is None
@@ -149,7 +149,7 @@ def test_child_that_asked_before_the_slice_lands_alone(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("sub", command={"do": "ask"})
     occupy(kernel, but=[u for u in devices(broker) if u != home])
-    k.begin(16 * MiB, byte=1)  # it has not asked: it sees the GPU that it gets
+    k.begin(16 * MiB, byte=1)  # this process did not ask, so it sees the GPU that it gets
     (place,) = k.status()["devices"]
     assert place != home
     k.do("storm")
@@ -179,7 +179,7 @@ def test_two_gpus_land_on_two_others(make_broker, kernels):
     assert len(broker.rows("land")) == 1
 
 
-def test_eight_kernels_that_asked_share_the_one_gpu_that_is_left(make_broker, kernels):
+def test_eight_kernels_that_asked_share_the_only_free_gpu(make_broker, kernels):
     broker = make_broker(emulate="8x256MiB,context=16MiB", host_memory="4GiB").started
     kernel = maker(kernels, broker)
     asked = [kernel(memory=160 * MiB) for _ in range(8)]
@@ -231,10 +231,10 @@ def maker(kernels, broker):
     return make
 
 
-# ---------------------------------------------------------------------- what landing costs
+# ---------------------------------------------------------------------- the cost of landing
 
 
-def test_only_gpus_that_can_be_left_keep_room_for_a_context(make_broker):
+def test_gpus_keep_room_for_a_context_only_beside_others(make_broker):
     broker = make_broker(emulate="1x512MiB,context=32MiB").started
     (device,) = devices(broker).values()
     assert device["memory_capacity"] == 512 * MiB
@@ -243,7 +243,7 @@ def test_only_gpus_that_can_be_left_keep_room_for_a_context(make_broker):
     assert {d["memory_capacity"] for d in devices(two).values()} == {512 * MiB - CONTEXT}
 
 
-def test_process_waits_with_a_reason_where_the_driver_moves_none(make_broker, kernels):
+def test_process_waits_with_a_reason_if_the_driver_moves_none(make_broker, kernels):
     broker = make_broker()
     broker.faults.set("migration-refused")
     broker.started  # noqa: B018
@@ -273,7 +273,7 @@ def test_process_on_a_lost_gpu_gives_its_slice_back(make_broker, kernels):
     wait_until(lambda: "is out of service" in k.status()["wait_reason"], "the reason", PATIENCE)
     assert (k.state(), k.status()["devices"]) == ("queued", [])
     other = kernel(memory=BIG)
-    other.begin(MiB)  # the GPU that it could not use is free for others
+    other.begin(MiB)  # others may use the GPU of that slice
     other.do("storm")
     broker.faults.clear()
     assert k.answer(PATIENCE) is None
@@ -283,7 +283,7 @@ def test_process_on_a_lost_gpu_gives_its_slice_back(make_broker, kernels):
 
 
 def refused_move(broker, kernel):
-    """Return a program that waits after a refused move, where it asked, and who computes there."""
+    """Return a program that waits after a refused move, its first GPU, and the busy programs."""
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     takers = occupy(kernel, but=[u for u in devices(broker) if u != home])
@@ -306,7 +306,7 @@ def test_session_waits_for_its_gpu_after_a_refused_move(broker, kernel):
     )
     (row,) = [row for row in broker.rows("refuse") if row["detail"]["what"] == "land"]
     assert (row["session"], row["detail"]["from"]) == (k.session, home)
-    # The GPU of the slice that it could not use is free for others at once.
+    # Others may use the GPU of its refused slice at once.
     other = kernel(memory=BIG)
     other.begin(MiB)
     assert other.status()["devices"] != [home]
@@ -330,7 +330,7 @@ def test_wait_after_a_refused_move_survives_a_restart(broker, kernel):
     assert k.status()["devices"] == [home]
 
 
-def test_refused_move_beside_a_user_of_the_slice_is_an_error(broker, kernel):
+def test_refused_move_is_an_error_while_the_slice_is_in_use(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("sub", command={"do": "ask"})
     occupy(kernel, but=[u for u in devices(broker) if u != home])
@@ -346,7 +346,7 @@ def test_refused_move_beside_a_user_of_the_slice_is_an_error(broker, kernel):
 
 
 def alone(broker, place, size):
-    """Whether NVML shows so much on this GPU, and nothing of nobody's on any."""
+    """Return whether NVML shows this size on this GPU, and no foreign memory on any GPU."""
     found = devices(broker)
     foreign = any(d["memory_foreign"] for d in found.values())
     return found[place]["memory_used"] == size and not foreign
@@ -357,7 +357,7 @@ def test_process_sees_its_gpu_after_a_failed_first_context(broker, kernel):
     (home,) = k.do("ask")
     (other,) = [uuid for uuid in devices(broker) if uuid != home]
     takers = occupy(kernel, but=[other], memory=480 * MiB)
-    assert k.do("context") == {"cuda": 2}  # it is moved, and its slice is too small for a context
+    assert k.do("context") == {"cuda": 2}  # it moved, but a context exceeds its slice
     assert k.status()["devices"] == [other]
     assert len(broker.rows("land")) == 1
     assert k.sees() == device_name(other)
@@ -405,14 +405,14 @@ def test_move_during_calls_is_refused_and_frees_the_room(broker, kernel, step):
     assert k.do("land", step=step) == ("bad-request" if step == "move" else None)
     assert k.status()["landing"] == []
     k.tell("land", step="begin")
-    assert k.answer(30) is None  # in 60 s the broker takes the room back by itself
+    assert k.answer(30) is None  # the broker would free the room by itself only after 60 s
     assert k.do("land", step="cancel") is None
     assert k.do("context") is None
     assert broker.rows("land")
 
 
 def set_landing(k, landing):
-    """Write what the guard of a program writes."""
+    """Write the page as a program's guard does."""
     page = Page.open(Path(k.env["GPUPOOL_PAGE"]))
     (slot,) = [slot for slot in page.read().slots if slot.pid == k.process.pid]
     page.set_landing(slot, landing)
@@ -429,18 +429,18 @@ def test_refused_move_ends_after_the_contexts_are_released(broker, kernel):
     set_landing(k, LANDING_MOVES)
     broker.faults.set("migration-refused", pid=k.process.pid)
     assert k.do("land", step="move") == "not-moved"
-    # As the guard, which now releases the contexts that it has made for the move.
+    # The test is now the guard, which releases the contexts that it made for the move.
     assert k.mark() == LANDING_BEGUN
     assert k.status()["landing"] == [home]
     set_landing(k, LANDING_NONE)
     wait_until(lambda: k.status()["landing"] == [], "it has released them", PATIENCE)
 
 
-# ---------------------------------------------------------------------- an agent that waits
+# ---------------------------------------------------------------------- agents that wait
 
 
 class MixedBroker(kit.Broker):
-    """Two GPUs, each of its own model."""
+    """Two GPUs of two models."""
 
     module = "tests.broker.mixed_broker"
 
@@ -464,7 +464,7 @@ def test_cuinit_during_a_wait_binds_it_to_the_model_it_saw(mixed, kernels):
     (other,) = [uuid for uuid in devices(mixed) if uuid != home]
     takers[other].kill()
     wait_until(lambda: mixed.session(takers[other].session) is None, "a GPU is free", PATIENCE)
-    # What comes free is of the other model, and for those who have not called cuInit.
+    # The free GPU is of the other model: only kernels that have not called cuInit can use it.
     second = kernel(memory=BIG)
     second.begin(MiB)
     assert second.status()["devices"] == [other]
@@ -475,7 +475,7 @@ def test_cuinit_during_a_wait_binds_it_to_the_model_it_saw(mixed, kernels):
     assert k.status()["devices"] == [home]
 
 
-def test_an_attach_after_cuinit_is_for_the_model_that_it_saw(mixed, kernels):
+def test_attach_after_cuinit_is_for_the_model_that_it_saw(mixed, kernels):
     kernel = maker(kernels, mixed)
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
@@ -504,11 +504,11 @@ def test_attach_after_cuinit_takes_that_gpu_without_migration(make_broker, kerne
     assert k.status()["devices"] == [home]
 
 
-# ---------------------------------------------------------------------- who dies meanwhile
+# ---------------------------------------------------------------------- deaths during a landing
 
 
 def landing(broker, kernel, fault, **params):
-    """Return a program whose landing is stuck in the driver, and where it asked."""
+    """Return a program whose landing hangs in the driver, and the GPU that it asked about."""
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     occupy(kernel, but=[u for u in devices(broker) if u != home])
@@ -518,7 +518,7 @@ def landing(broker, kernel, fault, **params):
 
 
 @pytest.mark.parametrize("op", ["checkpoint", "restore"])
-def test_next_broker_ends_a_landing_of_a_killed_one(broker, kernel, op):
+def test_next_broker_ends_the_landing_of_a_killed_broker(broker, kernel, op):
     k, _home = landing(broker, kernel, "hang", op=op)
     wait_until(lambda: k.mark() >= 2, "the driver is asked", PATIENCE)
     if op == "restore":
@@ -533,7 +533,7 @@ def test_next_broker_ends_a_landing_of_a_killed_one(broker, kernel, op):
     assert k.status()["used_bytes"] == 16 * MiB + CONTEXT
 
 
-def test_next_broker_ends_a_landing_left_by_logout_and_kill(broker, kernel):
+def test_next_broker_ends_a_landing_after_logout_and_kill(broker, kernel):
     k, _home = landing(broker, kernel, "hang", op="checkpoint")
     wait_until(lambda: k.mark() >= 2, "the driver is asked", PATIENCE)
     page = Path(k.env["GPUPOOL_PAGE"])
@@ -554,7 +554,7 @@ def test_page_that_no_process_has_is_reported_at_recovery(broker, kernel):
     page = Path(k.env["GPUPOOL_PAGE"])
     kit.remove(page.parent)
     wait_until(page.is_symlink, "the page is back as a link", PATIENCE)
-    broker.kill()  # it alone has the page: the program has not called CUDA
+    broker.kill()  # only the broker had the page: the program has not called CUDA
     broker.started  # noqa: B018
     assert f"The page of session {k.session} was deleted and no process has it" in broker.tail()
     assert "that was on its way to its GPU" in broker.tail()

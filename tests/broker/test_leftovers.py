@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What killed brokers leave is removed by the next one of the user, and nothing that is in use."""
+"""The next broker of the user removes what killed brokers left, and nothing that is in use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOG = logging.getLogger("test")
 
 
 def age(*paths):
-    """Make files older than what somebody may just be starting."""
+    """Make files older than the files of a broker that is just starting."""
     then = time.time() - kept.YOUNG - 10
     for path in paths:
         if os.path.lexists(path):
@@ -35,7 +35,7 @@ def age(*paths):
 
 @pytest.fixture
 def dead(folder):
-    """A broker that was killed with a kernel, which still lives; in a folder of sockets."""
+    """A killed broker with a living kernel, in a folder of sockets."""
     home = folder / f"gpupool-{os.geteuid()}"
     home.mkdir(mode=0o700)
     broker = GuardedBroker(home).started
@@ -52,7 +52,7 @@ def files(broker):
 
 
 def living(kernel):
-    """A process of the session, as far as its environment says."""
+    """Start a process with the session's page in its environment."""
     return subprocess.Popen(
         [sys.executable, "-c", "input()"], stdin=subprocess.PIPE,
         env={"GPUPOOL_PAGE": str(kernel.path)},
@@ -74,7 +74,7 @@ def test_dead_brokers_files_are_removed_after_its_last_kernel(dead, folder, monk
     assert [path for path in left if os.path.lexists(path)] == []
 
 
-def test_what_is_young_is_left_alone(dead, folder, monkeypatch):
+def test_young_files_are_left_alone(dead, folder, monkeypatch):
     broker, kernel = dead
     monkeypatch.setattr(local_machine, "LOCAL_BASES", (folder,))
     kernel.kill()
@@ -83,7 +83,7 @@ def test_what_is_young_is_left_alone(dead, folder, monkeypatch):
     assert files(broker) == left
 
 
-def test_living_broker_and_another_users_keep_everything(folder, monkeypatch):
+def test_files_of_living_brokers_and_other_users_stay(folder, monkeypatch):
     home = folder / f"gpupool-{os.geteuid()}"
     home.mkdir(mode=0o700)
     monkeypatch.setattr(local_machine, "LOCAL_BASES", (folder,))
@@ -105,7 +105,7 @@ def test_living_broker_and_another_users_keep_everything(folder, monkeypatch):
         kit.remove(pages)
 
 
-def test_folder_of_an_older_version_goes_when_nobody_can_need_it(tmp_path):
+def test_folder_of_an_older_version_goes_when_it_is_unused(tmp_path):
     shared = tmp_path / "shm"
     old = shared / f"gpupool-{os.geteuid()}-0123456789ab"
     (old / "gpupool-guard").mkdir(parents=True)
@@ -118,7 +118,7 @@ def test_folder_of_an_older_version_goes_when_nobody_can_need_it(tmp_path):
     assert not old.exists()
 
 
-def test_pages_of_a_container_are_left_to_it(tmp_path):
+def test_pages_of_a_container_are_left_alone(tmp_path):
     folder = tmp_path / f"gpupool-{os.geteuid()}-0123456789ab"
     folder.mkdir()
     (folder / "socket").write_text("/nowhere/broker.sock\npid:[1]")
@@ -127,8 +127,8 @@ def test_pages_of_a_container_are_left_to_it(tmp_path):
     assert folder.exists()
 
 
-def test_containers_socket_is_kept_until_the_next_boot(dead, folder, monkeypatch):
-    """On a shared /var/tmp: kernels in the container may have their broker started again."""
+def test_socket_of_a_container_is_kept_until_the_next_boot(dead, folder, monkeypatch):
+    """On a shared /var/tmp, kernels in the container may have their broker started again."""
     broker, kernel = dead
     monkeypatch.setattr(local_machine, "LOCAL_BASES", (folder,))
     kernel.kill()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Clients that lie, and users who look at each other."""
+"""Clients that lie, and users who read each other's data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pool_is_fine(broker):
     return broker.process.poll() is None and broker.status()["pid"] == broker.process.pid
 
 
-def test_a_wrong_token_is_refused_and_closed(broker, kernel):
+def test_wrong_token_is_refused_and_closes_the_connection(broker, kernel):
     abuse = lambda: broker.status()["broker"]["counters"]["closed_for_abuse"]  # noqa: E731
     one, before = kernel("one", agent=False), abuse()
     with broker.client() as client:
@@ -48,7 +48,7 @@ def test_a_wrong_token_is_refused_and_closed(broker, kernel):
     assert abuse() == before + 1
 
 
-def test_the_right_token_from_the_wrong_process_is_refused(broker, kernel):
+def test_right_token_from_the_wrong_process_is_refused(broker, kernel):
     one = kernel("one", agent=False)
     with broker.client() as client:
         assert refusal(client, "hello", session=one.session, token=one.token) == "not-yours"
@@ -56,30 +56,30 @@ def test_the_right_token_from_the_wrong_process_is_refused(broker, kernel):
     wait_until(lambda: one.link()["greeted"], "the true agent")
 
 
-def test_a_child_of_the_kernel_may_speak_for_it(broker, kernel):
+def test_child_of_the_kernel_may_speak_for_it(broker, kernel):
     one = kernel("one", agent=False)
     one.do("start_in_child")
     wait_until(lambda: broker.session(one.session)["agent"], "the child's hello")
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 2**22 - 1, 10**9])
-def test_a_process_that_is_not_there(broker, kernel, pid):
+def test_missing_process_is_refused(broker, kernel, pid):
     one = kernel("one", launch=False)
     assert refusal(one.server, "launched", session=one.session, pid=pid) == "no-process"
 
 
-def test_a_process_is_one_session_and_a_session_one_process(broker, kernel):
+def test_session_has_one_process_and_a_process_one_session(broker, kernel):
     one, two = kernel("one"), kernel("two", launch=False)
     taken = one.process.pid
     assert refusal(two.server, "launched", session=two.session, pid=taken) == "already-launched"
     assert (
         refusal(one.server, "launched", session=one.session, pid=os.getpid()) == "already-launched"
     )
-    one.server.call("launched", session=one.session, pid=taken)  # again the same: fine
+    one.server.call("launched", session=one.session, pid=taken)  # the same process again is allowed
 
 
 @root_only
-def test_a_process_of_another_user_is_refused(broker, kernel):
+def test_process_of_another_user_is_refused(broker, kernel):
     one = kernel("one", launch=False)
     other = subprocess.Popen(["sleep", "600"], user=NOBODY)
     try:
@@ -87,27 +87,27 @@ def test_a_process_of_another_user_is_refused(broker, kernel):
     finally:
         other.kill()
         other.wait(20)
-    # Such an attempt costs the connection, and a session that was not launched ends with it.
+    # The attempt costs the connection, which ends its session before the launch.
     wait_until(lambda: broker.session(one.session) is None, "the end of the session")
     assert pool_is_fine(broker)
 
 
 @pytest.mark.parametrize("kind", ["launched", "release", "keep", "request", "hello"])
-def test_sessions_that_are_not_there(broker, kind):
+def test_unknown_sessions_are_refused(broker, kind):
     fields = {"pid": os.getpid(), "seconds": 1, "token": "t"}
     with broker.client() as client:
         assert refusal(client, kind, session="nope", **fields) == "unknown-session"
 
 
 def test_closing_an_unknown_session_changes_nothing(broker, kernel):
-    """It may have been closed already: that is no error, and no other session's end."""
+    """It may be closed already: this is no error, and ends no other session."""
     one = kernel("one", launch=False)
     one.server.call("close", session="nope")
     assert [row["kind"] for row in broker.rows("open", "close")] == ["open"]
     assert [s["id"] for s in broker.status()["sessions"]] == [one.session]
 
 
-def test_an_agents_messages_need_a_hello(broker):
+def test_messages_of_an_agent_need_a_hello(broker):
     with broker.client() as client:
         assert refusal(client, "hold", hold="h", kind="cell", wait=True) == "unknown-session"
         assert refusal(client, "cancel", hold="h") == "unknown-session"
@@ -128,13 +128,13 @@ def test_rubbish_and_floods_do_not_reach_the_pool(broker, kernel, data):
             raw.socket.shutdown(1)
             raw.read_all()
         except OSError:
-            pass  # it was cut off
+            pass  # the broker closed the connection
     assert one.do("take", hold="more")
     assert pool_is_fine(broker)
     one.wait_state("active")
 
 
-def test_another_version_is_told_so(broker):
+def test_other_protocol_version_gets_an_error_that_says_so(broker):
     with Raw(broker.socket) as raw:
         raw.send(b'{"v":99,"type":"ping","id":1}\n')
         answer = raw.read()
@@ -142,7 +142,7 @@ def test_another_version_is_told_so(broker):
     assert "same version" in answer["next_step"]
 
 
-def test_too_many_waits_on_one_connection(broker, kernel):
+def test_waits_on_one_connection_are_bounded(broker, kernel):
     blocker = [kernel(n, memory=400 << 20) for n in ("a", "b")]
     for one in blocker:
         one.attach()
@@ -177,7 +177,7 @@ client.close()
 
 
 def as_nobody(path, *calls):
-    """Return the answers that another user gets."""
+    """Return the answers to another user."""
     done = subprocess.run(
         [sys.executable, "-c", SPY, str(path), json.dumps(calls)],
         capture_output=True, text=True, timeout=60, cwd=kit.ROOT,
@@ -189,7 +189,7 @@ def as_nobody(path, *calls):
 
 @pytest.fixture
 def machine_wide(make_broker):
-    """A broker for everybody, as systemd starts it."""
+    """A broker for all users, as systemd starts it."""
     folder = Path("/run") / f"gpb-{os.getpid()}"
     broker = make_broker()
     broker.socket = folder / "broker.sock"
@@ -201,7 +201,7 @@ def machine_wide(make_broker):
 
 
 @root_only
-def test_other_users_see_only_what_explains_the_devices(machine_wide):
+def test_other_users_see_only_sizes_states_and_places(machine_wide):
     mine = Kernel(machine_wide, "my secret label")
     try:
         mine.attach()
@@ -234,7 +234,7 @@ def test_other_users_see_only_what_explains_the_devices(machine_wide):
 
 
 @root_only
-def test_an_admin_sees_and_releases_everything(make_broker):
+def test_admin_sees_and_releases_everything(make_broker):
     folder = Path("/run") / f"gpb-{os.getpid()}"
     broker = make_broker(admins=["nobody"])
     broker.socket = folder / "broker.sock"
@@ -256,7 +256,7 @@ def test_an_admin_sees_and_releases_everything(make_broker):
 
 
 @root_only
-def test_ownerless_rows_are_for_admins_only(machine_wide):
+def test_only_admins_see_rows_without_an_owner(machine_wide):
     refused = {"kernel_id": "k", "request": {"memory": 1 << 50}}
     with machine_wide.client() as client, pytest.raises(GPUPoolError):
         client.call("open", **refused)
@@ -319,7 +319,7 @@ def test_emulated_devices_of_the_machine_serve_every_user(machine_wide):
 
 
 @root_only
-def test_another_users_session_is_theirs(machine_wide):
+def test_owner_of_a_session_is_the_user_who_opened_it(machine_wide):
     opened, status = as_nobody(
         machine_wide.socket, ("open", {"kernel_id": "k", "label": "theirs"}), ("status", {})
     )
@@ -330,20 +330,20 @@ def test_another_users_session_is_theirs(machine_wide):
 
 
 @root_only
-def test_a_users_own_broker_cannot_even_be_reached_by_others(broker):
+def test_other_users_cannot_connect_to_a_users_own_broker(broker):
     with pytest.raises(AssertionError, match="BrokerUnavailable"):
         as_nobody(broker.socket, ("ping", {}))
 
 
-def test_a_socket_that_is_not_ours_is_not_spoken_to(folder):
+def test_client_refuses_a_socket_that_is_a_link(folder):
     (folder / "link").symlink_to("/run/other.sock")
     with pytest.raises(GPUPoolError) as caught:
         Client(folder / "link")
     assert caught.value.code == "bad-socket"
 
 
-def test_text_that_is_no_text_does_not_stop_the_journal(broker, kernel):
-    """Half a surrogate pair is legal JSON and no UTF-8; SQLite refuses it."""
+def test_invalid_text_does_not_stop_the_journal(broker, kernel):
+    """Half a surrogate pair is legal JSON but not UTF-8, and SQLite refuses it."""
     half = "\ud800"
     with Raw(broker.socket) as raw:
         raw.say(type="open", id=1, kernel_id=half, label=half + "\0\n\x1b[31m")
@@ -360,6 +360,6 @@ def test_text_that_is_no_text_does_not_stop_the_journal(broker, kernel):
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -1, 1e300], ids=str)
-def test_a_keep_without_end_is_refused(broker, kernel, seconds):
+def test_keep_without_end_is_refused(broker, kernel, seconds):
     one = kernel("one", agent=False)
     assert refusal(one.server, "keep", session=one.session, seconds=seconds) == "bad-request"

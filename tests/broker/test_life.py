@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The life of a session: real broker, real driver path, processes with real device memory."""
+"""The life of a session: a real broker, the driver's real path, processes with device memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jupyter_gpupool.pool.model import Owner, Request, SessionRecord, Slice
 from .kit import BIG, CAPACITY, Kernel, MiB, wait_until
 
 
-def test_a_new_session_has_nothing_and_knows_where_it_will_be(broker, kernel):
+def test_new_session_is_detached_and_has_a_home_device(broker, kernel):
     one = kernel("one")
     devices = {d["uuid"]: d for d in broker.status()["devices"]}
     assert one.env["CUDA_VISIBLE_DEVICES"] in devices
-    assert one.env["CUDF_PANDAS_RMM_MODE"] == "async"  # its default cannot be suspended
+    assert one.env["CUDF_PANDAS_RMM_MODE"] == "async"  # RMM's default cannot be suspended
     assert one.env["GPUPOOL_SOCKET"] == str(broker.socket)
     assert one.env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert one.env["LD_LIBRARY_PATH"].endswith("/emucuda/lib")
@@ -47,7 +47,7 @@ def test_ended_kernels_do_not_count_for_home_devices(broker, kernel):
     assert kernel("third", launch=False).env["CUDA_VISIBLE_DEVICES"] == homes[1]
 
 
-def test_a_cell_holds_and_drops(broker, kernel):
+def test_cell_holds_and_drops(broker, kernel):
     one = kernel("one")
     got = one.attach("c1")
     ((device, size),) = got["slices"]
@@ -66,7 +66,7 @@ def test_a_cell_holds_and_drops(broker, kernel):
     assert kinds.count("attach") == 1
 
 
-def test_what_nobody_measured_is_null_and_not_zero():
+def test_unmeasured_values_are_null_and_not_zero():
     record = SessionRecord("a", Owner("ann"), Request(4, 4), "cell")
     assert measured(record, None) == 0
     attached = replace(record, slices=(Slice("G0", 4),))
@@ -74,7 +74,7 @@ def test_what_nobody_measured_is_null_and_not_zero():
     assert measured(replace(attached, footprint=3), True) == 3
 
 
-def test_orderly_end_keeps_emulated_devices_for_living_sessions(broker, kernel):
+def test_orderly_end_keeps_the_emulated_devices_of_sessions(broker, kernel):
     state = broker.socket.with_name("broker.sock.emulated")
     one = kernel("one")
     assert broker.stop() == 0
@@ -87,7 +87,7 @@ def test_orderly_end_keeps_emulated_devices_for_living_sessions(broker, kernel):
     assert not broker.socket.with_name("broker.sock.lock").exists()
 
 
-def test_three_share_two_devices_and_no_byte_is_lost(broker, kernel):
+def test_three_sessions_share_two_devices_and_lose_no_byte(broker, kernel):
     first, second, third = (kernel(name) for name in ("first", "second", "third"))
     for number, one in enumerate((first, second), 1):
         one.attach()
@@ -106,7 +106,7 @@ def test_three_share_two_devices_and_no_byte_is_lost(broker, kernel):
     assert found["state"] == "detached"
     assert found["suspended_bytes"] == (64 + 32) * MiB
     assert first.link()["attached"] is False
-    # The other one becomes free: the first comes back there.
+    # The other device becomes free: the first session comes back there.
     second.do("drop", hold="cell")
     first.attach("again")
     assert broker.session(first.session)["device"] == second_device
@@ -124,7 +124,7 @@ def test_three_share_two_devices_and_no_byte_is_lost(broker, kernel):
     assert suspended["seconds"] > 0
 
 
-def test_what_was_never_used_is_released_without_a_driver_call(broker, kernel):
+def test_unused_slice_is_released_without_a_driver_call(broker, kernel):
     one = kernel("one")
     one.attach()
     one.do("drop", hold="cell")
@@ -136,7 +136,7 @@ def test_what_was_never_used_is_released_without_a_driver_call(broker, kernel):
     assert [r["kind"] for r in broker.rows("release", "suspend")] == ["release"]
 
 
-def test_a_release_while_a_cell_runs_waits_for_the_cell(broker, kernel):
+def test_release_during_a_cell_waits_for_the_cell(broker, kernel):
     one = kernel("one")
     one.attach()
     assert one.do("call", type="release")["note"]
@@ -164,7 +164,7 @@ def test_idle_time_ends_a_lease_and_keep_postpones_it(make_broker):
         other.close()
 
 
-def test_a_request_changes_the_slice(broker, kernel):
+def test_request_changes_the_slice(broker, kernel):
     one = kernel("one")
     one.attach()
     answer = one.do("call", type="request", fields={"memory": 400 * MiB})
@@ -178,7 +178,7 @@ def test_a_request_changes_the_slice(broker, kernel):
     [{"memory": 10 * CAPACITY}, {"memory": -1}, {"devices": 3}, {"priority": "emperor"}],
     ids=str,
 )
-def test_an_impossible_request_is_refused_and_changes_nothing(broker, kernel, fields):
+def test_impossible_request_is_refused_and_changes_nothing(broker, kernel, fields):
     one = kernel("one")
     before = broker.session(one.session)["request"]
     one.refused("call", type="request", fields=fields)
@@ -188,7 +188,7 @@ def test_an_impossible_request_is_refused_and_changes_nothing(broker, kernel, fi
     assert len(broker.status()["sessions"]) == 1
 
 
-def test_a_wait_can_be_cancelled(broker, kernel):
+def test_wait_can_be_cancelled(broker, kernel):
     one, two = kernel("one", memory=400 * MiB), kernel("two", memory=400 * MiB)
     three = kernel("three", memory=400 * MiB)
     one.attach()
@@ -200,7 +200,7 @@ def test_a_wait_can_be_cancelled(broker, kernel):
     assert broker.status()["queue_length"] == 0
 
 
-def test_close_ends_a_session_and_may_be_said_twice(broker, kernel):
+def test_close_ends_a_session_and_may_be_repeated(broker, kernel):
     one = kernel("one")
     one.attach()
     one.server.call("close", session=one.session)
@@ -209,14 +209,14 @@ def test_close_ends_a_session_and_may_be_said_twice(broker, kernel):
     assert all(d["memory_granted"] == 0 for d in broker.status()["devices"])
 
 
-def test_who_opens_and_goes_leaves_nothing(broker, kernel):
+def test_client_that_opens_and_disconnects_leaves_nothing(broker, kernel):
     one = kernel("one", launch=False)
     assert len(broker.status()["sessions"]) == 1
     one.server.close()
     wait_until(lambda: broker.status()["sessions"] == [], "the end of the session")
 
 
-def test_the_servers_end_does_not_end_its_kernels(broker, kernel):
+def test_end_of_the_server_does_not_end_its_kernels(broker, kernel):
     one = kernel("one")
     one.attach()
     one.server.close()
@@ -236,7 +236,7 @@ def test_watchers_see_rows_as_they_happen(broker, kernel):
 
 
 @pytest.mark.parametrize("when", ["queued", "attached", "suspended"])
-def test_a_killed_kernel_gives_its_slice_back(broker, kernel, record_property, when):
+def test_killed_kernel_gives_its_slice_back(broker, kernel, record_property, when):
     victim, other, heir = (kernel(name, memory=400 * MiB) for name in ("v", "o", "h"))
     victim.attach()
     victim.do("alloc", bytes=32 * MiB, byte=1)
@@ -270,7 +270,7 @@ def test_a_killed_kernel_gives_its_slice_back(broker, kernel, record_property, w
 
 
 def test_memory_outside_the_pool_is_counted(broker, kernel):
-    """A process that is no session's takes memory: it is not granted again."""
+    """A process without a session takes memory, and the pool does not grant that memory."""
     one = kernel("one")
     one.attach()
     device = one.link()["slices"][0][0]
@@ -279,7 +279,7 @@ def test_memory_outside_the_pool_is_counted(broker, kernel):
     stranger.launch(agent=False)
     stranger.server.call("close", session=stranger.session)
     stranger.process.stdin.flush()
-    # It was a session; now it is a process like any other, on the first one's device.
+    # Its session is gone, so its memory on the first device is foreign.
     stranger.do("alloc", bytes=64 * MiB, byte=3)
 
     def foreign():

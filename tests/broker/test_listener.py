@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The socket's file: whose it may be, and who has it."""
+"""The socket's file: who may own it, and which process holds it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refused(path):
     return caught.value
 
 
-def test_a_new_folder_and_socket_are_ours_alone(folder):
+def test_new_folder_and_socket_are_open_to_the_user_alone(folder):
     path = folder / "new" / "broker.sock"
     claim = Claim(path)
     listening = claim.bind()
@@ -32,7 +32,7 @@ def test_a_new_folder_and_socket_are_ours_alone(folder):
     assert not path.exists()
 
 
-def test_a_second_claim_is_refused_with_the_holder(folder):
+def test_second_claim_is_refused_and_names_the_holder(folder):
     claim = Claim(folder / "broker.sock")
     error = refused(folder / "broker.sock")
     assert error.code == "already-running"
@@ -41,7 +41,7 @@ def test_a_second_claim_is_refused_with_the_holder(folder):
     Claim(folder / "broker.sock").close()
 
 
-def test_what_is_refused_or_over_leaves_no_lock(folder):
+def test_refused_and_ended_claims_leave_no_lock(folder):
     path = folder / "broker.sock"
     path.symlink_to(folder / "elsewhere")
     refused(path)
@@ -49,13 +49,13 @@ def test_what_is_refused_or_over_leaves_no_lock(folder):
     path.unlink()
     claim = Claim(path)
     refused(path)
-    assert (folder / "broker.sock.lock").exists()  # it is not ours to remove
+    assert (folder / "broker.sock.lock").exists()  # the living broker's lock stays
     claim.close()
     assert list(folder.iterdir()) == []
 
 
-def test_a_lock_removed_as_it_was_taken_is_not_trusted(folder, monkeypatch):
-    """The old holder removes its file between our open and our lock: ours would be a ghost."""
+def test_lock_removed_as_it_was_taken_is_not_trusted(folder, monkeypatch):
+    """The old holder removes the file between our open and our lock, so we lock a deleted file."""
     path = folder / "broker.sock"
     real, removed = fcntl.flock, []
 
@@ -71,7 +71,7 @@ def test_a_lock_removed_as_it_was_taken_is_not_trusted(folder, monkeypatch):
     claim.close()
 
 
-def test_a_stale_socket_is_replaced(folder):
+def test_stale_socket_is_replaced(folder):
     path = folder / "broker.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
@@ -89,34 +89,34 @@ def test_served_socket_without_a_lock_is_left_alone(folder):
     assert path.exists()
 
 
-def test_a_symbolic_link_is_not_followed(folder):
+def test_symbolic_link_is_not_followed(folder):
     path = folder / "broker.sock"
     path.symlink_to(folder / "elsewhere")
     assert "symbolic link" in refused(path).message
     assert path.is_symlink()
 
 
-def test_a_file_is_not_removed(folder):
+def test_regular_file_is_not_removed(folder):
     path = folder / "broker.sock"
     path.write_text("important")
     assert refused(path).code == "bad-socket"
     assert path.read_text() == "important"
 
 
-def test_a_folder_that_is_a_symbolic_link_is_refused(folder):
+def test_folder_that_is_a_symbolic_link_is_refused(folder):
     (folder / "real").mkdir()
     (folder / "link").symlink_to(folder / "real")
     assert refused(folder / "link" / "broker.sock").code == "bad-socket"
 
 
-def test_a_folder_that_others_may_write_is_refused(folder):
+def test_folder_that_others_may_write_is_refused(folder):
     (folder / "open").mkdir()
     (folder / "open").chmod(0o777)
     assert "other users may write" in refused(folder / "open" / "broker.sock").message
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_anothers_folder_and_anothers_socket_are_refused(folder):
+def test_folder_and_socket_of_another_user_are_refused(folder):
     (folder / "theirs").mkdir()
     os.chown(folder / "theirs", 65534, 65534)
     assert "user id 65534" in refused(folder / "theirs" / "broker.sock").message
@@ -126,13 +126,13 @@ def test_anothers_folder_and_anothers_socket_are_refused(folder):
     assert "user id 65534" in refused(folder / "broker.sock").message
 
 
-def test_a_lock_that_is_a_symbolic_link_is_refused(folder):
+def test_lock_that_is_a_symbolic_link_is_refused(folder):
     (folder / "broker.sock.lock").symlink_to(folder / "victim")
     assert refused(folder / "broker.sock").code == "bad-socket"
     assert not (folder / "victim").exists()
 
 
-def test_a_path_that_is_too_long_names_the_limit(folder):
+def test_path_that_is_too_long_names_the_limit(folder):
     error = refused(folder / ("x" * 120))
     assert "107" in error.message
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What one cause can write to the log."""
+"""The bound on what one cause writes to the log."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lines(log):
     return log.handlers[0].lines
 
 
-def test_one_cause_writes_a_bounded_log_that_counts_the_dropped(log, clock):
+def test_log_of_one_cause_is_bounded_and_counts_dropped_lines(log, clock):
     for number in range(1000):
         log.warning("Kernel %d is odd", number)
     assert len(lines(log)) == ratelimit.MOST
@@ -48,21 +48,21 @@ def test_one_cause_writes_a_bounded_log_that_counts_the_dropped(log, clock):
     assert lines(log)[-1] == f"Kernel 1 is odd ({missing} more of these were not logged)"
 
 
-def test_another_cause_is_written(log):
+def test_another_cause_is_still_logged(log):
     for _ in range(1000):
         log.warning("One")
     log.warning("Two")
     assert lines(log)[-1] == "Two"
 
 
-def test_what_one_user_does_does_not_hide_what_another_does(log):
+def test_one_user_does_not_hide_the_log_lines_of_another(log):
     for _ in range(1000):
         log.warning("Closed: %d", 1, extra={"cause": 1})
     log.warning("Closed: %d", 2, extra={"cause": 2})
     assert len(lines(log)) == ratelimit.MOST_CAUSED + 1
 
 
-def test_tracebacks_are_few(log):
+def test_tracebacks_are_bounded(log):
     for _ in range(1000):
         try:
             raise ZeroDivisionError
@@ -71,7 +71,7 @@ def test_tracebacks_are_few(log):
     assert len(lines(log)) == ratelimit.MOST_CAUSED
 
 
-def test_causes_that_are_remembered_are_bounded(log):
+def test_number_of_remembered_causes_is_bounded(log):
     for number in range(5 * ratelimit.MAX_CAUSES):
         log.warning(f"Cause {number}")
     limit = log.handlers[0].filters[0]

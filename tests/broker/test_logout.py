@@ -3,7 +3,7 @@
 """A user's last login ends while kernels live on: these tests delete what logind deletes.
 
 logind removes ``/run/user/UID`` with everything in it and, with ``RemoveIPC=yes``, each file of the
-user in ``/dev/shm``, empty folders included. Processes go on (tmux, ``KillUserProcesses=no``).
+user in ``/dev/shm``, empty folders included. Processes continue (tmux, ``KillUserProcesses=no``).
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class Found(kit.Broker):
 
 @pytest.fixture
 def runtime(clean, monkeypatch):  # noqa: F811
-    """A runtime folder that a logout removes, in the folder of everything else."""
+    """A runtime folder that a logout removes, inside the test's folder."""
     (clean / "run").mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(clean / "run"))
     return clean / "run"
 
 
 def log_out(broker):
-    """Delete what logind would."""
+    """Delete what logind deletes."""
     kit.remove(broker.folder / "run")
     kit.remove(SHARED_MEMORY / folder_name(broker.socket))
 
 
 def spawn(program):
-    """Let it start a process that calls CUDA; return its number."""
+    """Let the program start a process that calls CUDA; return its pid."""
     found = program.do("spawn", bytes=8 * MiB)
     assert [answer["ok"] for answer in found["answers"]] == [None, None], found
     return found["pid"]
@@ -86,7 +86,7 @@ def program(broker):
         one.close()
 
 
-def test_kernels_in_every_state_go_on_after_a_logout(
+def test_kernels_in_every_state_continue_after_a_logout(
     broker,
     program,
     clean,  # noqa: F811
@@ -108,7 +108,7 @@ def test_kernels_in_every_state_go_on_after_a_logout(
     waiting.wait_state("queued")
 
     log_out(broker)
-    # At once, whether the broker has looked or not: it asks for the page, or finds it.
+    # The process asks the broker for the page, or finds the page that the broker has put back.
     child = spawn(third)
     wait_until(broker.socket.exists, "the socket", 2)
     wait_until(lambda: Path(waiting.env["GPUPOOL_PAGE"]).exists(), "the pages", 2)
@@ -126,7 +126,7 @@ def test_kernels_in_every_state_go_on_after_a_logout(
     assert suspended.do("check") == 32 * MiB
     assert running.do("check") == 32 * MiB
     assert third.do("check") == 32 * MiB
-    # The next login has another folder, or none; a new kernel comes to this broker.
+    # The next login has another folder or none; a new kernel finds this broker.
     assert ensure_broker(pool(clean)) == broker.socket
     new = program(memory=50 * MiB)
     new.begin(8 * MiB, byte=9)
@@ -180,12 +180,12 @@ def test_folder_of_a_broker_that_has_just_died_is_made_again(broker, program, th
     with_pid(pid)
     kit.remove(broker.socket.parent)
     kit.remove(SHARED_MEMORY / folder_name(broker.socket))
-    assert not starting.revive(broker.socket)  # of no usual place: nobody says where
+    assert not starting.revive(broker.socket)  # an unusual place, so no record leads to it
     copy = env[startrecord.COPY_VARIABLE]
     if there:
         assert starting.revive(broker.socket, copy=copy)
     else:
-        Path(copy).chmod(0o644)  # others could have seen it: not to be trusted any more
+        Path(copy).chmod(0o644)  # others could have read it, so it is no longer trusted
         assert not starting.revive(broker.socket, copy=copy)
         Path(copy).chmod(0o600)
         command = ["/bin/sh", "-c", env[startrecord.REVIVE_VARIABLE]]
@@ -193,15 +193,15 @@ def test_folder_of_a_broker_that_has_just_died_is_made_again(broker, program, th
         wait_until(lambda: starting.answers(broker.socket), "the broker", 60)
     assert broker.status()["pid"] != pid
     assert broker.socket.parent.stat().st_mode & 0o777 == 0o700
-    assert broker.status()["settings"]["idle_timeout"] == 3600  # its configuration was there, too
+    assert broker.status()["settings"]["idle_timeout"] == 3600  # its configuration is kept as well
     assert used.do("check") == 32 * MiB
 
 
-def test_folder_that_cannot_be_made_again_is_not_waited_for(broker):
+def test_callers_do_not_wait_for_a_folder_they_cannot_make(broker):
     copy = kernel_environment(broker.socket)[startrecord.COPY_VARIABLE]
     with_pid(broker.status()["pid"])
     assert startrecord.can_restore(broker.socket, copy)
-    kit.remove(broker.folder / "run")  # as /run/user/UID, which only the login manager makes
+    kit.remove(broker.folder / "run")  # only the login manager makes /run/user/UID
     assert not startrecord.can_restore(broker.socket, copy)
     assert not starting.revive(broker.socket, copy=copy)
 
@@ -219,7 +219,7 @@ def test_broker_with_deleted_files_is_not_started_twice(broker):
     assert broker.status()["pid"] == pid
 
 
-def test_copy_of_the_start_record_lives_with_the_broker(broker):
+def test_copy_of_the_start_record_ends_with_the_broker(broker):
     copy = Path(kernel_environment(broker.socket)[startrecord.COPY_VARIABLE])
     copy.unlink()
     wait_until(copy.exists, "the copy")
@@ -231,7 +231,7 @@ def test_copy_of_the_start_record_lives_with_the_broker(broker):
     assert not starting.revive(broker.socket, copy=str(copy))
 
 
-# ---------------------------------------------------------------------- one file at a time
+# ---------------------------------------------------------------------- single files
 
 
 @pytest.mark.parametrize("name", ["broker.sock", "broker.sock.lock", "broker.sock.start.json"])
@@ -249,12 +249,12 @@ def test_file_beside_the_socket_is_back_within_two_seconds(broker, name):
     assert broker.status()["pid"] == pid
 
 
-def test_log_goes_on_at_its_name(broker):
+def test_log_continues_at_its_path(broker):
     kit.remove(broker.socket.parent)
     wait_until(lambda: "was deleted and is back" in broker.tail(), "the log's line", 5)
 
 
-def test_lost_journal_has_every_session_again(make_broker):
+def test_lost_journal_is_written_again_with_every_session(make_broker):
     broker = make_broker().started
     one = kit.Kernel(broker, "one")
     one.attach()
@@ -287,7 +287,7 @@ def test_new_kernel_after_a_logout_has_a_page(guarded):
     k.close()
 
 
-def test_page_of_a_session_that_has_ended_is_not_put_back(guarded):
+def test_page_of_an_ended_session_is_not_put_back(guarded):
     k = Guarded(guarded, memory=BIG)
     with guarded.client() as client:
         client.call("close", session=k.session)
@@ -298,7 +298,7 @@ def test_page_of_a_session_that_has_ended_is_not_put_back(guarded):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has a machine's broker")
-def test_pages_of_the_machines_broker_are_not_in_shared_memory(make_broker):
+def test_pages_of_the_machines_broker_avoid_shared_memory(make_broker):
     broker = make_broker(attach="lazy")
     broker.module = GuardedBroker.module
     folder = Path("/run") / f"gpb-{os.getpid()}-pages"
@@ -312,12 +312,12 @@ def test_pages_of_the_machines_broker_are_not_in_shared_memory(make_broker):
         kit.remove(folder)
 
 
-# ---------------------------------------------------------------------- no room
+# ---------------------------------------------------------------------- full shared memory
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 @pytest.mark.parametrize("allowed", [False, True])
-def test_without_room_for_a_page_no_kernel_is_started_unguarded(make_broker, allowed):
+def test_without_room_for_a_page_no_kernel_starts_unguarded(make_broker, allowed):
     broker = make_broker(attach="lazy", allow_unguarded=allowed)
     broker.module = "tests.broker.crowded_broker"
     assert broker.start()["ok"]

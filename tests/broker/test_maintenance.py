@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``pause``, ``drain`` and ``resume`` of a real broker: who leaves, who waits, what stays open."""
+"""``pause``, ``drain`` and ``resume`` of a real broker: what they suspend, wait for and close."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def maintain(broker, action, device="", reason="new driver", timeout=90):
 
 
 def order(broker, device=""):
-    """Return what the status says of the order for the whole pool, or for a device."""
+    """Return the order for the whole pool, or for a device, from the status."""
     rows = broker.status()["maintenance"]
     return next((row for row in rows if row["device"] == device), None)
 
@@ -59,7 +59,7 @@ def with_device_files(broker, pid):
 
 @pytest.fixture
 def one(broker, kernel):
-    """An attached session with data, which a pause is going to move."""
+    """An attached session with data, for a pause to suspend."""
     found = kernel("one.ipynb", memory=400 * MiB)
     found.attach()
     found.do("alloc", bytes=64 * MiB, byte=1)
@@ -85,7 +85,7 @@ def test_pause_suspends_idle_kernels_and_closes_device_files(broker, kernel, one
         assert not children(broker, module), module
     for process in (one.process, two.process, broker.process):
         assert not with_device_files(broker, process.pid)
-    # Nobody gets a slice, and everybody is told why.
+    # No kernel gets a slice, and each waiting kernel has the reason.
     one.do("ask", hold="again")
     wait_until(lambda: one.state() == "queued", "it waits")
     wait_until(lambda: (one.link()["queue"] or {}).get("reason") == WHY, "the reason")
@@ -131,7 +131,7 @@ def test_pause_that_waits_for_a_cell_survives_a_killed_broker(broker, one):
     assert broker.session(one.session)["suspended_bytes"] == (64 + 32) * MiB
 
 
-def test_drained_gpu_is_emptied_and_its_kernels_go_on_elsewhere(broker, kernel, one):
+def test_drained_gpu_is_emptied_and_kernels_continue_elsewhere(broker, kernel, one):
     uuid = broker.session(one.session)["device"]
     index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == uuid)
     one.do("drop", hold="cell")
@@ -167,17 +167,17 @@ def test_paused_gpu_loses_its_worker_and_is_tested_on_return(broker, one):
 
 
 def users_of(broker, index):
-    """Return who has a GPU's device file open: the process numbers, as /proc shows them now."""
+    """Return the pids that have a GPU's device file open now, from /proc."""
     path = str(broker.folder / "broker.sock.emulated" / f"nvidia{index}")
     return {holder.process.pid for holder in holders(path)[0] if path in holder.paths}
 
 
 def test_pool_closes_a_paused_gpus_file_and_names_other_users(broker, kernel, one):
-    """Before, the monitor and the workers of the other GPUs kept the file open, unmentioned."""
+    """The monitor and the other GPUs' workers used to keep the file open without a message."""
     uuid = broker.session(one.session)["device"]
     index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == uuid)
     one.do("drop", hold="cell")
-    # Its self-test and its suspend start what keeps files open: both workers and the monitor.
+    # Its self-test and its suspend start both workers and the monitor, which open the files.
     elsewhere = kernel("elsewhere.ipynb", memory=400 * MiB)
     idler = kernel("asks.ipynb", launch=False)
     env = {**environment(broker.folder), **without_guard({**os.environ, **idler.env})}
@@ -214,7 +214,7 @@ def test_pool_closes_a_paused_gpus_file_and_names_other_users(broker, kernel, on
         text = order(broker, uuid)["text"]
         assert text == f"GPU {index} is {WHY}; no process of the pool has its device file open."
         assert [f["pid"] for f in order(broker, uuid)["files"]] == [outside.pid]
-        # The other GPU is used as before, and is looked at: by processes that do not see this one.
+        # The pool uses and samples the other GPU as before, in processes that do not see this GPU.
         elsewhere.attach()
         elsewhere.do("alloc", bytes=32 * MiB, byte=3)
         elsewhere.do("drop", hold="cell")
@@ -246,7 +246,7 @@ def test_restarted_broker_closes_a_paused_gpus_device_file(broker, one):
     assert not users_of(broker, index)
 
 
-def test_resume_of_a_gpu_before_its_file_is_closed_gives_it_back(broker, one):
+def test_resume_before_a_gpus_file_is_closed_returns_the_gpu(broker, one):
     uuid = broker.session(one.session)["device"]
     one.do("drop", hold="cell")
     env = {**environment(broker.folder), **without_guard({**os.environ, **one.env})}
@@ -286,7 +286,7 @@ sys.stdin.read()
 """
 
 
-def test_process_with_cuda_alone_keeps_the_pause_open(broker, kernel):
+def test_process_that_only_called_cuinit_keeps_the_pause_open(broker, kernel):
     one = kernel("asks.ipynb", launch=False)
     env = {**environment(broker.folder), **without_guard({**os.environ, **one.env})}
     with subprocess.Popen(
@@ -306,7 +306,7 @@ def test_process_with_cuda_alone_keeps_the_pause_open(broker, kernel):
     closed(broker)
 
 
-def test_resume_during_a_pause_lets_all_kernels_go_on(broker, one):
+def test_resume_during_a_pause_lets_all_kernels_continue(broker, one):
     maintain(broker, "pause")
     assert maintain(broker, "resume") == "The GPUs are in service again."
     one.do("drop", hold="cell")
@@ -323,7 +323,7 @@ def test_resume_without_a_driver_is_refused(broker, one):
     state = broker.folder / "broker.sock.emulated"
     machine = (state / "machine").read_bytes()
     broker.disturbed = True
-    # The emulated equivalent of a driver that does not start: its shared state is another one's.
+    # Emulate a driver that does not start: another machine has its shared state.
     (state / "machine").rename(state / "aside")
     (state / "machine").mkdir()
     with pytest.raises(RefusedError):
@@ -350,7 +350,7 @@ def test_wrong_orders_are_refused_in_a_sentence(broker, action, device, said):
         maintain(broker, action, device)
 
 
-def test_interrupted_pause_names_who_it_waits_for_and_stays(broker, one):
+def test_interrupted_pause_lists_its_kernels_and_remains(broker, one):
     with subprocess.Popen(
         [
             sys.executable, "-m", "jupyter_gpupool.cli", "pause",
@@ -377,7 +377,7 @@ def test_interrupted_pause_names_who_it_waits_for_and_stays(broker, one):
 
 
 def test_only_an_admin_may_take_gpus_out_of_service():
-    """The rule itself; that a peer is who it says is tested with two users in tests/server."""
+    """This tests the rule alone; tests/server tests the identity of peers with two users."""
     access = Access(machine_wide=True, own_uid=0, admins=("operator",))
     configuration = types.SimpleNamespace(access=access)
     runner = types.SimpleNamespace(journal=types.SimpleNamespace(meta=lambda _name: ""))
@@ -442,7 +442,7 @@ def test_resume_of_one_gpu_leaves_a_failed_one_out_of_service(make_broker, reada
 
 
 def picture(broker):
-    """Return what ``jupyter gpupool status`` draws."""
+    """Return the output of ``jupyter gpupool status``."""
     return "\n".join(draw(broker.status(), Style(width=120)))
 
 
@@ -464,13 +464,13 @@ def doctor(broker):
 
 # ---------------------------------------------------------------------- a driver that hangs
 
-#: As /proc/driver/nvidia/version shows it.
+#: The text of /proc/driver/nvidia/version.
 OPEN_595 = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  595.71.05  Release Build\n"
 
 
 @pytest.fixture
 def hanging(make_broker):
-    """A broker on a driver that is known to hang when a restored process is killed."""
+    """A broker on a driver that is known to hang after the kill of a restored process."""
     broker = make_broker()
     state = broker.folder / "broker.sock.emulated"
     state.mkdir()
@@ -492,11 +492,11 @@ def restored(hanging):
 
 
 def suspended_now(broker, kernel):
-    """Whether the driver has the process suspended: it has no device file open then."""
+    """Return whether the driver has the process suspended: then it has no device file open."""
     return not with_device_files(broker, kernel.process.pid)
 
 
-def test_driver_that_hangs_after_a_kill_is_warned_of(hanging):
+def test_status_warns_of_a_driver_that_hangs_after_a_kill(hanging):
     warning = hanging.status()["driver_warning"]
     assert warning.startswith("The open kernel module 595.71.05 is known to hang the machine")
     assert warning in hanging.tail()
@@ -508,7 +508,7 @@ def test_driver_that_hangs_after_a_kill_is_warned_of(hanging):
     assert warning in " ".join(done.stdout.split())
 
 
-def test_that_driver_gets_a_suspend_before_a_kill(hanging, restored):
+def test_such_a_driver_gets_a_suspend_before_a_kill(hanging, restored):
     with hanging.client() as client:
         assert client.call("retire", session=restored.session, timeout=60)["safe"]
     assert suspended_now(hanging, restored)
@@ -519,7 +519,7 @@ def test_that_driver_gets_a_suspend_before_a_kill(hanging, restored):
 
 
 def test_gpu_of_a_killed_restored_kernel_is_tested_first(hanging, restored):
-    """As after the out-of-memory killer, or a user's ``kill -9``: nobody suspended it before."""
+    """The OOM killer, or a user's ``kill -9``, ends it without a suspend."""
     uuid = hanging.session(restored.session)["device"]
     restored.kill()
     wait_until(lambda: hanging.session(restored.session) is None, "its end", 60)
@@ -533,7 +533,7 @@ def test_gpu_of_a_killed_restored_kernel_is_tested_first(hanging, restored):
 
 
 def test_restored_kernel_that_exits_is_not_reported_as_killed(hanging, restored):
-    """It ends as its input does: nobody has killed it."""
+    """Its input ends, and it exits by itself."""
     uuid = hanging.session(restored.session)["device"]
     restored.process.stdin.close()
     assert restored.process.wait(60) == 0
@@ -552,7 +552,7 @@ def test_restored_kernel_that_exits_is_not_reported_as_killed(hanging, restored)
         ("lost", "Its test failed"),
     ],
 )
-def test_test_of_a_suspect_gpu_that_was_not_made_is_no_failure(code, told):
+def test_missing_test_of_a_suspect_gpu_is_no_failure(code, told):
     device = types.SimpleNamespace(
         uuid="GPU-x", index=0, memory_total=MiB, name="", tier="", tier_reason="", can_suspend=True
     )
@@ -609,7 +609,7 @@ def test_kernel_never_restored_needs_no_suspend_at_its_end(hanging):
         assert one.do("check") == 64 * MiB
 
 
-def test_no_other_driver_delays_an_end(broker, one):
+def test_other_drivers_delay_no_end(broker, one):
     with broker.client() as client:
         assert client.call("open", kernel_id="k")["retire"] is False
         assert client.call("retire", session=one.session)["safe"]

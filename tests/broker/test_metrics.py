@@ -53,7 +53,7 @@ def listening(pid):
     """Return the addresses (as /proc/net writes them) on which a process listens for TCP."""
     inodes = set()
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
+        with suppress(FileNotFoundError):  # closed since the listing
             inodes.add(str(path.readlink()))
     found = []
     for table in ("tcp", "tcp6"):
@@ -79,7 +79,7 @@ def broker(make_broker, port, request):
     return make_broker(metrics_port=port, **getattr(request, "param", {})).started
 
 
-def test_off_it_listens_nowhere_and_costs_no_import(make_broker):
+def test_without_a_port_it_listens_nowhere_and_imports_nothing(make_broker):
     broker = make_broker().started
     assert listening(broker.process.pid) == []
     code = (
@@ -90,12 +90,12 @@ def test_off_it_listens_nowhere_and_costs_no_import(make_broker):
     assert done.stdout.strip() == "[]"
 
 
-def test_on_it_listens_on_loopback_and_nowhere_else(served):
+def test_with_a_port_it_listens_on_loopback_only(served):
     broker, port = served
     assert listening(broker.process.pid) == [f"0100007F:{port:04X}"]
 
 
-def test_both_formats_are_what_they_say(served):
+def test_both_formats_parse_as_their_content_types(served):
     _, port = served
     status, kind, text = ask(port)
     assert (status, kind.split(";")[0]) == (200, "text/plain")
@@ -103,18 +103,18 @@ def test_both_formats_are_what_they_say(served):
     status, kind, text = ask(port, Accept="application/openmetrics-text;version=1.0.0,*/*;q=0.1")
     assert (status, kind.split(";")[0]) == (200, "application/openmetrics-text")
     strict = {f.name for f in read_openmetrics(text)}
-    # Information is a gauge whose name says so in the older format.
+    # In the older format, an info metric is a gauge whose name ends in _info.
     assert {name.removesuffix("_info") for name in plain} == strict
     assert all(name.startswith(PREFIX) for name in plain)
     assert "unknown" not in plain.values()
-    # What a client writes after the name of the format is nothing to fall over.
+    # Odd text after the name of the format is no error.
     for odd in ("application/openmetrics-text;version=x", "text/plain;version=;;", ",;,", "\xe9"):
         assert ask(port, Accept=odd)[0] == 200
 
 
 @pytest.fixture(scope="module")
 def served():
-    """A broker and its port for tests that change nothing."""
+    """A broker and its port, for tests that change nothing."""
     folder = short_folder()
     broker = Broker(folder, metrics_port=free_port())
     yield broker.started, json.loads(broker.config_file.read_text())["GPUPool"]["metrics_port"]
@@ -127,11 +127,11 @@ ONE = {"emulate": "1x512MiB,context=32MiB"}
 
 
 @pytest.mark.parametrize("broker", [ONE], indirect=True, ids=["one-device"])
-def test_a_session_waits_attaches_and_is_suspended(broker, port, kernel):
+def test_metrics_follow_a_session_from_wait_to_suspend(broker, port, kernel):
     (device,) = (d["uuid"] for d in broker.status()["devices"])
 
     def sees(seconds=30, **expected):
-        """Wait until each named figure of the device or the pool is as expected."""
+        """Wait until each named figure of the device or the pool has its expected value."""
         keys = {
             name: (name, device) if name.startswith("device_") else (name,) for name in expected
         }
@@ -146,7 +146,7 @@ def test_a_session_waits_attaches_and_is_suspended(broker, port, kernel):
         counts = {key[1:]: n for key, n in now.items() if key[0] == "pool_sessions"}
         return {(state, priority): n for (priority, state), n in counts.items() if n}
 
-    first = sees(device_used_bytes=0)  # read although there is no session yet
+    first = sees(device_used_bytes=0)  # sampled before the first session
     assert first["device_up", device] == 1
     assert first["device_capacity_bytes", device] == SINGLE
     assert first["device_granted_bytes", device] == first["device_suspend_seconds_count", device]
@@ -192,19 +192,19 @@ def test_a_session_waits_attaches_and_is_suspended(broker, port, kernel):
         ),
         "the refusal",
     )
-    # The counter is the sum of what the sessions' own accounts say.
+    # The counter is the sum of the sessions' own accounts.
     total = sum(s["attached_seconds_total"] for s in broker.status()["sessions"])
     assert now["device_attached_seconds_total", device] == pytest.approx(total, abs=30)
     one.close()
     two.close()
     sees(device_granted_bytes=0)
     ended = figures(port)["device_attached_seconds_total", device]
-    kernel("later")  # what shows it is another page
+    kernel("later")  # this session shows that the page is a later one
     wait_until(lambda: figures(port)["pool_sessions", "notebook", "detached"] == 1, "a later page")
     assert figures(port)["device_attached_seconds_total", device] == ended > total
 
 
-def test_nothing_in_it_is_about_a_person(broker, port, kernel):
+def test_metrics_contain_no_personal_data(broker, port, kernel):
     one = kernel("my-thesis")
     one.attach()
     wait_until(lambda: figures(port)["pool_sessions", "notebook", "active"] == 1, "the session")
@@ -215,7 +215,7 @@ def test_nothing_in_it_is_about_a_person(broker, port, kernel):
     assert not any(word in text for word in secret[:4])
 
 
-def test_sighup_switches_it_on_over_and_off(make_broker, port):
+def test_sighup_switches_metrics_on_to_another_port_and_off(make_broker, port):
     broker = make_broker().started
     hangup(broker, port)
     wait_until(lambda: listening(broker.process.pid), "on")
@@ -233,7 +233,7 @@ def test_sighup_switches_it_on_over_and_off(make_broker, port):
     assert "Traceback" not in broker.tail()
 
 
-def test_a_port_in_use_is_said_and_does_not_stop_the_pool(make_broker, port):
+def test_port_in_use_is_logged_and_does_not_stop_the_pool(make_broker, port):
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
@@ -251,7 +251,7 @@ def test_a_port_in_use_is_said_and_does_not_stop_the_pool(make_broker, port):
         assert ask(port)[0] == 200
 
 
-def test_everything_else_is_not_found(served):
+def test_other_paths_and_methods_are_not_found(served):
     _, port = served
     paths = ("/", "/metrics/", "/metrics/x", "//metrics", "/%6detrics", "/../metrics")
     methods = ("POST", "HEAD", "PUT", "OPTIONS", "TRACE")
@@ -274,13 +274,13 @@ RUBBISH = {
 }
 
 
-def test_rubbish_is_refused_and_not_worth_a_line_of_the_log(served):
+def test_rubbish_is_refused_without_a_line_in_the_log(served):
     broker, port = served
     before = broker.tail()
     for name, data in RUBBISH.items():
         with closing(socket.create_connection(("127.0.0.1", port), 20)) as client:
             answer = b""
-            with suppress(ConnectionResetError, BrokenPipeError):  # a refusal, too
+            with suppress(ConnectionResetError, BrokenPipeError):  # also a refusal
                 client.sendall(data)
                 while part := client.recv(65536):
                     answer += part
@@ -290,7 +290,7 @@ def test_rubbish_is_refused_and_not_worth_a_line_of_the_log(served):
     assert broker.tail() == before
 
 
-def test_clients_that_stall_hold_up_nobody_and_are_closed(served):
+def test_stalled_clients_delay_no_other_and_are_closed(served):
     broker, port = served
     with ExitStack() as stack:
         stalled = []
@@ -300,11 +300,11 @@ def test_clients_that_stall_hold_up_nobody_and_are_closed(served):
             stalled.append(client)
             assert ask(port)[0] == 200
         broker.status()
-        # The last one still stalls: nobody has waited for its end.
+        # The last client still stalls: the answers above did not wait for it.
         stalled[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
             stalled[-1].recv(1)
-        for client in stalled:  # an older one when a newer one came, the rest in time
+        for client in stalled:  # a newer client displaced it, or its deadline passed
             client.settimeout(DEADLINE + 10)
             try:
                 assert client.recv(1) == b""

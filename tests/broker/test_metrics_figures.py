@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Names, units and figures of the broker's metrics, their dashboard, and a reader that does not."""
+"""Names, units and values of the broker's metrics, their dashboard, and a stalled reader."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DASHBOARD = DOCS / "grafana" / "jupyter-gpupool-pool.json"
 
 
 class Machine:
-    """A pool of two devices with the parts of a broker that the figures read."""
+    """A pool of two devices with the parts of a broker that the metrics read."""
 
     def __init__(self):
         self.time = 1000.0
@@ -39,7 +39,7 @@ class Machine:
         self.runner = SimpleNamespace(
             pool=self.pool, now=lambda: self.time, record=self.record, busy={}
         )
-        settings = SimpleNamespace(sample_interval=2.0)  # a sample is shown for 30 s
+        settings = SimpleNamespace(sample_interval=2.0)  # a sample is valid for 30 s
         self.samples = Samples(None, SimpleNamespace(settings=settings))
         for index, uuid in enumerate("AB"):
             device = Device(uuid, index, f"GPU {index}", "model", 4 * GiB)
@@ -50,7 +50,7 @@ class Machine:
         return self.pool.record(session) if session in self.pool else None
 
     def attach(self, name, **request):
-        """Open a session and hand it its slice; return the rows' common part."""
+        """Open a session, attach its slice, and record that it is active."""
         request = Request(GiB, GiB, **request)
         self.pool.handle(
             e.SessionOpened(now=self.time, session=name, owner=Owner("ann"), request=request,
@@ -71,7 +71,7 @@ class Machine:
         )  # fmt: skip
 
     def sample(self, **fields):
-        """Take a sample of each device now; ``fields`` are those of A."""
+        """Take a sample of each device now; ``fields`` override those of device A."""
         plain = {"total": 4 * GiB, "used": GiB, "reserved": 0, "free": 3 * GiB, "utilisation": 40}
         self.samples.last = {
             "A": DeviceSample("A", **{**plain, **fields}),
@@ -86,7 +86,7 @@ class Machine:
 
 @pytest.fixture(autouse=True)
 def as_before():
-    """What a broker sets for its whole process is not for that of the tests."""
+    """Undo what the metrics set for the whole process."""
     tornado = logging.getLogger("tornado")
     level = tornado.level
     yield
@@ -108,7 +108,7 @@ def on_machine():
 
 
 def families(registry):
-    """What Prometheus knows of each metric: name -> (type, names of its samples)."""
+    """Return each metric as Prometheus reads it: name -> (type, names of its samples)."""
     suffixes = {
         "histogram": ("_bucket", "_sum", "_count"),
         "counter": ("_total",),
@@ -122,7 +122,7 @@ def families(registry):
 
 
 def all_families():
-    """The families of a machine on which everything could be read."""
+    """Return the families of a machine whose values could all be read."""
     found = {}
 
     async def look():
@@ -135,7 +135,7 @@ def all_families():
     return found
 
 
-def test_what_was_not_read_is_absent_and_not_zero(on_machine):
+def test_unread_values_are_absent_and_not_zero(on_machine):
     read = ("device_used_bytes", "device_utilisation_ratio", "device_foreign_bytes")
 
     async def test(machine):
@@ -149,7 +149,7 @@ def test_what_was_not_read_is_absent_and_not_zero(on_machine):
         machine.sample(lost="fell off the bus")
         assert [machine.value(name, device="A") for name in read] == [None] * 3
         assert machine.value("device_used_bytes", device="B") == GiB
-        machine.samples._taken_at -= 31  # too long ago to be said
+        machine.samples._taken_at -= 31  # the sample is no longer valid
         assert machine.value("device_used_bytes", device="B") is None
         # The pool's own accounts are always there.
         assert machine.value("device_memory_bytes", device="B") == 4 * GiB
@@ -157,7 +157,7 @@ def test_what_was_not_read_is_absent_and_not_zero(on_machine):
     on_machine(test)
 
 
-def test_a_lost_device_is_down_and_has_nothing_free(on_machine):
+def test_lost_device_is_down_and_has_no_free_memory(on_machine):
     async def test(machine):
         assert machine.value("device_up", device="A") == 1
         machine.pool.handle(e.DeviceDrained(now=machine.time, device="A", reason="lost"))
@@ -168,7 +168,7 @@ def test_a_lost_device_is_down_and_has_nothing_free(on_machine):
     on_machine(test)
 
 
-def test_nothing_yet_is_a_figure_for_what_is_counted(on_machine):
+def test_counters_begin_at_zero(on_machine):
     async def test(machine):
         for name in ("wait_seconds_count", "suspend_seconds_count", "resume_seconds_count",
                      "resumes_total", "migrations_total", "attached_seconds_total"):  # fmt: skip
@@ -182,7 +182,7 @@ def test_nothing_yet_is_a_figure_for_what_is_counted(on_machine):
     on_machine(test)
 
 
-def test_counters_and_histograms_are_rows_of_the_journal(on_machine):
+def test_journal_rows_feed_counters_and_histograms(on_machine):
     async def test(machine):
         machine.row("attach", "s", "A", 3.0, driver_seconds=0.0)
         machine.row("state", "s", "A", None, "another kernel waits for memory", new="detaching")
@@ -208,7 +208,7 @@ def test_counters_and_histograms_are_rows_of_the_journal(on_machine):
         assert value("pool_preemptions_total") == 1
         assert value("pool_refusals_total", what="request", code="over-quota") == 1
         assert value("pool_refusals_total", what="suspend", code="pinned") == 1
-        # A suspend under way when the metrics were switched on: nobody knows why.
+        # This suspend was under way when the metrics were switched on, so its cause is unknown.
         machine.row("suspend", "t", "B", 1.0)
         assert value("device_suspends_total", device="B", cause="unknown") == 1
 
@@ -226,14 +226,14 @@ def test_attached_seconds_grow_on_every_device_of_a_slice(on_machine):
         machine.attach("one")
         (piece,) = machine.pool.record("one").slices
         machine.time += 5
-        machine.row("state", "both", new="idle")  # no change of the slices
+        machine.row("state", "both", new="idle")  # the slices are unchanged
         assert sorted(seconds()) == [15, 20]
         machine.pool.handle(e.SessionEnded(now=machine.time, session="both", reason="closed"))
         machine.row("close", "both")
         machine.time += 100
         assert sorted(seconds()) == [15, 120]
         assert machine.value("device_attached_seconds_total", device=piece.device) == 120
-        # Switched on in the middle, it counts from then on.
+        # Metrics that are switched on during a lease count from then on.
         machine.runner.busy = {"one": "active"}
         later = f.Attached(machine.runner)
         machine.time += 3
@@ -242,7 +242,7 @@ def test_attached_seconds_grow_on_every_device_of_a_slice(on_machine):
     on_machine(test)
 
 
-def test_a_page_is_not_made_again_for_everybody_who_asks(on_machine, monkeypatch):
+def test_concurrent_scrapes_share_a_page(on_machine, monkeypatch):
     async def test(machine):
         page = machine.figures.page
         first, other = await asyncio.gather(page(False), page(False))
@@ -255,7 +255,7 @@ def test_a_page_is_not_made_again_for_everybody_who_asks(on_machine, monkeypatch
     on_machine(test)
 
 
-def test_names_and_units_are_prometheus():
+def test_names_and_units_follow_prometheus_conventions():
     for name, (kind, _) in all_families().items():
         assert re.fullmatch(r"jupyter_gpupool_(device|pool|broker)(_[a-z]+)*", name)
         if kind in ("histogram", "gauge") and "_process_" not in name:
@@ -266,7 +266,7 @@ def test_names_and_units_are_prometheus():
 
 def test_metric_names_of_broker_and_server_are_disjoint():
     ours = set().union(*(samples for _, samples in all_families().values()))
-    assert server_metrics.__name__  # imported, it is registered
+    assert server_metrics.__name__  # the import registers them
     theirs = set().union(*(samples for _, samples in families(REGISTRY).values()))
     assert theirs, "the server extension has metrics"
     assert not ours & theirs
@@ -279,7 +279,7 @@ def test_documented_metrics_are_those_that_exist():
     assert named - {f"{f.PREFIX}broker_process_"} == known
 
 
-def test_the_dashboard_is_drawn_from_what_there_is():
+def test_dashboard_uses_existing_metrics_and_labels():
     board = json.loads(DASHBOARD.read_text())
     asked = [t["expr"] for panel in board["panels"] for t in panel["targets"]]
     asked += [v["query"]["query"] for v in board["templating"]["list"] if v["type"] == "query"]
@@ -301,7 +301,7 @@ def test_the_dashboard_is_drawn_from_what_there_is():
                 assert unit == "percentunit"
             elif "_seconds" in expr and "_attached_" not in expr:
                 assert unit == "s", panel["title"]
-            # A label that no metric has would leave the panel empty.
+            # With a label that no metric has, the panel would be empty.
             for by in re.findall(r"(?:by|on|group_left) \(([^)]*)\)", expr):
                 assert set(by.split(", ")) <= labels, expr
             if "_total" in expr:
@@ -314,7 +314,7 @@ def test_the_dashboard_is_drawn_from_what_there_is():
 
 @asynccontextmanager
 async def client(page):
-    """Serve ``page``; yield (server, reader, writer) of a client that has asked for it."""
+    """Serve ``page``; yield (server, reader, writer) of a client that has sent its request."""
     with closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -333,7 +333,7 @@ async def client(page):
 
 
 def test_client_that_does_not_read_is_closed(monkeypatch, caplog):
-    """What does not fit in the socket stays with us, but not for long."""
+    """The broker keeps what does not fit in the socket, but only for a bounded time."""
     monkeypatch.setattr(f, "DEADLINE", 2.0)
     size = 32 << 20
 
@@ -371,7 +371,7 @@ def test_page_that_cannot_be_made_is_an_error_for_the_client(caplog):
     assert "The metrics could not be served" in caplog.text
 
 
-def test_a_client_that_has_gone_before_the_answer_is_no_error(caplog):
+def test_client_that_closes_before_the_answer_is_no_error(caplog):
     async def main():
         asked, gone = asyncio.Event(), asyncio.Event()
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the monitor tells the pool, and when."""
+"""What the monitor reports to the pool, and when."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .parts import monitor_of
 
 
 class Core:
-    """A pool and its clock; ``changes`` counts leases that came and went, as the broker does."""
+    """A pool and its clock; ``changes`` counts leases that begin or end, as the broker does."""
 
     def __init__(self):
         self.pool = Pool(PoolSettings(default_memory=GiB, host_memory=16 * GiB))
@@ -62,9 +62,9 @@ def a_monitor(runner):
 
 
 def test_unchanged_host_memory_allows_any_number_of_suspends(monkeypatch):
-    """Each suspend counts against the last word of what the host has; resumes bring news, too.
+    """Suspends count against the last report of host memory; a resume brings a new report, too.
 
-    Without that word, room for three states was used up by three suspends, all of them over.
+    Without it, three finished suspends used up the room for three states.
     """
     monkeypatch.setattr(HostRoom, "machine", lambda _: 3 * GiB)
     runner = Core()
@@ -95,7 +95,7 @@ def test_unchanged_host_memory_allows_any_number_of_suspends(monkeypatch):
         look(monitor)
 
 
-def test_without_anything_new_the_pool_is_not_told(monkeypatch):
+def test_monitor_reports_only_changes_to_the_pool(monkeypatch):
     monkeypatch.setattr(HostRoom, "machine", lambda _: 3 * GiB)
     runner = Core()
 
@@ -111,10 +111,10 @@ def test_without_anything_new_the_pool_is_not_told(monkeypatch):
     assert runner.told == 2
 
 
-#: Of a device of 1600 bytes NVML calls 20 reserved, and the broker measured 80 more.
+#: Of a device's 1600 bytes NVML reports 20 as reserved, and the broker measured 80 more.
 TOTAL, RESERVED, KEPT = 1600, 20, 80
 
-#: Processes of sessions that are attached, suspended, landing; and of nobody.
+#: Processes of an attached, a suspended and a landing session, and of no session.
 ATTACHED, SUSPENDED, LANDING, STRANGER = 11, 12, 13, 14
 
 
@@ -137,7 +137,7 @@ ATTACHED, SUSPENDED, LANDING, STRANGER = 11, 12, 13, 14
         "one that is about to be moved to its slice",
     ],
 )
-def test_a_sample_is_attributed_by_what_the_broker_knows(monkeypatch, used, listed, granted, want):
+def test_sample_is_attributed_by_the_brokers_accounts(monkeypatch, used, listed, granted, want):
     monkeypatch.setattr(monitoring, "identify", lambda pid: ProcessId(pid, 1))
     runner = Core()
     sessions = {
@@ -166,7 +166,7 @@ def test_a_sample_is_attributed_by_what_the_broker_knows(monkeypatch, used, list
 
 
 def test_restore_needs_room_for_all_of_its_state():
-    """Tried with less, it would cost the process."""
+    """A restore with less room fails and costs the process."""
     pool = Pool(PoolSettings(resume_headroom=GiB))
     device = Device(
         uuid="G0", index=0, name="x", model="x", memory_total=64 * GiB, memory_reserved=2 * GiB

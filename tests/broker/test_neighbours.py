@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A user with bad intent, and what it costs the broker and the others: a real broker, attacked.
+"""The cost of a hostile user to the broker and to other users: attacks on a real broker.
 
-How long others wait is the benchmark ``neighbours``; here are the bounds. Attacks run as another
-user where these tests are root, and otherwise as the same one: memory and log are bounded for both.
+The benchmark ``neighbours`` measures how long others wait; these tests check bounds. An attack
+runs as another user if the tests are root, else as the same user: the bounds are the same.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from .kit import ROOT, Raw, wait_until
 #: A user id that no account has.
 MALLORY = 21003
 
-#: Bytes that the broker may have resident under any attack.
+#: Most bytes that the broker may have resident under any attack.
 MOST = 100_000_000
 
-#: Bytes that an attack of seconds may add to the log.
+#: Most bytes that an attack of seconds may add to the log.
 MOST_LOG = 50_000
 
 ATTACK = ROOT / "benchmarks" / "attack.py"
@@ -48,12 +48,12 @@ ATTACK = ROOT / "benchmarks" / "attack.py"
 
 @pytest.fixture(scope="module")
 def attacked():
-    """A broker that is attacked; for the whole machine where these tests are root."""
+    """A broker to attack; it serves the whole machine if the tests are root."""
     folder = kit.short_folder()
     folder.chmod(0o755)
     broker = kit.Broker(folder, max_sessions_per_user=40, default_memory=32 << 20)
     if os.geteuid() == 0:
-        broker.socket = Path("/run") / folder.name / "broker.sock"  # root's there is everybody's
+        broker.socket = Path("/run") / folder.name / "broker.sock"  # root's serves all users
     try:
         assert broker.start()["ok"]
         yield broker
@@ -66,7 +66,7 @@ def attacked():
 
 
 def start(broker, kind, seconds):
-    """Begin an attack as another user, if that is possible."""
+    """Begin an attack, as another user if possible."""
     command = [sys.executable, str(ATTACK), str(broker.socket), kind, str(seconds)]
     setpriv = shutil.which("setpriv")
     if os.geteuid() == 0 and setpriv:
@@ -86,12 +86,12 @@ def descriptors(broker):
 
 
 def calm(broker):
-    """Whether nothing is left of an attack but sessions that nobody launched."""
+    """Return whether an attack has left only sessions without a kernel."""
     return descriptors(broker) < 60
 
 
 @pytest.mark.parametrize("kind", sorted(attack.KINDS))
-def test_an_attack_is_bounded_and_over_when_it_is_over(attacked, kind):
+def test_attack_is_bounded_and_leaves_nothing_behind(attacked, kind):
     log = attacked.log.stat().st_size
     quiet = resident(attacked)
     process = start(attacked, kind, 1.2)
@@ -109,14 +109,14 @@ def test_an_attack_is_bounded_and_over_when_it_is_over(attacked, kind):
     assert "internal" not in seen["codes"], attacked.tail()
     assert attacked.log.stat().st_size - log < MOST_LOG
     assert "Traceback" not in attacked.log.read_text()
-    # Others are served, and what the attack held is given back.
+    # The broker serves others, and has freed what the attack used.
     wait_until(lambda: attacked.status()["pid"] == attacked.process.pid, "the broker", 60)
     wait_until(lambda: calm(attacked), "the attack's connections are closed", 60)
     assert resident(attacked) < quiet + 20_000_000
 
 
 def test_others_are_served_during_a_flood_of_connections(attacked):
-    """Before, a full backlog refused 36 of 57 clients at once."""
+    """A full backlog used to refuse 36 of 57 clients at once."""
     process = start(attacked, "churn", 2)
     try:
         for _ in range(30):
@@ -127,12 +127,12 @@ def test_others_are_served_during_a_flood_of_connections(attacked):
         process.communicate(timeout=60)
 
 
-def test_the_backlog_is_as_long_as_it_says(folder):
-    """asyncio's own server calls listen(100) once more, over it."""
+def test_backlog_has_its_configured_length(folder):
+    """asyncio's own server would call listen(100) again and override it."""
     broker = kit.Broker(folder).started
     waiting = []
     try:
-        os.kill(broker.process.pid, 19)  # SIGSTOP: it accepts nobody
+        os.kill(broker.process.pid, 19)  # SIGSTOP: it accepts no connection
         for _ in range(listener.LOBBY + 200):
             waiting.append(socket.socket(socket.AF_UNIX))
             waiting[-1].setblocking(False)
@@ -144,7 +144,7 @@ def test_the_backlog_is_as_long_as_it_says(folder):
         broker.close()
 
 
-def test_clients_of_a_broker_that_sleeps_wait_for_it(folder):
+def test_clients_wait_for_a_stopped_broker(folder):
     """A class of 200 opens its notebooks while the broker is stopped for a second."""
     broker = kit.Broker(folder).started
     done, failed = [], []
@@ -172,13 +172,13 @@ def test_clients_of_a_broker_that_sleeps_wait_for_it(folder):
         broker.close()
 
 
-def test_a_broker_with_few_descriptors_keeps_some_for_itself(folder):
+def test_broker_with_few_descriptors_keeps_some_for_itself(folder):
     """It refuses connections with a sentence before it runs out of descriptors."""
     broker = kit.Broker(folder)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = 128
     resource.prlimit(os.getpid(), resource.RLIMIT_NOFILE, (few, hard))
-    # The broker raises its own limit to the hard one: that has to be low as well.
+    # The broker raises its soft limit to the hard limit, so this sets both.
     starter = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({few}, {few})); "
     starter += "import sys; from jupyter_gpupool.broker.app import main; sys.exit(main())"
     try:
@@ -193,7 +193,7 @@ def test_a_broker_with_few_descriptors_keeps_some_for_itself(folder):
         held, refused = [], []
         for _ in range(few):
             raw = Raw(broker.socket)
-            with suppress(BrokenPipeError):  # refused, and closed already
+            with suppress(BrokenPipeError):  # refused and already closed
                 raw.say(type="ping", id=1)
             answer = raw.read()
             (held if answer["type"] == "ok" else refused).append(raw)
@@ -208,8 +208,8 @@ def test_a_broker_with_few_descriptors_keeps_some_for_itself(folder):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-def test_others_sessions_without_a_kernel_are_not_in_the_status(attacked):
-    """Before, each of a flood of ``open`` made every answer to everybody longer."""
+def test_status_omits_other_users_sessions_without_a_kernel(attacked):
+    """A flood of ``open`` used to make every status longer for every user."""
     with attacked.client() as server:
         opened = [server.call("open", kernel_id=f"k{n}")["session"] for n in range(20)]
         os.seteuid(MALLORY)
@@ -254,7 +254,7 @@ def test_messages_before_the_launch_are_bounded_and_answered(broker):
             assert early[0].read()["code"] == "duplicate"
             early[-1].say(type="hello", id=1, **who)
             assert early[-1].read()["code"] == "not-launched"
-            # Who leaves makes room.
+            # A closed connection makes room.
             early[1].close()
             wait_until(lambda: descriptors(broker), "the broker")
 
@@ -273,7 +273,7 @@ def test_messages_before_the_launch_are_bounded_and_answered(broker):
 
 # --------------------------------------------------------------------------- any input
 
-#: What a field may be given: what it wants and what it does not.
+#: Values of the expected types and of others.
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
@@ -292,7 +292,7 @@ VALUES = st.one_of(
 
 @st.composite
 def requests(draw):
-    """A request of a known type with any values, many of them right."""
+    """A request of a known type with arbitrary values, many of them valid."""
     kind = draw(st.sampled_from(sorted(REQUESTS)))
     required, optional = REQUESTS[kind]
     message = {"type": kind, "id": draw(st.integers(1, 99))}
@@ -314,13 +314,13 @@ def requests(draw):
     phases=[Phase.explicit, Phase.generate],
 )
 @given(st.lists(requests(), min_size=1, max_size=12))
-def test_no_input_reaches_the_path_for_faults_of_the_broker(attacked, messages):
-    """Of a session that lives, in any order; before, 400 digits were a traceback each."""
+def test_no_input_causes_an_internal_error(attacked, messages):
+    """The requests of a living session come in any order; an integer of 400 digits used to fail."""
     with attacked.client() as server, Raw(attacked.socket) as raw:
         opened = server.call("open", kernel_id="k")
         names = {"SESSION": opened["session"], "TOKEN": opened["token"]}
         server.call("launched", session=opened["session"], pid=os.getpid())
-        # Enough of what is no request closes the connection, which is another answer.
+        # Too many invalid requests close the connection, which is an answer, too.
         with suppress(OSError):
             raw.say(type="hello", id=3, **{k.lower(): v for k, v in names.items()})
             for message in messages:

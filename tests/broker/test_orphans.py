@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Processes that must be ended because nobody could resume them, and those that must not."""
+"""Processes that the broker must end because nothing could resume them, and others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def broker(make_broker):
 
 @pytest.fixture
 def family(broker):
-    """A kernel and its child, which outlives it; both are suspended."""
+    """A suspended kernel and its suspended child, which outlives it."""
     one = Program(broker, "one", memory=300 * MiB)
     other = Program(broker, "other", memory=100 * MiB)
     one.begin(32 * MiB)
@@ -50,7 +50,7 @@ def family(broker):
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_suspended_child_of_a_dead_kernel_is_ended(broker, family):
+def test_suspended_child_of_a_dead_kernel_is_ended(broker, family):
     one, child = family
     assert identify(child) is not None
     one.kill()
@@ -66,7 +66,7 @@ def test_suspended_child_of_a_kernel_that_died_is_ended(broker, family):
     wait_until(lambda: identify(child) is None, "the child's end", 60)
 
 
-def test_a_child_that_runs_outlives_its_kernel(broker):
+def test_running_child_outlives_its_kernel(broker):
     one = Program(broker, "one", memory=300 * MiB)
     one.begin(32 * MiB)
     child = one.do("orphan", bytes=48 * MiB)
@@ -85,7 +85,7 @@ def descriptors(pid):
     return len([*Path(f"/proc/{pid}/fd").iterdir()])
 
 
-def test_without_descriptors_nobody_is_taken_for_dead(broker):
+def test_no_process_counts_as_dead_when_descriptors_run_out(broker):
     one = Program(broker, "one", memory=300 * MiB)
     one.begin(32 * MiB)
     one.wait_state("idle")
@@ -95,7 +95,7 @@ def test_without_descriptors_nobody_is_taken_for_dead(broker):
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (few, before[1]))
     raws = []
     try:
-        # Connections that the broker cannot accept.
+        # The broker has no descriptor to accept these connections.
         for _ in range(5):
             raws.append(kit.Raw(broker.socket))
         wait_until(lambda: "No connection can be accepted now" in broker.tail(), "the log")
@@ -116,12 +116,12 @@ def test_without_descriptors_nobody_is_taken_for_dead(broker):
     one.close()
 
 
-def test_the_broker_raises_its_limit_as_far_as_it_may(broker):
+def test_broker_raises_its_descriptor_limit_to_the_hard_limit(broker):
     soft, hard = resource.prlimit(broker.process.pid, resource.RLIMIT_NOFILE)
     assert soft == hard >= resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
 
-def test_a_living_process_is_alive_when_no_file_can_be_opened():
+def test_living_process_is_alive_when_no_file_can_be_opened():
     me = identify(os.getpid())
     gone = procfs.ProcessId((1 << 22) + 1, 5)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -132,7 +132,7 @@ def test_a_living_process_is_alive_when_no_file_can_be_opened():
         with suppress(OSError):
             while True:
                 opened.append(os.open("/dev/null", os.O_RDONLY))
-        # By the spare descriptor, and without it.
+        # With the spare descriptor, and without it.
         for _ in range(2):
             assert procfs.presence(me) == "alive"
             assert procfs.identify(os.getpid()) in (me, None)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Another vendor's devices behind the same broker: nothing but ``open_devices`` is different."""
+"""Another vendor's devices behind the same broker: only ``open_devices`` is different."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def take(kernel, byte, hold="cell"):
     kernel.do("alloc", bytes=200 * MiB, byte=byte)
 
 
-def test_fake_vendor_has_all_of_the_protocol():
+def test_fake_vendor_implements_the_whole_protocol():
     names = [name for name in dir(Devices) if not name.startswith("_")]
     opened = {"down", "renewed"}
     assert [n for n in names if n not in opened and not hasattr(MemoryDevices, n)] == []
@@ -45,7 +45,7 @@ def test_devices_of_another_vendor_are_shown(broker):
     status = broker.status()
     found = {d["uuid"]: (d["name"], d["tier"], d["memory_total"]) for d in status["devices"]}
     assert found == dict.fromkeys(NAMES, ("Host memory", "unguarded", 512 * MiB))
-    # Without a guard a kernel waits for its slice before a cell, not in a device call.
+    # Without a guard a kernel waits for its slice before the cell, not in a device call.
     assert status["settings"]["attach"] == "cell"
 
 
@@ -57,7 +57,7 @@ def test_session_attaches_is_suspended_and_resumes(broker, kernel, moves):
     before = one.do("where")[0]
     one.do("drop", hold="cell")
     take(two, byte=2)
-    take(three, byte=3)  # the idle one makes room
+    take(three, byte=3)  # the pool suspends the idle session
     assert one.do("where") == ["host", 1, 200 * MiB]
     assert broker.session(one.session)["state"] == "detached"
     places = {two.do("where")[0]: two, three.do("where")[0]: three}

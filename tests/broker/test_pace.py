@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Long work on the broker's event loop leaves room for requests, and looks at few processes."""
+"""Long work on the broker's event loop leaves room for requests, and checks few processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SESSIONS = 50
 
 @pytest.fixture
 def slow_clock(monkeypatch):
-    """A clock on which every look at it finds that one part of the work is over."""
+    """A clock that shows, at each reading, that the time for one part of the work is over."""
     ticks = count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * ratelimit.PART)
     monkeypatch.setattr(ratelimit, "time", clock)
@@ -36,7 +36,7 @@ def sessions():
 
 
 async def turns_of_others(work):
-    """Return how often another task of the loop had its turn until ``work`` was done."""
+    """Return how many turns another task of the loop gets until ``work`` is done."""
     turns, task = 0, asyncio.ensure_future(work)
     while not task.done():
         await asyncio.sleep(0)
@@ -45,7 +45,7 @@ async def turns_of_others(work):
     return turns
 
 
-def test_requests_are_answered_between_the_pages_of_one_look(slow_clock):
+def test_requests_are_answered_between_the_pages_of_a_sample(slow_clock):
     async def run():
         activity = Activity(SimpleNamespace(), SimpleNamespace(read=lambda s: s.id), None)
         activity.attached = sessions()
@@ -61,7 +61,7 @@ def test_requests_are_answered_between_the_pages_of_one_look(slow_clock):
     assert turns >= SESSIONS
 
 
-def test_room_of_all_neighbours_is_written_in_parts_and_complete(slow_clock):
+def test_room_is_written_in_parts_for_all_neighbours(slow_clock):
     told = []
 
     async def run():
@@ -90,7 +90,7 @@ def test_room_of_all_neighbours_is_written_in_parts_and_complete(slow_clock):
     assert sorted(told) == sorted((name, (5,)) for name in sessions())
 
 
-def test_ancestry_leads_from_a_process_to_those_above_it():
+def test_ancestry_lists_a_process_and_its_parents():
     code = "import os, sys; print(os.getppid()); sys.stdin.read()"
     child = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -102,4 +102,4 @@ def test_ancestry_leads_from_a_process_to_those_above_it():
         child.communicate()
     assert pids[:2] == [child.pid, os.getpid()]
     assert len(pids) == len(set(pids))
-    assert procfs.ancestry(child.pid) == []  # it has ended
+    assert procfs.ancestry(child.pid) == []  # the process has ended

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Pages before a lease, and after the broker that made them; the tests play the guard's part."""
+"""Pages before a lease and after their broker's death; the tests act as the guard."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_next_broker_serves_a_thread_that_waited_at_the_kill(make_broker):
         k.close()
 
 
-def test_a_gate_that_a_killed_broker_left_closed_is_opened(make_broker):
+def test_gate_that_a_killed_broker_left_closed_is_opened(make_broker):
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -75,7 +75,7 @@ def test_a_gate_that_a_killed_broker_left_closed_is_opened(make_broker):
     k.close()
 
 
-def test_a_gate_that_a_killed_broker_left_paused_shows_use_again(make_broker):
+def test_gate_that_a_killed_broker_left_paused_shows_use_again(make_broker):
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -100,7 +100,7 @@ def test_page_of_a_session_that_died_with_the_broker_is_removed(make_broker):
     k.close()
 
 
-def test_kernel_without_its_page_is_told_and_loses_its_slice(make_broker):
+def test_kernel_without_its_page_gets_an_error_and_no_slice(make_broker):
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -136,7 +136,7 @@ def test_kernel_without_a_page_needs_the_admins_consent(make_broker, allowed):
     broker = make_broker(allow_unguarded=allowed).started
     k = Guarded(broker, memory=BIG)
     kit.remove(k.path.parent)
-    k.path.parent.write_text("")  # nobody can make a folder here
+    k.path.parent.write_text("")  # no process can make a folder here
     with broker.client() as client:
         if allowed:
             answer = client.call("open", kernel_id="new")
@@ -147,7 +147,7 @@ def test_kernel_without_a_page_needs_the_admins_consent(make_broker, allowed):
             with pytest.raises(kit.GPUPoolError) as caught:
                 client.call("open", kernel_id="new")
             assert caught.value.code == "no-page"
-    k.lease()  # who has a page has it still
+    k.lease()  # this kernel keeps its page
     assert k.granted() == BIG
     k.path.parent.unlink()
     k.close()
@@ -157,7 +157,7 @@ def test_kernel_without_a_page_needs_the_admins_consent(make_broker, allowed):
 
 
 def taker_of(device, kernel):
-    """Return a kernel that has the device, busy, and leaves the other one free."""
+    """Return a kernel that uses the device, and leave the other device free."""
     found, others = None, []
     while found is None:
         one = kernel(memory=BIG)
@@ -181,11 +181,11 @@ def test_kernel_after_cuinit_gets_a_device_of_the_model_it_sees(broker, kernel):
     assert k.devices() == k.status()["devices"] != [home]
 
 
-def test_before_cuinit_home_is_where_somebody_would_yield(broker, kernel):
-    """No device has room: bound to the busy one it would wait, though an idle lease is there."""
+def test_home_before_cuinit_is_a_device_with_an_idle_lease(broker, kernel):
+    """No device has room. Bound to the busy one, it would wait beside an idle lease."""
     k = kernel(memory=BIG)
     (home,) = k.devices()
-    k.set(FLAGS, layout.SLOT_CUDA)  # it is about to look
+    k.set(FLAGS, layout.SLOT_CUDA)  # it is about to ask
     taker_of(home, kernel)
     idle = kernel(memory=BIG)
     idle.lease()
@@ -197,8 +197,8 @@ def test_before_cuinit_home_is_where_somebody_would_yield(broker, kernel):
     assert idle.state() == "detached"
 
 
-def test_home_has_as_many_devices_as_were_asked_for_last(broker, kernel):
-    """A number that was asked for while every device is busy counts for what cuInit shows."""
+def test_home_has_the_number_of_devices_of_the_last_request(broker, kernel):
+    """cuInit shows that number even if every device was busy at the request."""
     k = kernel(memory=BIG)
     (home,) = k.devices()
     taker_of(home, kernel)
@@ -207,17 +207,17 @@ def test_home_has_as_many_devices_as_were_asked_for_last(broker, kernel):
     assert sorted(k.devices()) == sorted(d["uuid"] for d in broker.status()["devices"])
 
 
-def test_home_stays_for_who_has_looked_at_it(kernel):
+def test_home_stays_once_a_process_has_seen_it(kernel):
     k = kernel(memory=BIG)
     (home,) = k.devices()
     k.set(FLAGS, layout.SLOT_CUDA)
-    k.slot(os.getpid(), layout.SLOT_CUDA)  # a second process of the session, about to look
+    k.slot(os.getpid(), layout.SLOT_CUDA)  # a second process of the session is about to ask
     taker_of(home, kernel)
     assert k.ask("home")["type"] == "ok"
     assert k.devices() == [home]
 
 
-def test_home_is_where_there_is_room_until_cuinit(kernel):
+def test_home_is_a_device_with_room_until_cuinit(kernel):
     settled, moving = kernel(memory=BIG), kernel(memory=BIG)
     settled.set(FLAGS, layout.SLOT_CUDA)
     full = settled.devices()
@@ -230,7 +230,7 @@ def test_home_is_where_there_is_room_until_cuinit(kernel):
     assert settled.devices() == full
 
 
-def test_call_before_launched_is_served_after_it(broker, kernel):
+def test_call_before_the_launch_is_served_after_it(broker, kernel):
     k = kernel(memory=BIG, launch=False)
     with k.asking() as raw:
         wait_until(lambda: k.status()["messages"] == 1, "the question is there")
@@ -244,7 +244,7 @@ def test_refusals_reach_the_agent(broker, kernel):
     k.lease()
     with kit.Raw(broker.socket) as raw:
         raw.say(type="hello", id=1, session=k.session, token=k.token)
-        # This process is no kernel; that is for the broker to find out.
+        # This process is no kernel, so the broker must refuse it.
         assert raw.read()["type"] == "error"
     k.do("start")
     wait_until(lambda: k.link()["greeted"], "the agent's hello")
@@ -254,13 +254,10 @@ def test_refusals_reach_the_agent(broker, kernel):
     assert k.link()["refused"][:2] == ["grow", "limit"]
 
 
-# ---------------------------------------------------------------------- the folder
+# ---------------------------------------------------------------------- samples of pages
 
 
-# ---------------------------------------------------------------------- what a look costs
-
-
-def test_a_process_that_a_page_names_often_is_looked_for_once(tmp_path, monkeypatch):
+def test_process_that_a_page_names_often_is_checked_once(tmp_path, monkeypatch):
     page = layout.Page.create(tmp_path / "s.page", "s", os.getuid())
     start = identify(os.getpid()).start_time
     with (tmp_path / "s.page").open("r+b") as file:
@@ -276,8 +273,8 @@ def test_a_process_that_a_page_names_often_is_looked_for_once(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("way", ["own link", "link of another", "file"])
-def test_page_that_is_given_up_takes_only_its_own_link_with_it(tmp_path, way):
-    """The descriptor's number is another file's next, mostly another session's page."""
+def test_abandoned_page_takes_only_its_own_link_with_it(tmp_path, way):
+    """Another file gets the descriptor's number next, usually another session's page."""
     page = layout.Page.create(tmp_path / "s.page", "s", os.getuid())
     kept = ControlPages(tmp_path, {}, at(tmp_path), logging.getLogger())
     session = SimpleNamespace(id="s", page=page, uid=os.geteuid())
@@ -294,7 +291,7 @@ def test_page_that_is_given_up_takes_only_its_own_link_with_it(tmp_path, way):
     assert os.path.lexists(page.path) == (way != "own link")
 
 
-def test_questions_in_a_row_read_the_page_once():
+def test_requests_in_a_row_read_the_page_once():
     async def ask():
         loop = asyncio.get_running_loop()
 
@@ -326,7 +323,7 @@ def test_pages_of_a_machine_are_reached_by_name_only(tmp_path):
 
 
 @pytest.mark.parametrize("trap", ["link", "file"])
-def test_a_name_that_somebody_took_first_is_not_used(tmp_path, trap):
+def test_existing_file_or_link_is_not_used_as_the_folder(tmp_path, trap):
     (tmp_path / "shm").mkdir()
     name = page_folder(tmp_path / "s", machine_wide=False, shared=tmp_path / "shm")
     name.rmdir()
@@ -339,7 +336,7 @@ def test_a_name_that_somebody_took_first_is_not_used(tmp_path, trap):
     assert found == tmp_path / "s.pages"
 
 
-def test_without_shared_memory_pages_are_beside_the_socket(tmp_path):
+def test_pages_without_shared_memory_are_beside_the_socket(tmp_path):
     found = page_folder(tmp_path / "s", machine_wide=False, shared=tmp_path / "none")
     assert found == tmp_path / "s.pages"
     assert stat.S_IMODE(found.stat().st_mode) == 0o700

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the broker does with the sessions' pages; the tests play the guard's part."""
+"""What the broker does with the sessions' pages; the tests act as the guard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import kit
 from .guardkit import CAPTURES, CLOSED, INFLIGHT, OPEN, PINS, UNUSED, Guarded, GuardedBroker
 from .kit import BIG, MiB, wait_until
 
-#: Seconds after which a session counts as quiet, here.
+#: Seconds without a call after which a session counts as quiet here.
 QUIET = 0.3
 
 
@@ -31,10 +31,10 @@ def holds(kernel):
     return [hold["id"] for hold in kernel.status()["holds"]]
 
 
-# ---------------------------------------------------------------------- the page itself
+# ---------------------------------------------------------------------- the page
 
 
-def test_a_new_session_has_a_page_of_its_own_with_a_closed_gate(broker, kernel):
+def test_new_session_has_its_own_page_with_a_closed_gate(broker, kernel):
     k = kernel(memory=BIG, limit=BIG + 100 * MiB)
     assert k.gate() == CLOSED
     assert k.granted() == 0
@@ -48,7 +48,7 @@ def test_a_new_session_has_a_page_of_its_own_with_a_closed_gate(broker, kernel):
     assert broker.status()["settings"]["attach"] == "lazy"
 
 
-def test_page_goes_with_its_session_and_folder_with_the_broker(broker, kernel):
+def test_page_ends_with_its_session_and_folder_with_the_broker(broker, kernel):
     k = kernel()
     k.server.call("close", session=k.session)
     wait_until(lambda: not k.path.exists(), "the page is removed")
@@ -57,7 +57,7 @@ def test_page_goes_with_its_session_and_folder_with_the_broker(broker, kernel):
     assert not k.path.parent.exists()
 
 
-def test_a_lease_is_in_the_page_before_the_answer(broker, kernel):
+def test_lease_is_in_the_page_before_the_answer(broker, kernel):
     k = kernel(memory=BIG)
     answer = k.lease()
     assert answer["epoch"] > 0
@@ -67,7 +67,7 @@ def test_a_lease_is_in_the_page_before_the_answer(broker, kernel):
     assert holds(k) == ["device"]
 
 
-def test_quiet_is_idle_and_a_call_without_a_message_is_busy(broker, kernel):
+def test_quiet_kernel_is_idle_and_a_silent_call_is_use(broker, kernel):
     k = kernel()
     k.lease()
     k.wait_state("idle")
@@ -81,8 +81,8 @@ def test_quiet_is_idle_and_a_call_without_a_message_is_busy(broker, kernel):
 
 
 @pytest.mark.parametrize("inside", [0, 1])
-def test_end_of_a_cell_ends_the_use_where_cells_hold(make_broker, inside):
-    """No second of grace after each cell: it would keep others waiting. A call inside is use."""
+def test_end_of_a_cell_ends_the_use_in_cell_mode(make_broker, inside):
+    """A second of grace after each cell would delay others. A call inside the driver is use."""
     broker = make_broker(quiet_after=600).started
     k = Guarded(broker, memory=BIG, attach="cell", agent=True)
     k.attach("c1")
@@ -99,7 +99,7 @@ def test_end_of_a_cell_ends_the_use_where_cells_hold(make_broker, inside):
 
 
 def test_kernel_without_a_cell_is_idle_at_once_under_demand(make_broker):
-    """Whatever ``quiet_after``: its agent says that it rests. Its gate was passed before."""
+    """``quiet_after`` has no effect: the agent reports that it rests, after a call at the gate."""
     broker = make_broker(quiet_after=600, attach="lazy").started
     kernels = [Guarded(broker, memory=BIG, agent=True) for _ in range(3)]
     *holders, late = kernels
@@ -133,7 +133,7 @@ def test_call_inside_the_driver_is_use_under_demand(make_broker):
         k.close()
 
 
-def test_agent_that_comes_back_hears_again_of_the_demand(make_broker):
+def test_agent_that_reconnects_learns_of_the_demand(make_broker):
     broker = make_broker(quiet_after=600, attach="lazy").started
     kernels = [Guarded(broker, memory=BIG) for _ in range(3)]
     *holders, late = kernels
@@ -142,14 +142,14 @@ def test_agent_that_comes_back_hears_again_of_the_demand(make_broker):
         assert k.touch()
     with late.asking() as waiting:
         late.wait_state("queued")
-        # Nobody could be told: their agents come only now.
+        # Their agents connect only now, after the demand.
         holders[0].do("start")
         assert waiting.read()["type"] == "ok"
     for k in kernels:
         k.close()
 
 
-def test_a_call_inside_the_driver_is_no_silence(broker, kernel):
+def test_kernel_with_a_call_inside_the_driver_is_not_idle(broker, kernel):
     k = kernel()
     k.set(INFLIGHT, 1)
     k.lease()
@@ -160,7 +160,7 @@ def test_a_call_inside_the_driver_is_no_silence(broker, kernel):
 
 
 def test_graph_recording_keeps_the_slice(broker, kernel):
-    """A lock must not fall inside; who waits is served once it is over."""
+    """A lock during a recording breaks it; the waiting kernel is served after the recording."""
     k = kernel(memory=BIG)
     k.lease()
     k.set(CAPTURES, 1)
@@ -173,7 +173,7 @@ def test_graph_recording_keeps_the_slice(broker, kernel):
     k.wait_state("detached")
 
 
-def test_graph_recording_begun_at_the_suspend_refuses_it(make_broker):
+def test_graph_recording_that_begins_at_a_suspend_refuses_it(make_broker):
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -186,8 +186,8 @@ def test_graph_recording_begun_at_the_suspend_refuses_it(make_broker):
     k.close()
 
 
-def test_an_abandoned_recording_keeps_nothing(make_broker, monkeypatch):
-    """Nobody will end it: there was no call for long."""
+def test_abandoned_recording_keeps_no_slice(make_broker, monkeypatch):
+    """No call came for a long time, so nothing will end the recording."""
     monkeypatch.setenv("TEST_ABANDONED", "1")
     broker = make_broker(quiet_after=QUIET).started
     k = Guarded(broker, memory=BIG)
@@ -200,7 +200,7 @@ def test_an_abandoned_recording_keeps_nothing(make_broker, monkeypatch):
     k.close()
 
 
-def test_a_call_of_a_process_that_was_killed_is_over(broker, kernel):
+def test_call_ends_with_its_killed_process(broker, kernel):
     k = kernel()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     slot = k.slot(child.pid)
@@ -233,7 +233,7 @@ def test_waiting_threads_share_one_hold_and_one_answer(broker, kernel):
     assert first.granted() == 0
 
 
-def test_the_last_thread_that_gives_up_ends_the_wait(broker, kernel):
+def test_last_thread_that_gives_up_ends_the_wait(broker, kernel):
     first, second, third = kernel(memory=BIG), kernel(memory=BIG), kernel(memory=BIG)
     for k in (first, second):
         k.lease()
@@ -247,7 +247,7 @@ def test_the_last_thread_that_gives_up_ends_the_wait(broker, kernel):
     assert holds(third) == []
 
 
-def test_the_agent_hears_of_the_wait(broker, kernel):
+def test_agent_learns_of_the_wait(broker, kernel):
     first, second = kernel(memory=BIG), kernel(memory=BIG)
     third = kernel(memory=BIG, agent=True)
     for k in (first, second):
@@ -261,7 +261,7 @@ def test_the_agent_hears_of_the_wait(broker, kernel):
     wait_until(lambda: third.link()["attached"], "the agent knows its lease")
 
 
-def test_manual_kernels_are_refused_with_what_to_do(broker, kernel):
+def test_manual_kernel_is_refused_with_a_next_step(broker, kernel):
     k = kernel(attach="manual")
     answer = k.ask()
     assert answer["type"] == "error"
@@ -271,7 +271,7 @@ def test_manual_kernels_are_refused_with_what_to_do(broker, kernel):
     assert k.gate() == CLOSED
 
 
-def test_a_wait_that_is_too_long_is_refused(make_broker):
+def test_wait_that_is_too_long_is_refused(make_broker):
     broker = make_broker(max_wait=0.5).started
     first, second = Guarded(broker, memory=BIG, devices=2), Guarded(broker, memory=BIG)
     first.lease()
@@ -284,7 +284,7 @@ def test_a_wait_that_is_too_long_is_refused(make_broker):
 
 
 @pytest.mark.parametrize("lie", [{"token": "x"}, {"session": "nobody"}])
-def test_what_is_not_the_sessions_own_is_refused(broker, kernel, lie):
+def test_requests_for_another_session_are_refused(broker, kernel, lie):
     k = kernel()
     assert k.ask(**lie)["type"] == "error"
     assert k.ask("grow", device=0, bytes=1, **lie)["type"] == "error"
@@ -294,14 +294,14 @@ def test_what_is_not_the_sessions_own_is_refused(broker, kernel, lie):
 # ---------------------------------------------------------------------- size
 
 
-def test_a_new_size_is_in_the_page_at_once(broker, kernel):
+def test_new_size_is_in_the_page_at_once(broker, kernel):
     k = kernel(memory=100 * MiB)
     k.lease()
     k.use(80 * MiB)
     k.server.call("request", session=k.session, memory=200 * MiB)
     assert k.granted() == 200 * MiB
     assert k.limit() == 200 * MiB
-    # Exact, although no sample was taken meanwhile.
+    # The guard's count is exact before the next sample.
     k.use(150 * MiB)
     with pytest.raises(Exception, match="150 MiB"):
         k.server.call("request", session=k.session, memory=120 * MiB)
@@ -311,7 +311,7 @@ def test_a_new_size_is_in_the_page_at_once(broker, kernel):
     assert k.granted() == 120 * MiB
 
 
-def test_a_size_asked_for_without_a_lease_changes_the_limit(broker, kernel):
+def test_size_requested_without_a_lease_changes_the_limit(broker, kernel):
     k = kernel(memory=100 * MiB)
     k.server.call("request", session=k.session, memory=150 * MiB, limit=250 * MiB)
     assert k.limit() == 250 * MiB
@@ -346,11 +346,11 @@ def test_growth_into_a_neighbours_slice_is_refused(broker, kernel):
 
 
 def vain(k, device=0):
-    """Bytes in all from which the page says that growth is refused; 0: it is asked for."""
+    """Return the size from which the page refuses growth; at 0 the guard asks the broker."""
     return struct.unpack_from("<Q", k.map, layout.VAIN_AT + 8 * device)[0]
 
 
-def test_what_was_refused_is_in_the_page_until_anything_changes(make_broker):
+def test_refused_growth_stays_in_the_page_until_a_change(make_broker):
     broker = make_broker(quiet_after=600).started
     first = Guarded(broker, memory=BIG, devices=2)
     second = Guarded(broker, memory=100 * MiB, limit=450 * MiB)
@@ -359,12 +359,12 @@ def test_what_was_refused_is_in_the_page_until_anything_changes(make_broker):
     assert vain(second) == 0
 
     def refused():
-        # An event of the monitor's may come right after the answer: then it is asked once more.
+        # An event of the monitor may follow the answer and clear the page: ask again.
         assert second.ask("grow", device=0, bytes=200 * MiB)["code"] == "no-memory"
         return vain(second)
 
     wait_until(lambda: refused() == 300 * MiB, "the page says what was refused")
-    # Somebody else's memory comes free, and with it the room to grow.
+    # The neighbour's memory becomes free, so the slice can grow.
     first.server.call("close", session=first.session)
     wait_until(lambda: first.status() is None or first.state() == "ended", "the first has ended")
     assert vain(second) == 0
@@ -378,7 +378,7 @@ def test_what_was_refused_is_in_the_page_until_anything_changes(make_broker):
 # ---------------------------------------------------------------------- suspend
 
 
-def test_a_session_without_an_agent_is_suspended_and_comes_back(broker, kernel):
+def test_session_without_an_agent_is_suspended_and_comes_back(broker, kernel):
     first, second = kernel(memory=BIG, devices=1), kernel(memory=BIG)
     for k in (first, second):
         k.lease()
@@ -396,8 +396,8 @@ def test_a_session_without_an_agent_is_suspended_and_comes_back(broker, kernel):
     assert gone.do("check") == 64 * MiB
 
 
-def test_who_was_used_since_the_last_look_is_not_suspended(make_broker):
-    """A touched gate is no rest, although the pool still believes so."""
+def test_kernel_used_since_the_last_sample_is_not_suspended(make_broker):
+    """A touched gate means use, although the pool still has the kernel as idle."""
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -415,7 +415,7 @@ def test_who_was_used_since_the_last_look_is_not_suspended(make_broker):
     k.close()
 
 
-def test_pinned_kernel_is_known_without_asking_the_driver(broker, kernel):
+def test_pinned_kernel_is_recognised_without_a_driver_call(broker, kernel):
     k = kernel(memory=BIG)
     k.lease()
     k.do("alloc", bytes=32 * MiB, byte=1)
@@ -430,13 +430,13 @@ def test_pinned_kernel_is_known_without_asking_the_driver(broker, kernel):
     assert k.do("check") == 32 * MiB
 
 
-def test_a_call_that_does_not_return_keeps_the_slice(make_broker):
-    """The gate is closed, the call inside stays: opened again, and who waited goes on."""
+def test_call_that_does_not_return_keeps_the_slice(make_broker):
+    """The call stays inside after the gate closes, so the gate opens and other calls continue."""
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
     k.wait_state("idle")
-    # A process that touched no gate and is inside all the same: seen only by its counter.
+    # A process is inside without a touch of the gate: only its counter shows it.
     k.set(INFLIGHT, 1)
     k.server.call("release", session=k.session)
     k.wait_state("active")
@@ -444,7 +444,7 @@ def test_a_call_that_does_not_return_keeps_the_slice(make_broker):
     k.close()
 
 
-def test_bytes_that_the_guard_counts_are_the_use(broker, kernel):
+def test_use_is_what_the_guard_counts(broker, kernel):
     k = kernel(memory=BIG)
     k.lease()
     k.use(123 * MiB)
@@ -453,13 +453,13 @@ def test_bytes_that_the_guard_counts_are_the_use(broker, kernel):
     (piece,) = seen["slices"]
     assert piece == {"device": seen["device"], "granted_bytes": BIG, "used_bytes": 123 * MiB}
     wait_until(lambda: k.status()["footprint_bytes"] == 123 * MiB, "the pool knows")
-    # Around the guard, as a program does that has opened the driver by its path.
+    # This goes around the guard, like a program that opens the driver by its path.
     k.do("alloc", bytes=200 * MiB, byte=2, devices=[seen["device"]])
     wait_until(lambda: (k.status()["footprint_bytes"] or 0) >= 200 * MiB, "NVML sees more")
     wait_until(lambda: k.status()["used_bytes"] >= 200 * MiB, "which counts as its use")
 
 
-def test_a_page_that_lies_about_bytes_takes_nothing_from_others(broker, kernel):
+def test_page_with_false_bytes_takes_nothing_from_others(broker, kernel):
     def free():
         devices = broker.status()["devices"]
         return {d["uuid"]: d["memory_free"] for d in devices}
@@ -474,7 +474,7 @@ def test_a_page_that_lies_about_bytes_takes_nothing_from_others(broker, kernel):
     assert free() == before
 
 
-def test_a_damaged_page_harms_nobody_else(broker, kernel):
+def test_damaged_page_harms_no_other_session(broker, kernel):
     k, other = kernel(memory=BIG), kernel(memory=BIG)
     k.lease()
     other.lease()
@@ -485,7 +485,7 @@ def test_a_damaged_page_harms_nobody_else(broker, kernel):
 
 
 @pytest.mark.parametrize("message", ["hold", "drop", "cancel"])
-def test_agents_cannot_have_the_guards_hold(broker, kernel, message):
+def test_agents_cannot_take_or_end_the_guards_hold(broker, kernel, message):
     k = kernel(agent=True)
     k.set(INFLIGHT, 1)
     k.lease()
@@ -497,11 +497,11 @@ def test_agents_cannot_have_the_guards_hold(broker, kernel, message):
 # ---------------------------------------------------------------------- floods
 
 
-def test_flood_of_questions_is_slowed_and_others_are_served(broker, kernel):
+def test_flood_of_requests_is_slowed_and_others_are_served(broker, kernel):
     k, other = kernel(attach="manual"), kernel(memory=BIG)
     raws = []
     while len(raws) < 600:
-        # As many at a time as the socket's queue takes.
+        # This many fit in the socket's queue.
         raws += [kit.Raw(broker.socket) for _ in range(100)]
         for raw in raws[-100:]:
             raw.say(type="attach", id=1, session=k.session, token=k.token)
@@ -551,7 +551,7 @@ def test_kernel_ended_by_a_rule_is_suspended_first_if_needed(make_broker):
     k.server.call("release", session=k.session)
     k.wait_state("detached", seconds=60)
     k.lease()
-    k.tell("alloc", bytes=220 * MiB, byte=6)  # it may be ended before it answers
+    k.tell("alloc", bytes=220 * MiB, byte=6)  # the kernel may end before it answers
     k.process.wait(60)
     row = wait_until(lambda: broker.rows("retired"), "suspended again", 60)[0]
     assert row["detail"]["safe"]
@@ -562,7 +562,7 @@ def test_overuse_ends_the_kernel(make_broker):
     broker = make_broker(overuse="end").started
     k = Guarded(broker, memory=100 * MiB)
     k.lease()
-    k.tell("alloc", bytes=220 * MiB, byte=5)  # it may be ended before it answers
+    k.tell("alloc", bytes=220 * MiB, byte=5)  # the kernel may end before it answers
     k.process.wait(60)
     row = wait_until(lambda: broker.rows("lost"), "said why")[0]
     assert "c.GPUPool.overuse" in row["reason"]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels whose broker died get it back where they look for it, with the journal they are in."""
+"""A broker that died is started again where its kernels look for it, with their journal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class At(kit.Broker):
 
 @pytest.fixture
 def orphaned(clean, monkeypatch):  # noqa: F811
-    """(broker that was killed, its kernel with a slice); this process now is of another login."""
+    """Yield a killed broker and its kernel with a slice; this process now has another login."""
     broker = At(clean, ensure_broker(settings(clean, idle_timeout=77)))
     one = Kernel(broker, "one")
     one.attach()
@@ -81,7 +81,7 @@ def test_broker_takes_over_sessions_of_an_unusable_socket(orphaned, clean, caplo
     assert "restart those kernels" in caplog.text
 
 
-def test_broker_begins_anywhere_once_the_kernels_have_ended(orphaned, clean):  # noqa: F811
+def test_broker_starts_anywhere_once_the_kernels_have_ended(orphaned, clean):  # noqa: F811
     _, one = orphaned
     one.kill()
     path = ensure_broker(settings(clean))
@@ -90,7 +90,7 @@ def test_broker_begins_anywhere_once_the_kernels_have_ended(orphaned, clean):  #
 
 
 def test_broker_started_elsewhere_names_socket_and_processes(make_broker, folder):
-    """At a socket of the user's other folder: both have one journal."""
+    """The socket is in another folder of the same user: both folders share a journal."""
     broker = make_broker()
     (folder / "gpupool").mkdir()
     broker.socket = folder / "gpupool" / "broker.sock"
@@ -122,7 +122,7 @@ def test_other_state_dir_is_refused_while_kernels_live(clean):  # noqa: F811
     record = startrecord.record_path(broker.socket)
     old = json.loads(record.read_text())
     assert old["journal"] == str(clean / "state" / old["journal"].rpartition("/")[2])
-    # What it was started with is gone: a server tries its own configuration.
+    # Its recorded program is gone, so a server tries its own configuration.
     record.write_text(json.dumps({**old, "command": ["/no/such/python", "-m", "x"]}))
     with pytest.raises(BrokerUnavailable) as caught:
         ensure_broker(settings(clean, state_dir=str(clean / "other")))
@@ -130,7 +130,7 @@ def test_other_state_dir_is_refused_while_kernels_live(clean):  # noqa: F811
     assert str(one.process.pid) in caught.value.message
     assert str(clean / "state") in caught.value.next_step
     assert not [*(clean / "other").glob("*.sqlite")]
-    # With the right one, and once its kernels have ended with any, it starts.
+    # It starts with the right state_dir, or with any once its kernels have ended.
     ensure_broker(settings(clean))
     assert one.state() in ("active", "idle")
     with_pid(status(broker.socket)["pid"])
@@ -147,7 +147,7 @@ def test_other_state_dir_is_refused_while_kernels_live(clean):  # noqa: F811
 
 @pytest.fixture
 def moved(folder):
-    """(broker that was killed, its kernel, whose page is in another folder than the broker's)."""
+    """Yield a killed broker, its kernel, and a page outside the broker's folder."""
     broker = GuardedBroker(folder).started
     one = Guarded(broker, "one", memory=kit.BIG, launch=False)
     older = SHARED_MEMORY / f"gpupool-{os.geteuid()}-{'0' * 12}"
@@ -178,13 +178,13 @@ def test_page_is_found_in_the_folder_of_an_older_version(moved):
     wait_until(lambda: os.path.lexists(page), "the page to be put back where it was")
 
 
-def test_page_that_is_nowhere_is_reported_in_the_log(moved):
+def test_missing_page_is_reported_in_the_log(moved):
     broker, one, page = moved
     broker.started  # noqa: B018
     one.lease()
     broker.kill()
     kit.remove(page.parent)
-    one.map.close()  # which has the file open
+    one.map.close()  # it has the file open
     broker.started  # noqa: B018
     assert f"The page of session {one.session} was deleted and no process has it" in broker.tail()
     assert f"Session {one.session} goes on unguarded: no page at {page}" in broker.tail()

@@ -30,7 +30,7 @@ def child():
 
 
 def death_of(child, act, *, fallback=False):
-    """Return once the death that ``act`` brings is reported."""
+    """Return once the death that ``act`` causes is reported."""
 
     async def main():
         loop = asyncio.get_running_loop()
@@ -44,16 +44,16 @@ def death_of(child, act, *, fallback=False):
     return asyncio.run(main())
 
 
-def test_a_killed_process_is_reported(child):
+def test_killed_process_is_reported(child):
     death_of(child, child.kill)
 
 
-def test_without_pidfd_it_is_reported_too(child, monkeypatch):
+def test_killed_process_is_reported_without_pidfd(child, monkeypatch):
     monkeypatch.delattr(os, "pidfd_open")
     death_of(child, child.kill, fallback=True)
 
 
-def test_another_process_of_the_same_number_is_dead(child):
+def test_process_that_reuses_a_pid_is_another(child):
     wrong = ProcessId(child.pid, procfs.identify(child.pid).start_time + 1)
 
     async def main():
@@ -65,7 +65,7 @@ def test_another_process_of_the_same_number_is_dead(child):
     assert not procfs.alive(wrong)
 
 
-def test_a_zombie_is_dead(child):
+def test_zombie_is_dead(child):
     root = procfs.identify(child.pid)
     child.kill()
     deadline = time.monotonic() + 20
@@ -74,7 +74,7 @@ def test_a_zombie_is_dead(child):
     assert procfs.identify(child.pid) is None
 
 
-def test_no_report_after_close(child):
+def test_closed_watch_reports_no_death(child):
     async def main():
         watch = sessions.Death(procfs.identify(child.pid), lambda: pytest.fail("reported"))
         watch.close()
@@ -86,7 +86,7 @@ def test_no_report_after_close(child):
     asyncio.run(main())
 
 
-def test_descent():
+def test_descendants_are_found_at_any_depth():
     script = (
         "import subprocess; p = subprocess.Popen(['sleep', '600']);"
         "print(p.pid, flush=True); p.wait()"
@@ -109,7 +109,7 @@ def test_descent():
 
 
 def test_descendants_leave_out_a_broker_started_by_the_notebook():
-    """The broker asks; it may be a child of a kernel that it is to end."""
+    """The broker asks, and may be a child of the kernel that it must end."""
     script = (
         "import os, subprocess, sys\n"
         "from jupyter_gpupool import cgroups, procfs\n"
@@ -125,7 +125,7 @@ def test_descendants_leave_out_a_broker_started_by_the_notebook():
     assert done.stdout == "set()\n"
 
 
-def test_kill_does_not_touch_a_reused_number(child):
+def test_kill_does_not_touch_a_reused_pid(child):
     wrong = ProcessId(child.pid, 1)
     assert procfs.kill([wrong]) == []
     assert child.poll() is None
@@ -136,7 +136,7 @@ def test_owners_have_names_and_groups():
     assert owner_of(4_000_000).name == "uid-4000000"
 
 
-def test_who_may_connect_and_act():
+def test_access_decides_who_may_connect_and_act():
     mine = Access(machine_wide=False, own_uid=1000)
     mine.check_connect(Peer(1, 1000, 1000))
     mine.check_connect(Peer(1, 0, 0))
@@ -198,7 +198,7 @@ def test_host_memory_is_the_least_of_machine_and_cgroups(tmp_path, groups, files
     assert cgroups.available(root=root, proc=proc) == expected
 
 
-def test_host_memory_of_this_machine():
+def test_host_memory_of_this_machine_is_readable():
     assert cgroups.available() > 0
     assert cgroups.available(os.getpid()) > 0
-    assert cgroups.available(2**22 - 1) > 0  # no such process: only the machine limits
+    assert cgroups.available(2**22 - 1) > 0  # no such process: only the machine's limit applies

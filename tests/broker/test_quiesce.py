@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Threads between the gate and the driver, by what /proc says of them."""
+"""Threads between the gate and the driver, as /proc shows them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def process():
         child.stdout.close()
 
 
-def test_a_sleeping_process_is_not_waited_for(process):
+def test_sleeping_process_is_quiet_at_once(process):
     pid = process(SLEEPS)
     wait_until(lambda: not quiesce.on_the_way([pid]), "the process sleeps")
     assert asyncio.run(quiesce.quiesce([pid]))
 
 
-def test_a_running_thread_has_passed_once_it_ran_a_while(process):
+def test_running_thread_has_passed_after_some_processor_time(process):
     pid = process(SPINS)
     assert (pid, pid) in quiesce.on_the_way([pid])
     assert asyncio.run(quiesce.quiesce([pid]))
@@ -53,14 +53,14 @@ def test_a_running_thread_has_passed_once_it_ran_a_while(process):
     assert ran >= quiesce.PASSED
 
 
-def test_a_thread_that_gets_no_processor_is_not_believed(process, monkeypatch):
+def test_thread_without_processor_time_does_not_count_as_quiet(process, monkeypatch):
     pid = process(SPINS)
     monkeypatch.setattr(quiesce, "LONGEST", 0.05)
     monkeypatch.setattr(procfs, "thread_time", lambda *_: ("R", 5))
     assert not asyncio.run(quiesce.quiesce([pid]))
 
 
-def test_who_has_ended_is_not_waited_for(process):
+def test_ended_process_is_quiet_at_once(process):
     pid = process(SPINS)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -68,8 +68,8 @@ def test_who_has_ended_is_not_waited_for(process):
     assert asyncio.run(quiesce.quiesce([pid]))
 
 
-def test_without_the_finer_count_the_ticks_count(process, monkeypatch):
-    """A kernel that keeps no schedstat must not make every thread look ended."""
+def test_ticks_count_where_schedstat_is_missing(process, monkeypatch):
+    """Without schedstat every thread looked like one that had ended."""
     real = procfs._read
 
     def without(pid, name):
@@ -85,7 +85,7 @@ def test_without_the_finer_count_the_ticks_count(process, monkeypatch):
     assert procfs.thread_time(pid, pid)[1] - before >= quiesce.PASSED
 
 
-def test_a_page_that_names_one_process_often_costs_one_look(process, monkeypatch):
+def test_process_that_a_page_repeats_is_checked_once(process, monkeypatch):
     pid, looked = process(SLEEPS), []
     monkeypatch.setattr(procfs, "thread_time", lambda *of: (looked.append(of), ("S", 0))[1])
     assert asyncio.run(quiesce.quiesce([pid] * 256))

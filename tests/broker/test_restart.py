@@ -11,7 +11,7 @@ import pytest
 
 from .kit import Kernel, MiB, wait_until
 
-#: Slow enough that a kill comes in the middle: 64 MiB take about two seconds.
+#: Slow enough for a kill in the middle: 64 MiB take about two seconds.
 SLOW = 32 * MiB
 
 
@@ -36,13 +36,13 @@ def restart(broker, *kernels):
         wait_until(lambda one=one: one.link()["greeted"], f"{one.session} is back")
 
 
-def test_active_with_a_running_cell(broker, kernels):
+def test_running_cell_keeps_its_slice_over_a_restart(broker, kernels):
     (one,) = kernels("one")
     got = one.attach()
     one.do("alloc", bytes=16 * MiB, byte=5)
     restart(broker, one)
     found = broker.session(one.session)
-    # The program has just used its device; whether the guard's hold is over is a matter of time.
+    # The program has just used its device: the guard's hold may or may not be over.
     holds = {h["id"] for h in found["holds"]} - {"device"}
     assert (found["state"], holds) == ("active", {"cell"})
     assert found["device"] == got["slices"][0][0]
@@ -53,7 +53,7 @@ def test_active_with_a_running_cell(broker, kernels):
     assert one.do("check") == 16 * MiB
 
 
-def test_idle(broker, kernels):
+def test_idle_kernel_stays_idle_over_a_restart(broker, kernels):
     (one,) = kernels("one")
     one.attach()
     one.do("drop", hold="cell")
@@ -63,7 +63,7 @@ def test_idle(broker, kernels):
     assert one.do("take", hold="next")
 
 
-def test_cells_begun_and_ended_while_there_was_no_broker(broker, kernels):
+def test_cells_that_begin_and_end_without_a_broker_count(broker, kernels):
     (one,) = kernels("one")
     one.attach()
     broker.kill()
@@ -78,7 +78,7 @@ def test_cells_begun_and_ended_while_there_was_no_broker(broker, kernels):
 def test_devices_are_not_tested_again_while_sessions_hold_them(broker, kernels):
     (one,) = kernels("one")
     one.attach()
-    broker.faults.set("checkpoint-refused")  # a self-test would fail, and take the device away
+    broker.faults.set("checkpoint-refused")  # a self-test would now fail and drain the device
     restart(broker, one)
     assert all(d["can_suspend"] for d in broker.status()["devices"])
     one.close()
@@ -104,7 +104,7 @@ def test_memory_of_a_recovered_kernel_is_never_foreign(make_broker):
         one.close()
 
 
-def test_suspended(broker, kernels):
+def test_suspended_kernel_keeps_its_bytes_over_a_restart(broker, kernels):
     one, two, three = kernels("one", "two", "three", memory=400 * MiB)
     one.attach()
     one.do("alloc", bytes=16 * MiB, byte=5)
@@ -123,7 +123,7 @@ def test_suspended(broker, kernels):
 
 
 def with_state(kernels):
-    """Return a kernel with data on a device, one that is suspended, and one that never had any."""
+    """Return a kernel with data on a device, a suspended kernel, and one without data."""
     one, two, three = kernels("one", "two", "three", memory=300 * MiB)
     one.attach()
     one.do("alloc", bytes=16 * MiB, byte=5)
@@ -139,7 +139,7 @@ def with_state(kernels):
 
 @pytest.mark.parametrize("emulate", ["", "1x1GiB"], ids=["no driver", "another machine"])
 def test_broker_without_their_devices_ends_no_kernel(broker, kernels, emulate):
-    """As `jupyter gpupool broker` is started by hand where a server emulates devices."""
+    """A user may start `jupyter gpupool broker` by hand where a server emulates devices."""
     one, two, three = with_state(kernels)
     broker.kill()
     right = json.loads(broker.config_file.read_text())["GPUPool"]["emulate"]
@@ -162,7 +162,7 @@ def test_broker_without_their_devices_ends_no_kernel(broker, kernels, emulate):
     assert two.do("check") == 8 * MiB
 
 
-def test_stateless_kernel_goes_on_under_a_broker_without_gpus(broker, kernels):
+def test_stateless_kernel_continues_under_a_broker_without_gpus(broker, kernels):
     (one,) = kernels("one")
     broker.kill()
     broker.configure(emulate="")
@@ -172,7 +172,7 @@ def test_stateless_kernel_goes_on_under_a_broker_without_gpus(broker, kernels):
     assert one.process.poll() is None
 
 
-def test_queued(broker, kernels):
+def test_queued_kernel_is_served_after_a_restart(broker, kernels):
     one, two, three = kernels("one", "two", "three", memory=400 * MiB)
     one.attach()
     two.attach()
@@ -185,7 +185,7 @@ def test_queued(broker, kernels):
     assert one.state() == "detached"
 
 
-def test_in_the_middle_of_a_suspend(broker, kernels):
+def test_restart_during_a_suspend_loses_no_bytes(broker, kernels):
     one, two, three = kernels("one", "two", "three", memory=400 * MiB)
     one.attach()
     one.do("alloc", bytes=64 * MiB, byte=9)
@@ -197,14 +197,14 @@ def test_in_the_middle_of_a_suspend(broker, kernels):
     broker.kill()
     broker.faults.clear()
     restart_all(broker, one, two, three)
-    # Finished or undone, the waiting one gets its turn and the bytes are there.
+    # The suspend ends or is undone; the waiting kernel gets its slice, and no bytes are lost.
     three.do("got", hold="cell")
     three.do("drop", hold="cell")
     one.attach("again")
     assert one.do("check") == 64 * MiB
 
 
-def test_in_the_middle_of_a_resume(broker, kernels):
+def test_restart_during_a_resume_loses_no_bytes(broker, kernels):
     one, two, three = kernels("one", "two", "three", memory=400 * MiB)
     one.attach()
     one.do("alloc", bytes=64 * MiB, byte=9)
@@ -248,8 +248,8 @@ class PerCell(Kernel):
         return {"attach": "cell"}
 
 
-def test_an_agent_that_cannot_come_back_yet_keeps_its_slice(broker, kernels):
-    """A cell in a C library that keeps the GIL: nobody takes its slice meanwhile."""
+def test_agent_that_is_slow_to_return_keeps_its_slice(broker, kernels):
+    """A cell in a C library keeps the GIL, so its agent is silent; its slice stays."""
     one, two = kernels("one", "two", memory=400 * MiB, kind=PerCell)
     three = kernels("three", memory=400 * MiB)[0]
     one.attach()
@@ -268,7 +268,7 @@ def test_an_agent_that_cannot_come_back_yet_keeps_its_slice(broker, kernels):
     three.do("got", hold="cell")
 
 
-def test_an_orderly_end_does_not_end_sessions(broker, kernels):
+def test_orderly_end_keeps_the_sessions(broker, kernels):
     one, two, three = kernels("one", "two", "three", memory=400 * MiB)
     one.attach()
     one.do("alloc", bytes=16 * MiB, byte=2)
@@ -286,7 +286,7 @@ def test_an_orderly_end_does_not_end_sessions(broker, kernels):
     assert one.do("check") == 16 * MiB
 
 
-def test_a_damaged_journal_is_said_and_the_pool_goes_on(broker, kernels):
+def test_damaged_journal_is_logged_and_the_pool_continues(broker, kernels):
     (one,) = kernels("one")
     one.attach()
     broker.kill()
@@ -303,8 +303,8 @@ def test_a_damaged_journal_is_said_and_the_pool_goes_on(broker, kernels):
     new.attach()
 
 
-def test_after_a_reboot_there_are_no_sessions(broker, kernels):
-    """The boot id differs: start times count from another zero."""
+def test_reboot_ends_all_sessions(broker, kernels):
+    """After a reboot the boot id differs, and start times count from another zero."""
     (one,) = kernels("one")
     one.attach()
     broker.kill()
@@ -319,7 +319,7 @@ def test_after_a_reboot_there_are_no_sessions(broker, kernels):
     assert os.path.exists(f"/proc/{one.process.pid}")
 
 
-def test_killed_again_and_again(broker, kernels):
+def test_repeated_kills_of_the_broker_lose_no_bytes(broker, kernels):
     one, two, three = kernels("one", "two", "three", memory=400 * MiB)
     for number, each in enumerate((one, two, three), 1):
         each.attach()
@@ -334,7 +334,7 @@ def test_killed_again_and_again(broker, kernels):
     assert sum(d["memory_granted"] for d in broker.status()["devices"]) <= 2 * 512 * MiB
 
 
-def test_who_waited_first_is_first_again(broker, kernels):
+def test_queue_keeps_its_order_over_a_restart(broker, kernels):
     one, two = kernels("one", "two", memory=400 * MiB)
     one.attach()
     two.attach()

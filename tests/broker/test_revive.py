@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The first to notice starts a broker that died as it was; one that ended stays ended."""
+"""The first process that notices a broker's death restarts it; an ordered end is final."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .test_autostart import with_pid
 
 @pytest.fixture
 def dead(make_broker, monkeypatch):
-    """A broker that was killed; what is started in its place ends with the test."""
+    """A broker that was killed; its successor ends with the test."""
     broker = make_broker(idle_timeout=77).started
     broker.kill()
     yield broker
@@ -35,7 +35,7 @@ def dead(make_broker, monkeypatch):
 
 
 def kill(broker):
-    """Kill what was started in the place of the broker, and wait for its end."""
+    """Kill the broker's successor, and wait for its end."""
     with_pid(int(broker.socket.with_name("broker.sock.lock").read_text().split()[0]))
 
 
@@ -54,20 +54,20 @@ def test_killed_broker_is_restarted_with_its_configuration(dead):
 
 
 def test_other_server_restarts_the_broker_as_it_was(dead):
-    """Kernels may depend on what it was; the difference is told, see ``test_differences``."""
+    """Kernels may depend on its configuration; ``test_differences`` covers the message."""
     path = ensure_broker({"GPUPool": {"emulate": MACHINE, "idle_timeout": 5}}, str(dead.socket))
     assert dead.status()["settings"]["idle_timeout"] == 77
     assert path == dead.socket
 
 
-def test_a_broker_that_ended_in_order_is_not_started_again(broker):
+def test_broker_that_ended_in_order_is_not_started_again(broker):
     broker.disturbed = True
     broker.stop()
     assert not starting.revive(broker.socket)
     assert not broker.socket.exists()
 
 
-def test_of_many_that_notice_one_starts_it(dead):
+def test_one_of_many_launchers_starts_the_broker(dead):
     command = ["/bin/sh", "-c", startrecord.launcher(dead.socket)]
     for _ in range(8):
         subprocess.run(command, check=True, timeout=20, env={"PATH": "/usr/bin:/bin"})
@@ -77,7 +77,7 @@ def test_of_many_that_notice_one_starts_it(dead):
     wait_until(lambda: not startrecord.being_started(dead.socket), "the launchers' end")
     assert dead.status()["pid"] == pid
     assert dead.tail(1 << 20).count(" listens at ") == 2
-    # No child of the process that noticed, and of no session of ours.
+    # The broker is no child of this process, and not in its session.
     assert int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) != os.getpid()
 
 
@@ -87,17 +87,17 @@ def test_third_failed_start_says_why_and_names_the_log(dead):
         starting.revive(dead.socket)
     assert "nonsense" in caught.value.message
     assert startrecord.read_failures(dead.socket).count == 3
-    # Nobody is made to wait for it again, and nothing is started before the pause is over.
+    # The next caller does not wait, and no broker starts before the pause is over.
     with pytest.raises(BrokerUnavailable, match="nonsense"):
         starting.revive(dead.socket)
     assert startrecord.read_failures(dead.socket).count == 3
-    # A start that works, here with a server's own configuration, ends that.
+    # A successful start, here with a server's own configuration, resets the count.
     ensure_broker({"GPUPool": {"emulate": MACHINE, "state_dir": str(dead.folder / "state")}},
                   str(dead.socket))  # fmt: skip
     assert startrecord.read_failures(dead.socket).count == 0
 
 
-def test_brokers_that_die_unused_are_given_up_with_a_reason(dead, monkeypatch):
+def test_brokers_that_die_before_use_stop_with_a_reason(dead, monkeypatch):
     monkeypatch.setattr(startrecord, "DEATH_PAUSES", (0.0,))
     monkeypatch.setattr(startrecord, "MOST_DEATHS", 3)
     for _ in range(2):
@@ -108,7 +108,7 @@ def test_brokers_that_die_unused_are_given_up_with_a_reason(dead, monkeypatch):
     assert "3 times in a row" in caught.value.message
     assert str(dead.socket.with_suffix(".log")) in caught.value.next_step
     assert startrecord.read_failures(dead.socket).given_up
-    # Until the pause is over nothing is started; then one more is tried.
+    # No broker starts until the pause is over; then one more start is tried.
     with pytest.raises(BrokerUnavailable, match="3 times in a row"):
         starting.revive(dead.socket)
     monkeypatch.setattr(startrecord, "PAUSES", (0.0,))
@@ -147,7 +147,7 @@ def test_broker_that_crashes_leaves_its_error(dead):
 
 
 def test_broker_is_detached_from_the_session_that_started_it(dead, monkeypatch):
-    """A notebook that starts one must neither end it nor be taken for it."""
+    """The broker must not end with its notebook, nor count as part of it."""
     monkeypatch.setenv("GPUPOOL_SESSION", "outer")
     monkeypatch.setenv("GPUPOOL_TOKEN", "secret")
     startrecord.remove_record(dead.socket)
@@ -168,7 +168,7 @@ def replace_in_record(broker, **changes):
 
 
 def test_broker_that_is_killed_as_it_starts_is_started_again(dead, tmp_path, monkeypatch):
-    """Whatever kills it is no fault of the start: three of them used to fail every waiting call."""
+    """A killed start is no failed start: three of them used to fail every waiting call."""
     monkeypatch.setattr(startrecord, "DEATH_PAUSES", (0.0,))
     starts = tmp_path / "starts"
     script = (
@@ -197,7 +197,7 @@ def test_broker_that_cannot_be_imported_says_why(dead, tmp_path, monkeypatch):
     assert startrecord.read_failures(dead.socket).given_up
 
 
-def test_a_broker_without_its_program_names_the_program(dead):
+def test_missing_program_of_the_broker_is_named(dead):
     path = startrecord.record_path(dead.socket)
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "command": ["/no/such/python", "-m", "x"]}))
@@ -205,7 +205,7 @@ def test_a_broker_without_its_program_names_the_program(dead):
         starting.revive(dead.socket)
 
 
-def test_a_record_of_another_users_making_starts_nothing(dead):
+def test_record_that_another_user_wrote_starts_nothing(dead):
     startrecord.record_path(dead.socket).chmod(0o666)
     with pytest.raises(BrokerUnavailable) as caught:
         starting.revive(dead.socket)
@@ -215,7 +215,7 @@ def test_a_record_of_another_users_making_starts_nothing(dead):
     )
 
 
-def test_a_broker_that_hangs_is_not_started_a_second_time(broker, monkeypatch):
+def test_broker_that_hangs_is_not_started_a_second_time(broker, monkeypatch):
     monkeypatch.setattr("jupyter_gpupool.client.CALL_TIMEOUT", 1.0)
     monkeypatch.setattr(Client.call, "__kwdefaults__", {"timeout": 1.0})
     broker.disturbed = True

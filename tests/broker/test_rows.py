@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What one user's requests without end do to the journal that everybody shares."""
+"""The effect of one user's endless requests on the journal that all users share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def row(kind="open", owner="mallory", **fields):
     return Row(time=0.0, kind=kind, owner=owner, **fields)
 
 
-def test_rows_beyond_the_allowance_are_counted_and_told_in_one():
+def test_rows_beyond_the_allowance_are_counted_in_one_row():
     budget = RowBudget()
     admitted = [budget.admits(row(), 0.0) for _ in range(int(BURST) + 30)]
     assert admitted.count(True) == BURST
@@ -41,7 +41,7 @@ def test_rows_of_others_and_of_devices_are_always_written():
     assert budget.admits(row("device-lost", owner=""), 0.0)
 
 
-def test_allowance_comes_back_and_users_are_forgotten():
+def test_allowance_refills_and_idle_users_are_forgotten():
     budget = RowBudget()
     while budget.admits(row(), 0.0):
         pass
@@ -53,7 +53,7 @@ def test_allowance_comes_back_and_users_are_forgotten():
 
 
 def test_sessions_opened_and_closed_leave_a_bounded_journal(make_broker):
-    """1.6 GB of write-ahead log in 20 s, it was."""
+    """This used to write 1.6 GB of write-ahead log in 20 s."""
     broker = make_broker().started
     log, most = Path(f"{broker.status()['broker']['journal']}-wal"), 0
     with broker.client() as client:

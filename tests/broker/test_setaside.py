@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A pause and kernels that have called cuInit and nothing else: suspended where the driver can."""
+"""A pause suspends kernels that have only called cuInit, where the driver can do that."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def parts():
 
 @pytest.fixture
 def driver(broker):
-    """The broker, on a driver that suspends processes which have only called cuInit."""
+    """The broker, on a driver that can suspend processes after cuInit alone."""
     broker.disturbed = True
     broker.faults.set("init-suffices")
     return broker
 
 
-def test_kernel_that_only_asked_is_suspended_by_a_pause(driver, kernel):
+def test_pause_suspends_a_kernel_that_only_called_cuinit(driver, kernel):
     k = kernel(memory=BIG)
     seen = k.do("ask")
     assert with_device_files(driver, k.process.pid)
@@ -46,7 +46,7 @@ def test_kernel_that_only_asked_is_suspended_by_a_pause(driver, kernel):
     assert k.mark() == layout.LANDING_ASIDE
     assert [row["kind"] for row in driver.rows("restart-notice")] == []
     assert k.do("ask") == seen, "it is answered without the driver"
-    # Whatever needs the driver waits, and says why.
+    # Calls that need the driver wait, and show the reason.
     k.tell("context")
     wait_until(lambda: k.state() == "queued", "it waits", PATIENCE)
     assert driver.session(k.session)["wait_reason"] == WHY
@@ -58,7 +58,7 @@ def test_kernel_that_only_asked_is_suspended_by_a_pause(driver, kernel):
     assert k.status()["used_bytes"] == 32 * MiB + CONTEXT
 
 
-def test_resume_restores_it_before_it_asks_for_anything(driver, kernel):
+def test_resume_restores_the_kernel_before_its_next_call(driver, kernel):
     k = kernel(memory=BIG)
     seen = k.do("ask")
     maintain(driver, "pause")
@@ -94,7 +94,7 @@ def test_next_broker_restores_what_a_pause_suspended(driver, kernel):
 def test_incomplete_pause_survives_a_killed_broker(driver, kernel):
     k = kernel(memory=BIG)
     seen = k.do("ask")
-    driver.faults.clear()  # and the next one to call cuInit is not suspended
+    driver.faults.clear()  # the driver does not suspend the next process that calls cuInit
     with_files = kernel(memory=BIG, launch=False)
     env = {**environment(driver.folder), **without_guard({**os.environ, **with_files.env})}
     with subprocess.Popen(
@@ -145,8 +145,8 @@ def test_kernel_that_ends_while_it_is_suspended_leaves_nothing(driver, kernel):
     kernel(memory=BIG).begin(MiB)
 
 
-def test_what_keeps_a_device_file_open_all_the_same_is_named(driver, kernel):
-    """What a driver closes is not believed but seen, in /proc."""
+def test_process_that_keeps_a_device_file_open_is_named(driver, kernel):
+    """The broker does not trust the suspend; it reads the open files in /proc."""
     k = kernel(memory=BIG)
     k.do("ask")
     path = driver.folder / "broker.sock.emulated" / "nvidiactl"
@@ -160,7 +160,7 @@ def test_what_keeps_a_device_file_open_all_the_same_is_named(driver, kernel):
     k.begin(MiB)
 
 
-def test_pause_that_waits_for_a_suspend_that_hangs_says_so(driver, kernel):
+def test_pause_names_the_suspend_that_it_waits_for(driver, kernel):
     k = kernel(memory=BIG)
     (seen,) = k.do("ask")
     driver.faults.set("hang", op="checkpoint", pid=k.process.pid)
@@ -181,7 +181,7 @@ def test_pause_that_waits_for_a_suspend_that_hangs_says_so(driver, kernel):
     maintain(driver, "resume")
 
 
-def test_driver_that_does_not_suspend_it_keeps_the_pause_open(broker, kernel):
+def test_pause_waits_for_a_kernel_the_driver_cannot_suspend(broker, kernel):
     k = kernel(memory=BIG)
     seen = k.do("ask")
     maintain(broker, "pause")

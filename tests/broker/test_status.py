@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the snapshot tells a user interface: what may be asked for, and why there is nothing."""
+"""The status for a user interface: what a user may request, and why no device is there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make(make_broker):
     return lambda **config: make_broker(**config).started
 
 
-def test_limits_are_those_that_a_request_is_judged_by(make):
+def test_limits_in_the_status_are_those_of_requests(make):
     broker = make(
         emulate=MACHINE,
         quotas={"*": {"memory": "400MiB", "devices": 1}},
@@ -50,8 +50,8 @@ def test_limits_are_those_that_a_request_is_judged_by(make):
         kernel.close()
 
 
-def test_most_bytes_is_what_the_broker_gives(make):
-    """Of a session on two devices: half of a quota, and of host memory."""
+def test_most_bytes_is_what_the_broker_grants(make):
+    """A session on two devices may have half of the quota, or of host memory, on each."""
     broker = make(
         emulate=MACHINE, host_memory="400MiB", quotas={"*": {"memory": "600MiB", "devices": 2}}
     )
@@ -73,8 +73,8 @@ def test_most_bytes_is_what_the_broker_gives(make):
         kernel.close()
 
 
-def test_use_is_told_by_device_as_it_was_measured(make):
-    """Without a guard: all that it uses is on one of its two devices."""
+def test_measured_use_is_shown_for_each_device(make):
+    """It has no guard, and uses only one of its two devices."""
     broker = make(emulate=MACHINE)
     kernel = Kernel(broker, "a", memory=200 * MiB, devices=2)
     try:
@@ -95,7 +95,7 @@ def test_use_is_told_by_device_as_it_was_measured(make):
         kernel.close()
 
 
-def test_pending_release_is_shown_and_taken_back_by_keep(make):
+def test_pending_release_is_shown_and_cancelled_by_keep(make):
     broker = make(emulate=MACHINE)
     with closing(Kernel(broker, "a")) as kernel, broker.client() as client:
         kernel.attach()
@@ -107,12 +107,12 @@ def test_pending_release_is_shown_and_taken_back_by_keep(make):
 
 
 def test_idle_kernel_needs_room_for_its_use_not_its_slice(make):
-    """Although its use has not changed since it was seen at work, and nobody waits."""
+    """Host memory has room for both uses, but not for two slices."""
     broker = make(emulate=MACHINE, host_memory="340MiB", sample_interval=0.1)
     use = (16 + 32) * MiB
     with ExitStack() as stack:
         client = stack.enter_context(broker.client())
-        for name in ("a", "b"):  # the first is in host memory when the second goes there
+        for name in ("a", "b"):  # the first is in host memory when the second is suspended
             kernel = stack.enter_context(closing(Kernel(broker, name, memory=300 * MiB)))
             kernel.attach()
             kernel.do("alloc", bytes=16 * MiB, byte=1)
@@ -127,7 +127,7 @@ def test_idle_kernel_needs_room_for_its_use_not_its_slice(make):
 
 
 def test_device_is_read_until_its_sessions_memory_is_gone(make):
-    """The last look must not be one at a process that was about to end."""
+    """The last sample must not show a process that is about to end."""
     broker = make(emulate=MACHINE, sample_interval=0.1)
 
     def used():
@@ -138,7 +138,7 @@ def test_device_is_read_until_its_sessions_memory_is_gone(make):
     kernel.do("alloc", bytes=100 * MiB, byte=1)
     wait_until(lambda: max(size or 0 for size in used()) >= 100 * MiB, "the use")
     with broker.client() as client:
-        client.call("close", session=kernel.session)  # its process lives on
+        client.call("close", session=kernel.session)  # its process continues
     wait_until(lambda: broker.status()["devices"][0]["memory_foreign"] >= 100 * MiB, "the rest")
     kernel.close()
     wait_until(lambda: used() == [0, 0], "the freed memory")
@@ -152,7 +152,7 @@ def test_without_limits_the_largest_device_is_the_limit(make):
     assert make(emulate=MACHINE).status()["limits"]["memory"] == CAPACITY
 
 
-def test_when_it_was_opened_and_since_when_it_is_idle(make):
+def test_times_of_opening_and_of_idling_are_shown(make):
     broker = make(emulate=MACHINE)
     before = broker.status()["now"]
     kernel = Kernel(broker, "a", memory=BIG)
@@ -174,8 +174,8 @@ def test_when_it_was_opened_and_since_when_it_is_idle(make):
         kernel.close()
 
 
-def test_why_there_is_no_device(make):
-    """Said if there is none, and only then: what this machine has is not ours to say."""
+def test_reason_for_a_missing_device_is_shown(make):
+    """The status names a problem only if no device exists, which depends on this machine."""
     status = make(emulate="").status()
     if status["devices"]:
         assert status["problem"] == ""

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Compute shares on one device; the tests play the guard's part, call by call."""
+"""Compute shares on one device; the tests act as the guard, call by call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def broker(folder):
 
 
 class Worker(threading.Thread):
-    """A program that calls CUDA all the time; ``calls`` are those that passed the gate."""
+    """A program that calls CUDA in a loop; ``calls`` counts the calls that passed the gate."""
 
     def __init__(self, kernel):
         super().__init__(daemon=True)
@@ -48,7 +48,7 @@ class Worker(threading.Thread):
             time.sleep(0.002)
 
     def held(self):
-        """Whether it is a neighbour's turn: a pause that is over counts for nothing."""
+        """Return whether a neighbour has its turn: a pause whose time is over does not count."""
         paused = self.kernel.gate() == PAUSED
         return paused and time.monotonic_ns() < self.kernel.pause_until()
 
@@ -74,23 +74,23 @@ def worker(broker):
         one.kernel.close()
 
 
-def test_shares_are_honoured_while_two_contend(worker):
+def test_two_contending_kernels_get_their_shares(worker):
     large, small = worker(75), worker(25)
     wait_until(lambda: large.paused and small.paused, "turns are kept")
     before = large.calls, small.calls
     wait_until(lambda: small.calls - before[1] > 300, "for a while", seconds=60)
     ratio = (large.calls - before[0]) / (small.calls - before[1])
     print(f"ratio {ratio:.2f} for 75:25")
-    # Exact shares are tested in pool/test_timeslice. Here calls are counted: one takes 2 ms, more
-    # on a busy machine, and a turn of 12 to 37 calls is cut off in the middle of one.
+    # pool/test_timeslice tests exact shares. This counts calls: one takes 2 ms, more on a busy
+    # machine, and the end of a turn of 12 to 37 calls falls within one.
     assert 2 < ratio < 4.5
 
 
-def test_alone_nobody_waits(worker):
+def test_sole_kernel_does_not_wait(worker):
     one, other = worker(10), worker(10)
     wait_until(lambda: one.paused and other.paused, "turns are kept")
     other.stop()
-    # Its last turn may still be waited for; then there are none.
+    # The neighbour's last turn may still run; after it there are no turns.
     before = one.calls
     wait_until(lambda: one.calls > before + 50, "it goes on")
     wait_until(lambda: one.kernel.gate() != PAUSED, "open")
@@ -99,7 +99,7 @@ def test_alone_nobody_waits(worker):
     assert one.paused <= paused + 2
 
 
-def test_who_wants_everything_is_not_paused(worker):
+def test_kernel_with_a_full_share_is_not_paused(worker):
     one, other = worker(100), worker(100)
     before = one.calls, other.calls
     wait_until(lambda: min(one.calls - before[0], other.calls - before[1]) > 500, "they go on")
@@ -111,7 +111,7 @@ def test_busy_time_is_in_the_status(worker):
     wait_until(lambda: one.kernel.status()["busy_seconds"] > 0.7, "it is counted")
 
 
-def test_a_killed_broker_pauses_nobody(broker, worker):
+def test_kernels_are_not_paused_after_a_brokers_death(broker, worker):
     one, other = worker(50), worker(50)
     wait_until(lambda: one.paused and other.paused, "turns are kept")
     broker.kill()
@@ -120,7 +120,7 @@ def test_a_killed_broker_pauses_nobody(broker, worker):
     assert one.kernel.pause_until() < time.monotonic_ns() + 2 * TURN * 1e9
 
 
-def test_a_paused_session_that_is_idle_can_be_suspended(broker, worker):
+def test_paused_and_idle_session_can_be_suspended(broker, worker):
     one, other = worker(50), worker(50)
     wait_until(lambda: one.paused and other.paused, "turns are kept")
     one.stop()

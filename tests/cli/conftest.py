@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker that says what each test tells it to, and a machine without configuration."""
+"""A broker that gives the answers of each test, and a machine without configuration."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from jupyter_gpupool.protocol import decode, encode
 
 
 class Broker:
-    """Answers each request with ``answers[type]``: fields of an ok, or a whole error message.
+    """Answer each request with ``answers[type]``: the fields of an ok, or a whole error message.
 
-    ``snapshots``, if set, are the answers to ``status`` one after the other, the last one for
-    ever; a None among them closes the connection instead.
+    ``snapshots``, if set, are the answers to ``status``, one after the other; the last one repeats.
+    A None among them closes the connection instead.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +62,7 @@ class Broker:
                 peer.sendall(encode({"type": "ok", **answer, "id": request["id"]}))
 
     def wait_for(self, number: int) -> None:
-        """Return when ``number`` requests have been read."""
+        """Wait until the broker has read ``number`` requests."""
         with self.asked:
             assert self.asked.wait_for(lambda: len(self.requests) >= number, timeout=30)
 
@@ -79,7 +79,7 @@ class Broker:
 
 @pytest.fixture(autouse=True)
 def no_configuration(tmp_path, monkeypatch):
-    """Nothing of this machine: no configuration files, no broker of anybody's."""
+    """Hide this machine's configuration files and brokers."""
     monkeypatch.setattr(loading, "jupyter_config_path", lambda: [str(tmp_path / "config")])
     monkeypatch.delenv("GPUPOOL_EMULATE", raising=False)
     monkeypatch.setenv("GPUPOOL_SOCKET", str(tmp_path / "s"))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Usage, help and exit codes; what each command is handed on to."""
+"""Usage, help and exit codes; what each command passes on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jupyter_gpupool.errors import DriverError
         (["--bogus", "status"], "unrecognized arguments: --bogus."),
     ],
 )
-def test_wrong_usage(arguments, message, capsys):
+def test_wrong_usage_is_explained(arguments, message, capsys):
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -45,7 +45,7 @@ def test_wrong_usage(arguments, message, capsys):
         (["wrap", "x", "--user", "--prefix", "y"], "not allowed with argument"),
     ],
 )
-def test_wrong_usage_of_a_command(arguments, words, capsys):
+def test_wrong_usage_of_a_command_is_explained(arguments, words, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"jupyter gpupool {arguments[0]}: ")
@@ -69,7 +69,7 @@ def test_every_command_has_help(command, capsys):
     assert f"Exit codes: {codes}" in capsys.readouterr().out
 
 
-def test_version(capsys):
+def test_version_option_shows_the_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"{__version__}\n"
 
@@ -81,14 +81,14 @@ def replace_module(monkeypatch, name: str, **functions) -> None:
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_the_broker_gets_its_options_unread(monkeypatch):
+def test_broker_command_passes_its_options_on(monkeypatch):
     seen = []
     replace_module(monkeypatch, "jupyter_gpupool.broker.app", main=lambda a: seen.append(a) or 7)
     assert main(["broker", "--help", "--GPUPool.emulate=2x16GiB"]) == 7
     assert seen == [["--help", "--GPUPool.emulate=2x16GiB"]]
 
 
-def test_demo(monkeypatch):
+def test_demo_command_passes_its_options_on(monkeypatch):
     seen = []
     replace_module(
         monkeypatch,
@@ -101,7 +101,7 @@ def test_demo(monkeypatch):
     assert seen == [{"emulate": "1x1GiB", "svg": "x.svg"}, {"emulate": ""}]
 
 
-def test_an_error_of_ours_is_one_sentence(monkeypatch, capsys):
+def test_error_of_the_pool_is_one_sentence(monkeypatch, capsys):
     def fail(**_):
         raise DriverError("The driver said no.", next_step="Ask it again.")
 
@@ -110,7 +110,7 @@ def test_an_error_of_ours_is_one_sentence(monkeypatch, capsys):
     assert capsys.readouterr().err == "jupyter gpupool: The driver said no. Ask it again.\n"
 
 
-def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
+def test_interrupt_shows_no_traceback(monkeypatch, capsys):
     def interrupt(**_):
         raise KeyboardInterrupt
 
@@ -134,7 +134,7 @@ def test_the_generated_file_sets_nothing(tmp_path, capsys):
     assert "GPUPool" not in config
 
 
-def test_every_example_in_it_is_valid(tmp_path):
+def test_every_example_in_the_generated_file_is_valid(tmp_path):
     text = commented_config().replace("\n# c.GPUPool", "\nc.GPUPool")
     config = load(text, tmp_path)
     check_config(config)

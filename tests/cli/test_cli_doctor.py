@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``doctor``: each check on a machine made for it, and all of them on this one."""
+"""``doctor``: each check on a prepared machine, and all checks on this one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def doctor(capsys, *arguments: str):
     return code, by_name(json.loads(capsys.readouterr().out))
 
 
-def test_with_a_broker_its_devices_are_shown(broker, capsys):
+def test_doctor_shows_the_devices_of_a_broker(broker, capsys):
     broker.answers["status"] = pool(broker={"journal": "/j", "journal_problem": ""})
     _, found = doctor(capsys)
     assert found["socket"]["verdict"] == "ok"
@@ -39,7 +39,7 @@ def test_with_a_broker_its_devices_are_shown(broker, capsys):
     )
 
 
-def test_without_a_broker_the_devices_are_tested_here(no_configuration, monkeypatch, capsys):
+def test_doctor_without_a_broker_tests_the_devices_itself(no_configuration, monkeypatch, capsys):
     (no_configuration / "jupyter_server_config.py").write_text("c.GPUPool.guard = False")
     monkeypatch.setenv("GPUPOOL_EMULATE", "1x256MiB,context=16MiB")
     monkeypatch.setenv("COLUMNS", "60")
@@ -55,7 +55,7 @@ def test_without_a_broker_the_devices_are_tested_here(no_configuration, monkeypa
     assert "\x1b" not in out
 
 
-def test_which_variable_leaves_out_gpus_is_said(broker, capsys):
+def test_doctor_names_the_variable_that_hides_gpus(broker, capsys):
     text = "CUDA_VISIBLE_DEVICES='1' limits the pool to GPU 1."
     broker.answers["status"] = pool(limited=text)
     _, found = doctor(capsys)
@@ -71,7 +71,7 @@ def test_doctor_without_a_broker_tests_only_configured_gpus(monkeypatch, capsys)
     assert "GPU 0" not in found
 
 
-def test_the_guard_is_tested_here_as_a_broker_would(monkeypatch, capsys):
+def test_doctor_tests_the_guard_as_a_broker_would(monkeypatch, capsys):
     build.compile()
     monkeypatch.setenv("GPUPOOL_EMULATE", "1x256MiB,context=16MiB")
     _, found = doctor(capsys)
@@ -97,7 +97,7 @@ def test_a_missing_guard_is_a_warning_and_cells_attach(monkeypatch, tmp_path, ca
     assert "The guard is not compiled" in found["GPU 0"]["todo"]
 
 
-def test_what_a_broker_with_the_guard_has_in_force(broker, capsys):
+def test_doctor_shows_the_policy_and_limits_of_a_guarded_broker(broker, capsys):
     broker.answers["status"] = pool(
         devices=[device(tier="guarded", context_bytes=512 << 20)],
         settings={"attach": "lazy", "attach_reason": ""},
@@ -118,7 +118,7 @@ def test_what_a_broker_with_the_guard_has_in_force(broker, capsys):
     assert "LD_PRELOAD" in limits["todo"]
 
 
-def test_why_a_broker_does_not_attach_lazily(broker, capsys):
+def test_doctor_says_why_a_broker_does_not_attach_lazily(broker, capsys):
     reason = "The guard did not pass its self-test on GPU 0: it did not come to the closed gate."
     broker.answers["status"] = pool(settings={"attach": "cell", "attach_reason": reason})
     _, found = doctor(capsys)
@@ -146,14 +146,14 @@ def test_a_broken_configuration_ends_the_other_checks(no_configuration, tmp_path
     assert "socket" not in found
 
 
-def test_an_emulated_machine_that_is_none(monkeypatch, capsys):
+def test_wrong_emulated_machine_is_a_failure(monkeypatch, capsys):
     monkeypatch.setenv("GPUPOOL_EMULATE", "2x")
     code, found = doctor(capsys)
     assert code == 1
     assert found["config"]["message"].startswith("GPUPOOL_EMULATE: '' in '2x' is not a size")
 
 
-def test_an_emulator_that_is_not_built(monkeypatch, tmp_path, capsys):
+def test_missing_emulator_is_a_failure(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("GPUPOOL_EMULATE", "1x1GiB")
     monkeypatch.setattr(emulated.machine, "__file__", str(tmp_path / "machine.py"))
     code, found = doctor(capsys)
@@ -162,7 +162,7 @@ def test_an_emulator_that_is_not_built(monkeypatch, tmp_path, capsys):
     assert "has not been compiled" in found["config"]["message"]
 
 
-def test_an_explicit_file(tmp_path, capsys):
+def test_missing_explicit_file_is_a_failure(tmp_path, capsys):
     code, found = doctor(capsys, "--config", str(tmp_path / "missing.py"))
     assert code == 1
     assert "There is no configuration file" in found["config"]["message"]
@@ -175,7 +175,7 @@ def test_an_explicit_file(tmp_path, capsys):
     ("version", "verdict"),
     [("580.95.05", "ok"), ("575.57", "warn"), ("550.54.14", "fail")],
 )
-def test_driver_versions(tmp_path, version, verdict):
+def test_driver_version_is_checked(tmp_path, version, verdict):
     (tmp_path / "driver/nvidia").mkdir(parents=True)
     (tmp_path / "driver/nvidia/version").write_text(
         f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Wed Oct 1\n"
@@ -190,7 +190,7 @@ def test_driver_versions(tmp_path, version, verdict):
     ("scope", "uid", "verdict"),
     [(None, 1000, "ok"), ("0", 1000, "ok"), ("1", 0, "ok"), ("1", 1000, "warn"), ("2", 0, "warn")],
 )
-def test_ptrace_scope(tmp_path, monkeypatch, scope, uid, verdict):
+def test_ptrace_scope_is_checked(tmp_path, monkeypatch, scope, uid, verdict):
     if scope is not None:
         (tmp_path / "sys/kernel/yama").mkdir(parents=True)
         (tmp_path / "sys/kernel/yama/ptrace_scope").write_text(scope)
@@ -198,7 +198,7 @@ def test_ptrace_scope(tmp_path, monkeypatch, scope, uid, verdict):
     assert checks.ptrace_scope(tmp_path).verdict == verdict
 
 
-def test_a_socket_with_nobody_behind_it(broker):
+def test_socket_without_a_broker_is_a_failure(broker):
     path = broker.path
     assert checks.socket(path, answers=True).verdict == "ok"
     found = checks.socket(path, answers=False)
@@ -210,7 +210,7 @@ def test_a_socket_with_nobody_behind_it(broker):
     )
 
 
-def test_a_socket_that_is_a_link(tmp_path):
+def test_socket_that_is_a_link_is_a_failure(tmp_path):
     (tmp_path / "link").symlink_to("/nowhere")
     found = checks.socket(tmp_path / "link", answers=False)
     assert found.verdict == "fail"
@@ -231,20 +231,20 @@ def nvidia_smi(folder: Path, script: str) -> None:
         ("echo 'NVIDIA-SMI has failed'; exit 9", "fail", "NVIDIA-SMI has failed"),
     ],
 )
-def test_persistence_mode(tmp_path, monkeypatch, script, verdict, message):
+def test_persistence_mode_is_checked(tmp_path, monkeypatch, script, verdict, message):
     nvidia_smi(tmp_path, script)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     (found,) = driver.persistence_mode()
     assert (found.verdict, found.message) == (verdict, message)
 
 
-def test_no_compiler(monkeypatch, tmp_path):
+def test_missing_compiler_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert checks.compiler().verdict == "warn"
 
 
-def test_devices_that_cannot_suspend_or_are_lost():
+def test_doctor_explains_lost_devices_and_missing_suspend():
     mig = device(tier="mig", can_suspend=False, tier_reason="MIG cannot be suspended.")
     lost = device(1, drained_reason="Xid 79")
     found = checks.devices([mig, lost], "")
@@ -265,7 +265,7 @@ def test_paused_gpu_is_no_failure_and_names_the_admin(where, target):
     assert found.todo.endswith(f" (new driver); to give it back: jupyter gpupool resume{target}")
 
 
-def test_a_control_group_below_the_slice_is_told(tmp_path):
+def test_control_group_below_the_slice_is_named(tmp_path):
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "cgroup").write_text("0::/job\n")
     (tmp_path / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n")
@@ -283,7 +283,7 @@ def test_a_control_group_below_the_slice_is_told(tmp_path):
     assert checks.memory_limits(load_settings(), [device(memory_capacity=2 * GiB)], here) == []
 
 
-def test_host_memory_below_the_largest_gpu(monkeypatch):
+def test_host_memory_below_the_largest_gpu_is_a_warning(monkeypatch):
     monkeypatch.setattr(checks.Host, "total", lambda _host: 64 * GiB)
     settings = load_settings()
     small = checks.host_memory(settings, [device(memory_capacity=1 << 50)])
@@ -292,7 +292,7 @@ def test_host_memory_below_the_largest_gpu(monkeypatch):
     assert checks.host_memory(settings, [device(memory_capacity=1)]).verdict == "ok"
 
 
-def test_a_missing_package(monkeypatch):
+def test_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(checks, "PACKAGES", {"no-such-package": "nothing"})
     assert checks.packages() == [
         Finding(
@@ -304,7 +304,7 @@ def test_a_missing_package(monkeypatch):
     ]
 
 
-def test_a_reserve_that_leaves_nothing_of_a_gpu(no_configuration):
+def test_reserve_as_large_as_a_gpu_is_named(no_configuration):
     (no_configuration / "jupyter_server_config.py").write_text("c.GPUPool.reserve = '16GiB'")
     (found,) = checks.reserve_fits(load_settings(), [device(0), device(1)])
     assert found.verdict == "warn"
@@ -324,7 +324,7 @@ def test_a_reserve_that_leaves_nothing_of_a_gpu(no_configuration):
         ({"devices": "two"}, "devices"),
     ],
 )
-def test_the_options_of_pooled_kernelspecs(tmp_path, monkeypatch, options, said):
+def test_wrong_options_of_pooled_kernelspecs_are_warnings(tmp_path, monkeypatch, options, said):
     folder = tmp_path / "kernels/mine"
     folder.mkdir(parents=True)
     stanza = {"provisioner_name": "gpupool-provisioner", "config": options}

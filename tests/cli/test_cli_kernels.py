@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``list``, ``wrap``, ``unwrap``: what they print and what they leave behind."""
+"""``list``, ``wrap``, ``unwrap``: their output and the files that they leave."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jupyter_gpupool.cli import main
 
 @pytest.fixture
 def kernels(tmp_path, monkeypatch):
-    """A data folder with an R kernel; returns the folder of kernelspecs."""
+    """Make a data folder with an R kernel; return the folder of kernelspecs."""
     folder = tmp_path / "data" / "kernels"
     for name in ("ir", "gpupool-python3"):
         (folder / name).mkdir(parents=True)
@@ -29,7 +29,7 @@ def kernels(tmp_path, monkeypatch):
     return folder
 
 
-def test_wrap_list_unwrap(kernels, capsys):
+def test_wrapped_kernel_is_listed_until_it_is_unwrapped(kernels, capsys):
     assert main(["wrap", "python3", "--user", "--name", "mine", "--display-name", "Mine"]) == 0
     twin = kernels / "mine"
     out = capsys.readouterr().out
@@ -47,7 +47,7 @@ def test_wrap_list_unwrap(kernels, capsys):
     assert not twin.exists()
 
 
-def test_wrap_of_another_language_says_who_attaches_it(kernels, capsys):
+def test_wrap_of_another_language_says_what_attaches_it(kernels, capsys):
     assert main(["wrap", "ir", "--user", "--name", "pooled-r"]) == 0
     assert capsys.readouterr().out == (
         f"Kernel 'pooled-r' uses the pool: {kernels / 'pooled-r'}\n"
@@ -57,7 +57,7 @@ def test_wrap_of_another_language_says_who_attaches_it(kernels, capsys):
     )
 
 
-def test_prefix(kernels, tmp_path, capsys):
+def test_wrap_writes_to_the_given_prefix(kernels, tmp_path, capsys):
     assert main(["wrap", "python3", "--name", "mine", "--prefix", str(tmp_path / "p")]) == 0
     assert (tmp_path / "p/share/jupyter/kernels/mine/kernel.json").exists()
 
@@ -86,7 +86,7 @@ def test_prefix(kernels, tmp_path, capsys):
         ),
     ],
 )
-def test_what_cannot_be(kernels, capsys, arguments, message):
+def test_impossible_request_is_refused_and_changes_no_file(kernels, capsys, arguments, message):
     before = sorted(kernels.rglob("*"))
     assert main(arguments) == 1
     captured = capsys.readouterr()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The picture of the pool, whole: a change of a single column shows here."""
+"""The whole picture of the pool: a change of a single column shows here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BUSY = pool(
         attached("3f2a1b9c0d11", "active", 6 * GiB, footprint_bytes=GiB, used_bytes=3 * GiB,
                  wait_seconds_total=12),
         session("b00c44", suspended_bytes=5 * GiB, label="old.ipynb"),
-        # What a session of another owner shows.
+        # The fields of another owner's session.
         {"id": "dd00", "owner": "other", "state": "detached", "granted_bytes": 0, "device": None,
          "queue_position": None},
     ],
@@ -72,7 +72,7 @@ GPU 0  EMULATED NVIDIA GPU 16 GiB  ...  guarded
 10 GiB of 16 GiB granted, 4 GiB free, 41 % busy"""
 
 
-def test_the_whole_picture():
+def test_picture_shows_devices_kernels_and_host_memory():
     assert "\n".join(draw(BUSY, Style(width=100))) == WIDE
 
 
@@ -87,7 +87,7 @@ def test_a_wait_without_an_estimate_shows_how_long_it_has_lasted():
     assert "no estimate" not in "".join(draw(pool(sessions=[waiting], now=105.0), Style(width=100)))
 
 
-def test_narrow_and_without_unicode():
+def test_picture_fits_a_narrow_terminal_without_unicode():
     lines = draw(BUSY, Style(width=47, unicode=False))
     assert "\n".join(lines[:5]) == NARROW
     assert all(line.isascii() for line in lines)
@@ -106,7 +106,7 @@ def test_colour_changes_no_character():
     assert [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in painted] == plain
 
 
-def test_without_devices_and_kernels():
+def test_picture_of_an_empty_pool_says_so():
     assert draw(pool(devices=[], emulated=False, host={}), Style(width=80)) == [
         "GPU pool  /run/gpupool/broker.sock",
         "",
@@ -122,17 +122,17 @@ def test_real_devices_are_not_called_emulated():
     assert not [line for line in lines if "EMULATED" in line]
 
 
-def test_an_emulated_device_is_called_so_whatever_its_name():
+def test_emulated_device_is_labelled_despite_its_name():
     lines = draw(pool(devices=[device(name="NVIDIA H200")]), Style(width=80))
     assert lines[2] == "GPU 0  NVIDIA H200  GPU-5d1c0000-…  EMULATED  unguarded"
 
 
-def test_a_journal_that_cannot_be_written_is_seen_first():
+def test_journal_that_cannot_be_written_comes_first():
     snapshot = pool(broker={"journal_problem": "No space left on device."})
     assert draw(snapshot, Style(width=80))[1] == "Journal: No space left on device."
 
 
-def test_labels_lose_control_codes_and_wide_letters_count_two():
+def test_labels_have_no_control_codes_and_keep_their_width():
     sessions = [session("a1", label="\x1b]0;owned\x07データ.ipynb"), session("b2", label="x" * 300)]
     lines = draw(pool(sessions=sessions), Style(width=60))
     assert not [line for line in lines if not line.isprintable()]
@@ -140,13 +140,13 @@ def test_labels_lose_control_codes_and_wide_letters_count_two():
     assert max(map(columns, lines)) <= 60
 
 
-def test_the_smallest_slice_is_seen():
+def test_smallest_slice_is_visible():
     tiny = attached("a1", "active", 1 * MiB)
     bar = draw(pool(sessions=[tiny]), Style(width=80))[3]
     assert bar.startswith("[A·")
 
 
-def test_a_session_on_two_devices_is_on_both():
+def test_session_on_two_devices_is_drawn_on_both():
     both = session(
         "a1", state="active", granted_bytes=16 * GiB, device=UUIDS[0], devices=list(UUIDS)
     )
@@ -160,7 +160,7 @@ def test_a_device_that_cannot_suspend_says_why():
     assert "Cannot suspend: MIG" in lines
 
 
-def test_who_has_more_than_its_slice_is_named_with_the_figure():
+def test_overuse_of_a_session_is_shown_with_its_bytes():
     greedy = session("3f2a", state="active", granted_bytes=GiB, overuse_bytes=700 * MiB)
     text = "\n".join(draw(pool(devices=[device()], sessions=[greedy]), Style(width=90)))
     assert "3f2a has 700 MiB more than its slice, allocated around the guard" in text

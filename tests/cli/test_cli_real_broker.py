@@ -24,7 +24,7 @@ MiB = 1 << 20
 
 @pytest.fixture(scope="module")
 def real_broker():
-    """The socket of a broker started by ``jupyter gpupool broker``, once it says it is ready."""
+    """Start ``jupyter gpupool broker``; return its socket when it reports that it is ready."""
     folder = Path(tempfile.mkdtemp(prefix="gpupool-"))
     reading, writing = os.pipe()
     environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(folder), "JUPYTER_CONFIG_PATH": ""}
@@ -49,7 +49,7 @@ def real_broker():
 
 @pytest.fixture
 def opened(real_broker, monkeypatch):
-    """A session of a process that does nothing; returns its id."""
+    """Open a session of a process that does nothing; return its id."""
     monkeypatch.setenv("GPUPOOL_SOCKET", str(real_broker))
     process = subprocess.Popen(["sleep", "1000"])
     with Client(real_broker) as client:
@@ -70,7 +70,7 @@ def test_status(opened, capsys):
 
 
 def documented(kind: str) -> set[str]:
-    """The fields of the table in the admins' page."""
+    """Return the fields of the table in the admins' page."""
     text = (ROOT / "docs/admins.md").read_text()
     row = re.search(rf"^\| `{kind}` \| (.*) \|$", text, re.MULTILINE)[1]
     return set(re.findall(r"`([a-z_]+)`", row))
@@ -91,13 +91,13 @@ def test_status_json_has_every_documented_field(opened, capsys):
 
 
 @pytest.mark.parametrize("name", ["the session", "the kernel"])
-def test_release_by_a_beginning(opened, capsys, name):
+def test_release_accepts_the_first_letters_of_an_id(opened, capsys, name):
     beginning = opened[:6] if name == "the session" else "abcdef"
     assert main(["release", beginning]) == 0
     assert capsys.readouterr().out.strip()
 
 
-def test_release_of_nothing(opened, capsys):
+def test_release_of_an_unknown_session_is_refused(opened, capsys):
     assert main(["release", "nope"]) == 1
     assert capsys.readouterr().err == (
         "jupyter gpupool: No session or kernel id begins with 'nope'. "
@@ -105,11 +105,11 @@ def test_release_of_nothing(opened, capsys):
     )
 
 
-def test_pause_and_resume(opened, capsys):
+def test_pause_is_shown_until_resume(opened, capsys):
     assert main(["pause", "--reason", "new driver"]) == 0
     out = capsys.readouterr().out
     assert "new driver; no process of it has a device file open.\n" in out
-    # What is true already is told once; and it is no failure of the machine.
+    # A second pause prints one line; doctor shows it as a warning, not as a failure.
     assert main(["pause", "--reason", "new driver"]) == 0
     assert capsys.readouterr().out.count("paused by the administrator") == 1
     main(["doctor", "--json"])
@@ -124,7 +124,7 @@ def test_pause_and_resume(opened, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "The GPUs are in service again."
     assert main(["resume"]) == 1
     captured = capsys.readouterr()
-    assert captured.out == "", "nothing is tested"
+    assert captured.out == "", "no test ran"
     assert captured.err == "jupyter gpupool: Nothing is paused or drained.\n"
 
 
@@ -143,7 +143,7 @@ def test_drain_needs_a_gpu(opened, capsys):
     assert main(["resume", "--device", "1"]) == 0
 
 
-def test_doctor(opened, real_broker, capsys):
+def test_doctor_checks_socket_devices_and_journal(opened, real_broker, capsys):
     main(["doctor", "--json"])
     found = {f["name"]: f for f in json.loads(capsys.readouterr().out)}
     assert found["socket"] == {
@@ -176,7 +176,7 @@ def test_a_second_broker_on_the_socket_is_refused(real_broker):
         ("--GPUPool.attach=lasy", "It takes: 'lazy', 'cell' or 'manual'."),
     ],
 )
-def test_a_broker_with_a_mistake_does_not_start(tmp_path, option, message):
+def test_broker_with_a_wrong_option_does_not_start(tmp_path, option, message):
     arguments = ["--GPUPool.emulate=1x64MiB,context=16MiB", f"--GPUPool.state_dir={tmp_path}"]
     done = subprocess.run(
         [sys.executable, "-m", "jupyter_gpupool.cli", "broker",

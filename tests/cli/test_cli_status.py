@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``status`` and ``release`` against a broker that says what each test tells it to."""
+"""``status`` and ``release`` against a broker that gives the answers of each test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jupyter_gpupool.errors import RefusedError
 ROOT = Path(__file__).parents[2]
 
 
-def test_status_draws(broker, capsys):
+def test_status_draws_the_pool(broker, capsys):
     broker.answers["status"] = pool(sessions=[attached("3f2a", "active", 4 * GiB)])
     assert main(["status"]) == 0
     out = capsys.readouterr().out
@@ -33,12 +33,12 @@ def test_status_draws(broker, capsys):
     assert "\x1b" not in out, "colour belongs on a terminal only"
 
 
-def test_status_json_is_the_snapshot_and_nothing_else(broker, capsys):
+def test_status_json_is_exactly_the_snapshot(broker, capsys):
     assert main(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == broker.answers["status"]
 
 
-def test_status_without_a_broker(tmp_path, capsys):
+def test_status_without_a_broker_says_how_to_start_one(tmp_path, capsys):
     assert main(["status"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -51,7 +51,7 @@ def test_status_without_a_broker(tmp_path, capsys):
 def test_status_names_the_service_manager_of_an_absent_broker(capsys):
     assert main(["status", "--socket", "/run/no-such-pool/broker.sock"]) == 1
     err = capsys.readouterr().err
-    assert "at /run/no-such-pool/broker.sock. It is the machine's: the service manager" in err
+    assert "/run/no-such-pool/broker.sock. It is the machine's broker: the service manager" in err
     assert "systemctl status gpupool" in err
 
 
@@ -64,7 +64,7 @@ def test_status_names_the_service_manager_of_an_absent_broker(capsys):
         ("/dev/stdin", "is a symbolic link"),
     ],
 )
-def test_a_socket_that_is_none(path, words, capsys):
+def test_path_that_is_no_socket_is_explained(path, words, capsys):
     assert main(["status", "--socket", path]) == 1
     error = capsys.readouterr().err
     assert words in error
@@ -84,7 +84,7 @@ def test_status_uses_the_configured_socket_despite_bad_options(
     assert capsys.readouterr().err.startswith("Warning: c.GPUPool.sockt in ")
 
 
-def test_a_reader_that_has_enough_is_no_error(broker):
+def test_closed_pipe_of_a_reader_is_no_error(broker):
     status = f"{sys.executable} -m jupyter_gpupool.cli status --json"
     command = f"{status} | head -c 1; exit ${{PIPESTATUS[0]}}"
     broker.answers["status"] = pool(sessions=[session(f"s{n}") for n in range(500)])
@@ -98,7 +98,7 @@ def test_a_reader_that_has_enough_is_no_error(broker):
 
 
 class Watcher:
-    """``status --watch`` in a terminal of its own; keeps everything that it wrote."""
+    """``status --watch`` in its own terminal; keeps its whole output."""
 
     def __init__(self, *arguments: str, environ: dict[str, str]) -> None:
         ours, theirs = pty.openpty()
@@ -140,7 +140,7 @@ class Watcher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()  # without effect if it has ended as it should
+        self.process.kill()  # without effect if it has ended
         self.process.wait(30)
         self.reader.join(30)
         os.close(self.ours)
@@ -158,20 +158,20 @@ def test_watch_redraws_in_place_and_restores_the_terminal(broker):
         assert watcher.end() == 0
     text = watcher.text()
     assert watcher.errors == ""
-    assert text.startswith("\x1b[?1049h\x1b[?25l"), "the second screen, cursor hidden"
-    assert text.endswith("\x1b[?25h\x1b[?1049l"), "and back"
+    assert text.startswith("\x1b[?1049h\x1b[?25l"), "the alternate screen, without a cursor"
+    assert text.endswith("\x1b[?25h\x1b[?1049l"), "and the first screen again"
     assert "\x1b[2J" not in text, "clearing the whole screen flickers"
     assert text.count("\x1b[H") >= 2
     assert "\x1b[1;36mEMULATED" in text
 
 
-def test_watch_waits_for_a_broker_that_went_away(broker):
+def test_watch_waits_for_the_brokers_return(broker):
     broker.snapshots = [pool(), None, pool(sessions=[session("b00c")])]
     with Watcher("--interval", "0.1", environ={"NO_COLOR": "1"}) as watcher:
         watcher.wait_for("Trying again ...")
         watcher.wait_for("b00c")
         assert watcher.end() == 0
-    assert "\x1b[1m" not in watcher.text(), "NO_COLOR"
+    assert "\x1b[1m" not in watcher.text(), "no colour with NO_COLOR"
 
 
 def test_watch_without_a_broker_is_an_error_at_once(tmp_path, capsys):
@@ -187,7 +187,7 @@ def test_watch_json_prints_a_line_per_snapshot(broker, capsys):
     assert "closed the connection" in captured.err
 
 
-def test_style(monkeypatch):
+def test_colour_and_unicode_depend_on_the_terminal(monkeypatch):
     class Stream:
         encoding = "utf-8"
 
@@ -211,7 +211,7 @@ SESSIONS = [session("3f2a11"), session("3f2b22"), session("9c0d33"), session("9c
     ("name", "found"),
     [("3f2a", "3f2a11"), ("3f2b22", "3f2b22"), ("9c0d33", "9c0d33"), ("kernel-3f2b", "3f2b22")],
 )
-def test_a_session_by_its_beginning(name, found):
+def test_session_is_found_by_the_first_letters_of_its_id(name, found):
     assert find_session(name, SESSIONS) == found
 
 
@@ -226,13 +226,13 @@ def test_a_session_by_its_beginning(name, found):
         ("", "No session or kernel id begins with ''. `jupyter gpupool status` lists them."),
     ],
 )
-def test_a_session_that_is_not_one(name, message):
+def test_unknown_or_ambiguous_session_is_refused(name, message):
     with pytest.raises(RefusedError) as caught:
         find_session(name, SESSIONS)
     assert str(caught.value) == message
 
 
-def test_release_says_what_the_broker_says(broker, capsys):
+def test_release_prints_the_note_of_the_broker(broker, capsys):
     broker.answers["status"] = pool(sessions=SESSIONS)
     broker.answers["release"] = {"note": "The slice goes back when the cell ends."}
     assert main(["release", "3f2a"]) == 0
@@ -241,14 +241,14 @@ def test_release_says_what_the_broker_says(broker, capsys):
     assert broker.requests[-1]["session"] == "3f2a11"
 
 
-def test_release_of_an_unknown_session_asks_for_nothing(broker, capsys):
+def test_release_of_an_unknown_session_sends_no_request(broker, capsys):
     broker.answers["status"] = pool(sessions=SESSIONS)
     assert main(["release", "nope"]) == 1
     assert "begins with 'nope'" in capsys.readouterr().err
     assert {request["type"] for request in broker.requests} == {"status"}
 
 
-def test_a_refusal_of_the_broker_is_printed_whole(broker, capsys):
+def test_whole_refusal_of_the_broker_is_printed(broker, capsys):
     broker.answers["status"] = pool(sessions=SESSIONS)
     broker.answers["release"] = {
         "type": "error", "code": "not-yours", "message": "Session 3f2a11 is not yours.",

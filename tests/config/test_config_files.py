@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Finding, reading and refusing configuration files."""
+"""How configuration files are found, read and refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GiB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch):
-    """A user's and the system's folder, and nothing of this machine."""
+    """Make a user's and the system's folder, and hide the configuration of this machine."""
     user, system = tmp_path / "user", tmp_path / "system"
     user.mkdir()
     system.mkdir()
@@ -39,7 +39,7 @@ def refusal(*args, **kwargs) -> ConfigError:
     return caught.value
 
 
-def test_without_files_everything_has_its_default(folders):
+def test_options_have_their_defaults_without_files(folders):
     settings = load_settings()
     assert settings.files == ()
     assert settings.notes == ()
@@ -47,7 +47,7 @@ def test_without_files_everything_has_its_default(folders):
     assert settings.pool.default_memory == settings.pool.default_limit == 4 * GiB
 
 
-def test_python_json_user_and_system_in_jupyters_order(folders):
+def test_files_are_read_in_jupyters_order(folders):
     user, system = folders
     low = write(system, "c.GPUPool.idle_timeout = 1; c.GPUPool.max_wait = 1; c.GPUPool.linger = 1")
     base = write(user, "c.GPUPool.linger = 2; c.GPUPool.sample_interval = 2", "jupyter_config")
@@ -60,7 +60,7 @@ def test_python_json_user_and_system_in_jupyters_order(folders):
     assert (settings.linger, settings.sample_interval, settings.lock_timeout) == (2, 2, 4)
 
 
-def test_explicit_files_and_then_the_command_line_win(folders, tmp_path):
+def test_command_line_wins_over_explicit_files(folders, tmp_path):
     user, _ = folders
     write(user, "c.GPUPool.idle_timeout = 1; c.GPUPool.linger = 1; c.GPUPool.max_wait = 1")
     more = write(tmp_path, "c.GPUPool.idle_timeout = 2; c.GPUPool.linger = 2", "more")
@@ -68,7 +68,7 @@ def test_explicit_files_and_then_the_command_line_win(folders, tmp_path):
     assert (settings.pool.max_wait, settings.linger, settings.pool.idle_timeout) == (1, 2, 3)
 
 
-def test_changes_of_containers_add_up_over_files(folders):
+def test_changes_of_a_container_in_several_files_add_up(folders):
     user, system = folders
     write(system, "c.GPUPool.admins.append('ada'); c.GPUPool.quotas.update({'*': {'leases': 1}})")
     write(user, "c.GPUPool.admins.append('bob'); c.GPUPool.quotas.update({'bob': {'leases': 2}})")
@@ -88,13 +88,13 @@ def test_the_working_directory_is_not_searched(folders, tmp_path, monkeypatch):
     assert load_settings().files == ()
 
 
-def test_sections_of_other_applications_are_not_ours_to_judge(folders):
+def test_sections_of_other_applications_are_ignored(folders):
     user, _ = folders
     write(user, "c.ServerApp.prot = 1; c.GPUPoolProvisioner.x = 1; c.GPUPool.linger = 1")
     assert load_settings().linger == 1
 
 
-def test_an_unknown_option_is_refused_with_the_nearest_one(folders):
+def test_unknown_option_is_refused_with_the_nearest_name(folders):
     path = write(folders[0], "c.GPUPool.idle_timout = 60")
     assert str(refusal()) == (
         f"c.GPUPool.idle_timout in {path}, line 1: there is no such option. Did you mean "
@@ -102,7 +102,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_one(folders):
     )
 
 
-def test_an_unknown_name_that_resembles_nothing(folders):
+def test_unknown_option_without_a_similar_name_is_refused(folders):
     path = write(folders[0], "c.GPUPool.zzz = 60")
     assert str(refusal()) == (
         f"c.GPUPool.zzz in {path}, line 1: there is no such option. "
@@ -110,7 +110,7 @@ def test_an_unknown_name_that_resembles_nothing(folders):
     )
 
 
-def test_a_misspelt_section_is_refused_other_sections_are_not(folders):
+def test_only_a_misspelt_pool_section_is_refused(folders):
     fine = "c.GPUPoolProvisioner.memory = '1GiB'; c.ServerApp.port = 1; c.Spawner.pool = 2\n"
     path = write(folders[0], fine)
     load_settings()
@@ -151,12 +151,12 @@ def test_a_file_that_fails_is_named(folders, text, message):
     assert error.code == "config"
 
 
-def test_a_file_that_would_end_the_program_does_not(folders):
+def test_file_that_calls_exit_does_not_end_the_program(folders):
     path = write(folders[0], "raise SystemExit(3)")
     assert str(refusal()) == f"The configuration file {path} ended the program (3)."
 
 
-def test_json_that_is_none(folders):
+def test_invalid_json_is_named(folders):
     (folders[0] / "jupyter_server_config.json").write_text('{"GPUPool": {,}}')
     assert "cannot be read: JSONDecodeError" in str(refusal())
 
@@ -166,6 +166,6 @@ def test_an_explicit_file_must_exist(folders, tmp_path):
     assert str(refusal([missing])) == (f"There is no configuration file {missing}. Check the path.")
 
 
-def test_check_config_without_an_origin():
+def test_wrong_option_without_an_origin_is_refused():
     with pytest.raises(ConfigError, match=r"^c\.GPUPool\.attach: 'x' is not allowed"):
         check_config(Config({"GPUPool": {"attach": "x"}}))

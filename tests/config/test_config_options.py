@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Each option: what it takes, what it refuses and in which words."""
+"""Each option: which values it takes, and how the refusal of others is worded."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def refused(**options) -> str:
     return str(caught.value)
 
 
-# ------------------------------------------------------------------ what is taken
+# ------------------------------------------------------------------ valid values
 
 
-def test_defaults_are_those_of_the_pool():
+def test_defaults_are_the_pools_defaults():
     pool = settings().pool
     default = PoolSettings()
     for name in PoolSettings.__slots__:
@@ -54,7 +54,7 @@ def test_every_setting_has_an_option_and_every_option_a_setting():
     options = set(GPUPool.class_traits(config=True))
     pool = {f.name for f in fields(PoolSettings)}
     broker = {f.name for f in fields(BrokerSettings)}
-    #: Rules of the pool that no admin has to change.
+    #: Settings of the pool without an option: no admin has to change them.
     constants = {"ageing", "pinned_retry", "growth_step", "residence"}
     #: What the configuration says about itself.
     about = {"pool", "notes", "files", "options", "origins"}
@@ -95,7 +95,7 @@ def test_every_setting_has_an_option_and_every_option_a_setting():
         ("max_swap_overhead", 0, 0.0),
     ],
 )
-def test_pool_options(name, value, found):
+def test_pool_options_accept_these_values(name, value, found):
     assert getattr(settings(**{name: value}).pool, name) == found
 
 
@@ -122,7 +122,7 @@ def test_pool_options(name, value, found):
         ("admins", ["ada"], ("ada",)),
     ],
 )
-def test_broker_options(name, value, found):
+def test_broker_options_accept_these_values(name, value, found):
     assert getattr(settings(**{name: value}), name) == found
 
 
@@ -135,14 +135,14 @@ def test_default_limit_follows_default_memory():
     assert settings(default_memory="8GiB").pool.default_limit == 8 * GiB
 
 
-def test_quotas():
+def test_quotas_are_read_for_each_user():
     quotas = settings(
         quotas={"*": {"memory": "16GiB", "leases": 2, "suspended": 0}, "ada": {"devices": None}}
     ).pool.quotas
     assert quotas == {"*": Quota(memory=16 * GiB, leases=2, suspended=0), "ada": Quota()}
 
 
-def test_options_from_the_command_line_are_text():
+def test_options_from_the_command_line_are_parsed():
     loader = KVArgParseConfigLoader()
     arguments = ["--GPUPool.default_memory=6GiB", "--GPUPool.max_wait=None",
                  "--GPUPool.guard=False", "--GPUPool.max_swap_overhead=0.2",
@@ -163,7 +163,7 @@ def test_lazy_is_the_default_and_kept_as_configured():
 
 
 @pytest.mark.parametrize("policy", ["lazy", "cell", "manual"])
-def test_with_the_guard_every_policy_can_be_had(policy):
+def test_guard_allows_every_policy(policy):
     assert usable_attach(policy, True, "not asked for") == (policy, "")
 
 
@@ -182,7 +182,7 @@ def test_lazy_without_the_guard_acts_as_cell_and_says_why():
     )
 
 
-def test_more_host_memory_than_there_is_is_noted():
+def test_more_host_memory_than_the_machine_has_is_noted():
     found = settings(host_memory="200GiB")
     assert found.pool.host_memory == 200 * GiB
     assert found.notes == (
@@ -193,7 +193,7 @@ def test_more_host_memory_than_there_is_is_noted():
     )
 
 
-def test_state_dir_of_a_user_and_of_root(monkeypatch, tmp_path):
+def test_state_dir_differs_for_users_and_root(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr("os.getuid", lambda: 1000)
     assert settings().state_dir == tmp_path / "gpupool"
@@ -201,7 +201,7 @@ def test_state_dir_of_a_user_and_of_root(monkeypatch, tmp_path):
     assert settings().state_dir == Path("/var/lib/gpupool")
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refused values
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_state_dir_of_a_user_and_of_root(monkeypatch, tmp_path):
         ("state_dir", "here", "'here' is not an absolute path. Begin it with '/' or '~'."),
     ],
 )  # fmt: skip
-def test_bad_values(name, value, message):
+def test_wrong_values_are_refused_with_the_reason(name, value, message):
     example = GPUPool.class_traits()[name].metadata["example"]
     assert refused(**{name: value}) == f"c.GPUPool.{name}: {message} Example: {example}"
 
@@ -301,7 +301,7 @@ def test_bad_quotas(quota, message):
     assert refused(quotas=quota) == f"c.GPUPool.quotas{message}"
 
 
-def test_a_socket_path_that_linux_does_not_allow():
+def test_socket_path_too_long_for_linux_is_refused():
     message = refused(socket="/" + "x" * 200)
     assert "The broker socket path has 201 bytes" in message
     assert "107" in message
@@ -340,7 +340,7 @@ def test_a_socket_path_that_linux_does_not_allow():
         ),
     ],
 )
-def test_values_that_do_not_go_together(options, message):
+def test_contradicting_values_are_refused(options, message):
     assert refused(**options) == message
 
 
@@ -348,7 +348,7 @@ def test_values_that_do_not_go_together(options, message):
 
 
 @pytest.mark.parametrize("name", sorted(GPUPool.class_traits(config=True)))
-def test_every_option_says_what_its_reader_needs(name):
+def test_every_option_has_help_and_an_example(name):
     trait = GPUPool.class_traits()[name]
     for key in ("what", "unit", "default", "example"):
         assert trait.metadata[key], f"{name} has no {key}"
@@ -383,11 +383,11 @@ def total(root: Path) -> int:
     return Host(root / "sys/fs/cgroup", root / "proc").total()
 
 
-def test_memory_of_a_machine_without_control_groups(tmp_path):
+def test_memory_without_control_groups_is_the_machines(tmp_path):
     assert total(proc(tmp_path, "")) == MiB
 
 
-def test_memory_is_bounded_by_any_group_above_us(tmp_path):
+def test_memory_is_bounded_by_every_parent_group(tmp_path):
     root = proc(tmp_path, "0::/a/b\n")
     for folder, text in {"a/b": "max", "a": "4096"}.items():
         place = root / "sys/fs/cgroup" / folder
@@ -396,7 +396,7 @@ def test_memory_is_bounded_by_any_group_above_us(tmp_path):
     assert total(root) == 4096
 
 
-def test_memory_in_a_version_1_group(tmp_path):
+def test_memory_is_bounded_by_a_version_1_group(tmp_path):
     root = proc(tmp_path, "5:cpu:/x\n4:memory:/job\n")
     place = root / "sys/fs/cgroup/memory/job"
     place.mkdir(parents=True)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What is told to whom joins a broker that runs with another configuration."""
+"""The message to a server that joins a broker with another configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def settings(**options):
     return load_settings(overrides=Config({"GPUPool": options}))
 
 
-def test_the_same_configuration_however_written_is_no_difference(folder):
+def test_same_values_in_other_notation_are_no_difference(folder):
     broker = status(settings(default_memory="2GiB", idle_timeout=600, quotas={"*": {"memory": 1}}))
     loader = KVArgParseConfigLoader(
         argv=["--GPUPool.default_memory=2048MiB", "--GPUPool.idle_timeout=10min"]
@@ -43,7 +43,7 @@ def test_the_same_configuration_however_written_is_no_difference(folder):
     assert notice(section, broker) == ""
 
 
-def test_names_values_and_origins_of_both_sides_are_told(folder):
+def test_message_has_names_values_and_origins_of_both(folder):
     (folder / "jupyter_server_config.json").write_text(
         json.dumps({"GPUPool": {"idle_timeout": 900}})
     )
@@ -55,12 +55,12 @@ def test_names_values_and_origins_of_both_sides_are_told(folder):
     assert "SIGHUP" in text
 
 
-def test_an_option_that_only_the_broker_has_is_told(folder):
+def test_message_names_an_option_that_only_the_broker_has(folder):
     text = notice(None, status(settings(emulate="2x1GiB")))
     assert "emulate is '2x1GiB' (from the command line), not '' (from the default)" in text
 
 
-def test_a_variable_that_fills_an_option_in_is_its_origin(folder, monkeypatch):
+def test_variable_that_sets_an_option_is_named_as_origin(folder, monkeypatch):
     monkeypatch.setenv("GPUPOOL_EMULATE", "1x1GiB")
     assert load_settings().origins["emulate"] == "$GPUPOOL_EMULATE"
     broker = status(load_settings())
@@ -83,24 +83,24 @@ def test_machine_wide_broker_hides_users_and_names_the_admin(folder):
     }  # fmt: skip
 
 
-def test_what_a_server_hands_on_of_a_file_keeps_the_file_s_name(folder):
+def test_option_passed_on_by_a_server_keeps_its_file(folder):
     path = folder / "jupyter_server_config.json"
     path.write_text(json.dumps({"GPUPool": {"idle_timeout": 900}}))
     handed = load_settings(overrides=Config({"GPUPool": {"idle_timeout": 900, "linger": 5}}))
     assert handed.origins == {"idle_timeout": str(path), "linger": "the command line"}
 
 
-def test_a_broker_that_does_not_tell_is_no_difference(folder):
+def test_broker_without_a_report_is_no_difference(folder):
     assert notice({"idle_timeout": 5}, {}) == ""
 
 
-def test_a_mistake_in_the_server_s_own_configuration_is_told(folder):
+def test_mistake_in_the_servers_own_configuration_is_named(folder):
     text = notice({"idle_timeoutt": 5}, status(settings()))
     assert "idle_timeoutt" in text
     assert "not in force" in text
 
 
-def test_difference_is_logged_once_by_whoever_sees_it_first():
+def test_difference_is_logged_once():
     assert not_logged("one difference")
     assert not not_logged("one difference")
     assert not_logged("another difference")

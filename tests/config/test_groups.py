@@ -112,7 +112,7 @@ def test_nobody_is_in_a_group_of_a_pool_without_groups():
     assert groups_of({}, "ada", ["staff"]) == ()
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refused values
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_the_machine_s_zone_is_that_of_its_file(monkeypatch, tmp_path):
     assert datetime(2026, 1, 1, tzinfo=zone).utcoffset().total_seconds() == 9 * 3600
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refused values
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def pytest_pyfunc_call(pyfuncitem):
 
 @dataclass
 class Emulated:
-    """One emulated machine: the environment that leads to it, and its faults."""
+    """One emulated machine: its environment variables and its faults."""
 
     env: dict[str, str]
     faults: object
@@ -88,7 +88,7 @@ class Target:
         self.root = procfs.identify(self.pid)
 
     async def do(self, name, *arguments, timeout=60):
-        """Return what function ``name`` of the target returns; RuntimeError if it raised."""
+        """Return what function ``name`` of the target returns; raise RuntimeError if it raised."""
         self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
         line = await asyncio.wait_for(self.process.stdout.readline(), timeout)
         answer = json.loads(line)
@@ -97,12 +97,12 @@ class Target:
         return answer["ok"]
 
     async def child(self, name, *arguments):
-        """Have the target's child do something."""
+        """Call function ``name`` in the target's child; return the result."""
         answer = await self.do("relay", [name, *arguments])
         return answer["ok"]
 
     def stop(self):
-        """SIGSTOP, and wait until the kernel has done it."""
+        """Send SIGSTOP, and wait until the process is stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         until(lambda: procfs.presence(self.root) == "stopped")
 
@@ -117,7 +117,7 @@ class Target:
 
 
 def until(condition, timeout=60.0):
-    """Wait for a condition; TimeoutError if it does not come true."""
+    """Wait for a condition; raise TimeoutError if it does not come true."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
@@ -126,7 +126,7 @@ def until(condition, timeout=60.0):
 
 
 async def until_async(condition, timeout=60.0):
-    """Wait for a condition while the event loop goes on."""
+    """Wait for a condition without blocking the event loop."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
@@ -136,7 +136,7 @@ async def until_async(condition, timeout=60.0):
 
 @pytest.fixture(scope="session")
 def driver_library():
-    """Build the emulated driver, if that has not been done."""
+    """Build the emulated driver if it is not built."""
     from tests.emulated import build
 
     return build.compile()
@@ -144,7 +144,7 @@ def driver_library():
 
 @pytest.fixture
 def emulated(driver_library, tmp_path):
-    """Return a function that makes a fresh emulated machine, ``2x1GiB`` unless told otherwise."""
+    """Return a function that makes a fresh emulated machine, by default ``2x1GiB``."""
     from tests.emulated import Faults, environment
 
     def make(machine="2x1GiB,context=16MiB"):
@@ -157,5 +157,5 @@ def emulated(driver_library, tmp_path):
 
 @pytest.fixture
 def waiting():
-    """The two ways to wait for a condition."""
+    """Return the two functions that wait for a condition."""
     return until, until_async

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A CUDA process under test: takes one JSON request per line, answers one JSON line.
+"""A CUDA process under test: reads one JSON request per line, answers with one JSON line.
 
-Run as a script, through NVIDIA's own bindings, with no part of jupyter_gpupool in it.
+It runs as a script on NVIDIA's own bindings and imports nothing of jupyter_gpupool.
 """
 
 import hashlib
@@ -35,6 +35,11 @@ def context():
     call(driver.cuCtxSetCurrent, call(driver.cuDevicePrimaryCtxRetain, device))
 
 
+def leave():
+    """Destroy the context of :func:`context`."""
+    call(driver.cuDevicePrimaryCtxRelease, call(driver.cuDeviceGet, 0))
+
+
 def fill(size, seed):
     """Allocate, write known bytes, and return their hash."""
     data = random.Random(seed).randbytes(size)
@@ -45,12 +50,12 @@ def fill(size, seed):
 
 
 def take(size):
-    """Allocate and touch nothing."""
+    """Allocate without touching the memory."""
     return int(call(driver.cuMemAlloc, size))
 
 
 def digest(seed):
-    """Hash what the device holds now."""
+    """Return the hash of the bytes on the device now."""
     pointer, size = buffers[seed]
     data = bytearray(size)
     call(driver.cuMemcpyDtoH, data, pointer, size)
@@ -67,13 +72,13 @@ def managed(size):
 
 
 def device():
-    """Return the UUID of the device in use, as the driver shows it here and now."""
+    """Return the UUID of the current device as the driver reports it now."""
     uuid = call(driver.cuDeviceGetUuid_v2, call(driver.cuCtxGetDevice))
     return uuid.bytes.hex()
 
 
 def spawn():
-    """Start a child that is another one of these; return its pid."""
+    """Start a child that runs this script, too; return its pid."""
     child = subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

@@ -15,7 +15,7 @@ MiB = 1 << 20
 
 
 async def swap(machine, service, uuids, number, rounds, rng):
-    """One session: suspend, resume anywhere, compare every byte, again and again."""
+    """Suspend one session, resume it on either device, and compare every byte, many times."""
     name, at = f"s{number}", number % 2
     async with machine.target(str(at), GPUPOOL_SESSION=name) as target:
         await target.do("context")
@@ -42,9 +42,9 @@ async def swap(machine, service, uuids, number, rounds, rng):
 
 
 async def kill(service, rng):
-    """Kill a child of the service in the middle of a call, again and again, without end.
+    """Kill children of the service during calls, without end.
 
-    Never one that is only starting: on a busy machine none would ever get ready.
+    Spare a child that is starting: on a busy machine no child would ever be ready.
     """
     children = [service._sampler.child, *service._workers.children.values()]
     while True:
@@ -70,6 +70,6 @@ async def test_no_byte_is_lost_while_children_are_killed(emulated, rounds):
         finally:
             killer.cancel()
             await asyncio.wait({killer})
-        # The children of the processes under test are killed, but nobody here reaps them.
+        # Nothing here reaps the killed children of the target processes.
         while sum(sample.used for sample in await service.sample()):
             await asyncio.sleep(0.05)

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The service over drivers that answer the open questions the other way.
+"""The service over drivers with quirks: other answers to the open questions.
 
-Which these are is in the emulator's README; each test here names the temperament it turns on.
+The emulator's README lists them; each test here names the quirk that it turns on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ONE, TWO = "1x1GiB,context=64MiB", "2x1GiB,context=64MiB"
 
 
 async def beginning(service, uuid, op, task):
-    """Wait until the device's worker is in a driver call of ``task``: it tells nobody when."""
+    """Wait until the device's worker is in driver call ``op`` of ``task``; nothing announces it."""
     while service._workers.children[uuid].current != op:
         assert not task.done(), f"it ended without {op}: {task.result()}"
         await asyncio.sleep(0.002)
@@ -57,7 +57,7 @@ async def resumed(service, target, to, origin, need):
 
 
 async def test_memory_in_use_before_the_first_session_is_the_drivers(emulated):
-    """residue: some of it stays from the first context on, so it is looked for after the tests."""
+    """residue: part of it comes with the first context, so the service measures after its tests."""
     machine = emulated(TWO)
     machine.faults.set("residue", device=0, bytes="100MiB")
     async with machine.started() as (service, devices):
@@ -65,14 +65,14 @@ async def test_memory_in_use_before_the_first_session_is_the_drivers(emulated):
         assert devices[0].memory_reserved == 100 * MiB + slack(1 << 30)
         assert devices[1].memory_reserved == 0
         machine.faults.clear()
-    # What is in use when a broker comes back may be a session's: the earlier word stands.
+    # Memory in use at a broker's return may be a session's, so the earlier figure holds.
     async with machine.service() as service:
         again = await service.start({d.uuid: d for d in devices})
         assert [d.memory_reserved for d in again] == [d.memory_reserved for d in devices]
 
 
-async def test_memory_too_large_for_the_driver_is_foreign(emulated):
-    """residue: most of a device in use and nobody's are processes that NVML does not list."""
+async def test_memory_beyond_a_drivers_residue_is_foreign(emulated):
+    """residue: if most of a device is in use, processes that NVML does not list have it."""
     machine = emulated(ONE)
     machine.faults.set("residue", bytes="600MiB")
     async with machine.started() as (_, devices):
@@ -80,7 +80,7 @@ async def test_memory_too_large_for_the_driver_is_foreign(emulated):
 
 
 async def test_resume_reserves_memory_that_the_list_does_not_show(emulated):
-    """nvml-less: the list lacks the context, and a resume that lacks it is fatal."""
+    """nvml-less: the list lacks the context, and a resume without room for the context is fatal."""
     machine = emulated(ONE)
     machine.faults.set("nvml-less", bytes="60MiB")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -93,8 +93,8 @@ async def test_resume_reserves_memory_that_the_list_does_not_show(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_only_the_list_counts_while_other_processes_come(emulated):
-    """nvml-less: what another process freed meanwhile is not this one's."""
+async def test_only_the_list_counts_while_other_processes_change(emulated):
+    """nvml-less: memory that another process frees meanwhile does not count as this process's."""
     machine = emulated(ONE)
     machine.faults.set("nvml-less", bytes="60MiB")
     async with (
@@ -112,8 +112,8 @@ async def test_only_the_list_counts_while_other_processes_come(emulated):
 
 
 @pytest.mark.parametrize("size", [0, 4 * MiB])
-async def test_a_small_rest_of_a_suspended_process_is_not_waited_for(emulated, size):
-    """suspend-keeps: NVML goes on to list it, with nothing or a few MiB."""
+async def test_small_rest_of_a_suspended_process_delays_nothing(emulated, size):
+    """suspend-keeps: NVML still lists it, with nothing or a few MiB."""
     machine = emulated(ONE)
     machine.faults.set("suspend-keeps", bytes=size)
     async with machine.started() as (service, devices), machine.target() as target:
@@ -126,7 +126,7 @@ async def test_a_small_rest_of_a_suspended_process_is_not_waited_for(emulated, s
 
 
 async def test_suspend_succeeds_though_nvml_forgets_the_process_late(emulated, monkeypatch):
-    """nvml-lag: the wait for the list is bounded, and what follows is right."""
+    """nvml-lag: the wait for the list is bounded, and the result is right."""
     monkeypatch.setattr("jupyter_gpupool.devices.nvidia.sampler.FREED_TIMEOUT", 0.2)
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
@@ -140,8 +140,8 @@ async def test_suspend_succeeds_though_nvml_forgets_the_process_late(emulated, m
         assert await target.do("digest", 1) == digest
 
 
-async def test_a_process_that_nvml_lists_late_counts_by_free_memory(emulated):
-    """nvml-late: it is suspended before NVML has heard of it."""
+async def test_process_that_nvml_lists_late_counts_by_free_memory(emulated):
+    """nvml-late: the suspend comes before NVML lists the process."""
     machine = emulated(ONE)
     machine.faults.set("nvml-late", ms=3_600_000)
     async with machine.started() as (service, devices), machine.target() as target:
@@ -150,8 +150,8 @@ async def test_a_process_that_nvml_lists_late_counts_by_free_memory(emulated):
         assert (outcome.message, outcome.freed) == ("", {devices[0].uuid: 80 * MiB})
 
 
-async def test_second_suspend_counts_what_the_resume_added(emulated):
-    """restore-more: each suspend counts anew."""
+async def test_second_suspend_counts_memory_the_resume_added(emulated):
+    """restore-more: each suspend counts again."""
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -168,7 +168,7 @@ async def test_second_suspend_counts_what_the_resume_added(emulated):
 
 
 async def test_sample_waits_for_an_nvml_that_waits_for_a_copy(emulated):
-    """nvml-waits: longer than a look may take; nothing is lost, and nobody is replaced."""
+    """nvml-waits: it exceeds the sample's time-out; no device is lost, no process replaced."""
     machine = emulated(TWO)
     async with (
         machine.started(sample_timeout=1.0) as (service, devices),
@@ -184,7 +184,7 @@ async def test_sample_waits_for_an_nvml_that_waits_for_a_copy(emulated):
         await beginning(service, first, "checkpoint", task)
         monitor = service._sampler.child.pid
         samples = asyncio.create_task(service.sample())
-        # Another session is not kept locked for it: it is left as it was, for another time.
+        # The service leaves another session running rather than locked for the length of the copy.
         outcome = await service.suspend(other.root, [second], session="s2")
         assert outcome.status == "drain"
         assert "copying for another kernel" in outcome.message
@@ -200,7 +200,7 @@ async def test_sample_waits_for_an_nvml_that_waits_for_a_copy(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_an_nvml_that_hangs_without_a_copy_is_replaced(emulated):
+async def test_nvml_that_hangs_without_a_copy_is_replaced(emulated):
     machine = emulated(ONE)
     async with machine.started(sample_timeout=1.0) as (service, _):
         with service._sampler.copying(3600.0):
@@ -213,8 +213,8 @@ async def test_an_nvml_that_hangs_without_a_copy_is_replaced(emulated):
         assert service._sampler.child.pid != first
 
 
-async def test_slow_copy_is_waited_for_while_it_makes_progress(emulated, monkeypatch):
-    """A checkpoint that takes several times what is allowed: the worker goes, the copy does not."""
+async def test_service_waits_for_a_slow_copy_that_makes_progress(emulated, monkeypatch):
+    """The checkpoint exceeds its time-out several times: the worker ends, the copy goes on."""
     monkeypatch.setattr("jupyter_gpupool.devices.nvidia.calls.PROGRESS", 1 * MiB)
     machine = emulated(ONE)
     async with (
@@ -232,7 +232,7 @@ async def test_slow_copy_is_waited_for_while_it_makes_progress(emulated, monkeyp
 
 
 class Silent:
-    """A worker whose driver says nothing any more."""
+    """A worker whose driver no longer answers."""
 
     async def call(self, op, timeout, **fields):
         raise ChildLost(f"No answer to {op!r} in {timeout:g} s.", hung=True)
@@ -250,7 +250,7 @@ class Silent:
     ],
 )
 async def test_memory_that_rises_and_falls_is_not_progress(monkeypatch, op, sizes, looks):
-    """The device waits, too, so it must end."""
+    """The device waits for this call, so the call must end."""
     seen = []
 
     def resident(_):
@@ -269,7 +269,7 @@ async def test_memory_that_rises_and_falls_is_not_progress(monkeypatch, op, size
 
 
 async def test_failed_restore_that_keeps_the_state_can_be_repeated(emulated):
-    """restore-keeps-state: what the driver says of the process counts, not the failure."""
+    """restore-keeps-state: the driver's state of the process counts, not the failure."""
     machine = emulated(TWO)
     machine.faults.set("restore-keeps-state")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -285,8 +285,8 @@ async def test_failed_restore_that_keeps_the_state_can_be_repeated(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_without_room_a_mild_driver_loses_nothing(emulated):
-    """restore-keeps-state: tried without room, because nobody said what it needs."""
+async def test_restore_without_room_can_keep_the_state(emulated):
+    """restore-keeps-state: the resume names no need, so the driver tries it without room."""
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")
     async with (
@@ -308,7 +308,7 @@ async def test_without_room_a_mild_driver_loses_nothing(emulated):
 
 
 async def test_refused_resume_suspends_restored_processes_again(emulated):
-    """restore-keeps-state: all of a session or nothing, as with any other refusal."""
+    """restore-keeps-state: a session resumes as a whole, as with any other refusal."""
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -329,7 +329,7 @@ async def test_refused_resume_suspends_restored_processes_again(emulated):
 
 
 async def test_undo_retries_a_restore_until_it_succeeds(emulated):
-    """restore-keeps-state: one process was suspended, the other refuses, so both are to run."""
+    """restore-keeps-state: one process is suspended and the other refuses: both must run again."""
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -363,7 +363,7 @@ async def test_suspend_that_cannot_be_undone_is_kept_and_retried(emulated, waiti
         )
         await until(lambda: told, 60)
         assert f"Process {child} is not back on its GPU yet" in told[0]
-        # Others are served meanwhile, and nothing is given up.
+        # The service serves other processes meanwhile, and keeps trying.
         async with machine.target() as other:
             await other.do("context")
             assert await service.driver_state(other.root, session="other") == "running"
@@ -406,7 +406,7 @@ async def test_undone_suspend_is_not_restored_without_room(emulated, waiting):
 
 
 async def until_taken(thief, suspending):
-    """Have a process outside the pool take what the suspended child gave up, once it has."""
+    """Take the memory that the suspended child has freed, in a process outside the pool."""
     while True:
         assert not suspending.done()
         with contextlib.suppress(RuntimeError):
@@ -417,7 +417,7 @@ async def until_taken(thief, suspending):
 
 @pytest.mark.parametrize("code", [1, 801])
 async def test_process_that_the_driver_does_not_move_comes_back(emulated, code):
-    """migration-refused: the state is intact, and only the old device will do."""
+    """migration-refused: the state is intact, and resumes on the old device only."""
     machine = emulated(TWO)
     async with machine.started() as (service, devices), machine.target() as target:
         first, second = (d.uuid for d in devices)
@@ -432,22 +432,22 @@ async def test_process_that_the_driver_does_not_move_comes_back(emulated, code):
 
 
 async def test_self_test_finds_a_driver_that_moves_no_process(emulated):
-    """migration-refused: the device can suspend, and its sessions stay."""
+    """migration-refused: the device can suspend, but its sessions cannot migrate."""
     machine = emulated(TWO)
     machine.faults.set("migration-refused")
     async with machine.started() as (_, devices):
         assert [(d.can_suspend, d.can_migrate) for d in devices] == [(True, False)] * 2
 
 
-async def test_mild_driver_keeps_the_state_if_a_device_fails_in_resume(emulated):
-    """restore-keeps-state: it is resumed on another device."""
+async def test_state_survives_a_device_that_fails_in_a_resume(emulated):
+    """restore-keeps-state: the session resumes on another device."""
     machine = emulated(TWO)
     machine.faults.set("restore-keeps-state")
     async with machine.started() as (service, devices), machine.target() as target:
         first, second = (d.uuid for d in devices)
         digest = await filled(target)
         need = (await suspended(service, target, first)).freed[first]
-        no_room = service._workers.operation  # the look for room comes before the loss
+        no_room = service._workers.operation  # the check for room comes before the loss
 
         def losing(*arguments, **options):
             operation = no_room(*arguments, **options)
@@ -470,7 +470,7 @@ async def test_mild_driver_keeps_the_state_if_a_device_fails_in_resume(emulated)
 
 
 async def test_state_is_known_if_a_device_fails_as_a_suspend_ends(emulated):
-    """device-lost between the copy and the look whether it is free: the state is in host memory."""
+    """device-lost between the copy and the check for freed memory: host memory has the state."""
     machine = emulated(TWO)
     async with machine.started() as (service, devices), machine.target() as target:
         first, second = (d.uuid for d in devices)
@@ -500,7 +500,7 @@ async def test_state_is_known_if_a_device_fails_as_a_suspend_ends(emulated):
 
 
 async def test_session_survives_a_lock_that_ignores_its_time_out(emulated, waiting):
-    """lock-ignores-timeout: given up, and taken back when it comes to pass all the same."""
+    """lock-ignores-timeout: the service gives up, and unlocks when the lock succeeds after all."""
     _, until_async = waiting
     machine = emulated(ONE)
     async with (
@@ -514,7 +514,7 @@ async def test_session_survives_a_lock_that_ignores_its_time_out(emulated, waiti
         assert outcome.status == "drain", outcome
         again = await service.suspend(target.root, [uuid], session=SESSION)
         assert again.status == "drain", again
-        # Its work ends; the lock comes to pass, and is taken back by somebody.
+        # Its work ends, the lock succeeds, and the service unlocks the process.
         machine.faults.clear()
         assert await target.do("digest", 1) == digest
         await until_async(lambda: not service._workers.settling)
@@ -525,7 +525,7 @@ async def test_session_survives_a_lock_that_ignores_its_time_out(emulated, waiti
 
 
 async def test_close_ends_the_watch_on_a_late_lock(emulated):
-    """lock-ignores-timeout: the operation ends while close waits for it, and begins to look."""
+    """lock-ignores-timeout: the operation ends while close waits for it, and starts a watch."""
     machine = emulated(ONE)
     async with machine.target() as target:
         async with machine.started(lock_timeout=0.1, call_timeout=0.5) as (service, devices):
@@ -541,8 +541,8 @@ async def test_close_ends_the_watch_on_a_late_lock(emulated):
 
 
 @pytest.mark.parametrize("code", [304, 702, 999])
-async def test_lock_refused_after_all_of_its_time_counts_as_late(emulated, code):
-    """lock-timeout with another code than NOT_READY: not a process that cannot be suspended."""
+async def test_lock_that_fails_after_its_whole_time_counts_as_late(emulated, code):
+    """lock-timeout with a code other than NOT_READY: the process can still be suspended later."""
     machine = emulated(ONE)
     async with (
         machine.started(lock_timeout=0.2) as (service, devices),
@@ -561,7 +561,7 @@ async def test_lock_refused_after_all_of_its_time_counts_as_late(emulated, code)
 
 @pytest.mark.parametrize("suffices", [False, True])
 async def test_process_that_only_called_cuinit_is_suspended(emulated, suffices):
-    """init-suffices: it holds nothing, whether or not the driver suspends it."""
+    """init-suffices: it has no state, whether or not the driver suspends it."""
     machine = emulated(ONE)
     if suffices:
         machine.faults.set("init-suffices")

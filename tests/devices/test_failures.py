@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Workers that die or hang, targets that stop or end, devices that are lost."""
+"""Workers that die or hang, target processes that stop or end, devices that are lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def worker_of(service, uuid):
 
 
 async def answer_started(service, uuid, op):
-    """Wait until the worker of a device has been given ``op``, and return its pid."""
+    """Wait until a device's worker has received ``op``; return the worker's pid."""
     worker = worker_of(service, uuid)
     while worker.current != op:
         await asyncio.sleep(0.002)
@@ -39,8 +39,8 @@ async def answer_started(service, uuid, op):
 # ------------------------------------------------------------------ workers
 
 
-async def test_a_worker_killed_in_mid_suspend_loses_nothing(emulated, waiting):
-    """The driver completes a checkpoint whose caller died; the outcome is what it then says."""
+async def test_worker_killed_during_a_suspend_loses_nothing(emulated, waiting):
+    """The driver completes a checkpoint after its caller's death; the state then is the outcome."""
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -60,8 +60,8 @@ async def test_a_worker_killed_in_mid_suspend_loses_nothing(emulated, waiting):
         assert await target.do("digest", 1) == digest
 
 
-async def test_a_worker_killed_in_mid_resume_loses_nothing(emulated):
-    """The driver leaves a process locked whose restorer died; it is unlocked by the next."""
+async def test_worker_killed_during_a_resume_loses_nothing(emulated):
+    """The driver leaves the process locked after its caller's death; the next worker unlocks it."""
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -79,7 +79,7 @@ async def test_a_worker_killed_in_mid_resume_loses_nothing(emulated):
 
 
 async def test_resume_asks_the_worker_twice(emulated, monkeypatch):
-    """Each question wakes another process, which takes longer than the driver does."""
+    """Each call wakes another process, which takes longer than the driver."""
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -103,7 +103,7 @@ async def test_resume_asks_the_worker_twice(emulated, monkeypatch):
         assert await target.do("digest", 1) == digest
 
 
-async def test_resume_finds_what_is_not_among_the_known_processes(emulated):
+async def test_resume_finds_processes_beyond_the_known_ones(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -119,7 +119,7 @@ async def test_resume_finds_what_is_not_among_the_known_processes(emulated):
 
 
 @pytest.mark.parametrize("op", ["lock", "checkpoint"])
-async def test_a_hanging_worker_is_replaced_and_the_session_runs(emulated, op):
+async def test_hanging_worker_is_replaced_and_the_session_runs(emulated, op):
     machine = emulated("1x1GiB,context=16MiB")
     async with (
         machine.started(lock_timeout=0.1, call_timeout=2.0) as (service, devices),
@@ -140,7 +140,7 @@ async def test_a_hanging_worker_is_replaced_and_the_session_runs(emulated, op):
         assert outcome.status == "suspended", outcome.message
 
 
-async def test_a_hanging_restore_leaves_the_session_suspended(emulated):
+async def test_hanging_restore_leaves_the_session_suspended(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with (
         machine.started(call_timeout=2.0) as (service, devices),
@@ -163,7 +163,7 @@ async def test_a_hanging_restore_leaves_the_session_suspended(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_a_driver_that_never_answers_is_hung_in_bounded_time(emulated):
+async def test_driver_that_never_answers_is_hung_in_bounded_time(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with (
         machine.started(lock_timeout=0.1, call_timeout=2.0) as (service, devices),
@@ -173,12 +173,12 @@ async def test_a_driver_that_never_answers_is_hung_in_bounded_time(emulated):
         machine.faults.set("hang")
         assert await service.driver_state(target.root, session=SESSION) == "hung"
         outcome = await service.suspend(target.root, [devices[0].uuid], session=SESSION)
-        assert outcome.status == "drain"  # nothing had been begun
+        assert outcome.status == "drain"  # no operation had begun
         machine.faults.clear()
         assert await service.driver_state(target.root, session=SESSION) == "running"
 
 
-async def test_a_cancelled_caller_does_not_stop_the_driver(emulated):
+async def test_cancelled_caller_does_not_stop_the_driver(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -190,14 +190,14 @@ async def test_a_cancelled_caller_does_not_stop_the_driver(emulated):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        # The next operation on the device waits for the one that goes on.
+        # The next operation on the device waits for the one under way.
         assert await service.driver_state(target.root, session=SESSION) == "checkpointed"
 
 
-async def test_close_ends_a_child_that_is_being_started():
+async def test_close_ends_a_child_that_is_starting():
     child = Child("worker", module=PROGRAMS, env=child_environment(None), log=logging.getLogger())
     start = asyncio.ensure_future(child.start())
-    await asyncio.sleep(0)  # its process is being made
+    await asyncio.sleep(0)  # its process is starting
     await child.close()
     with pytest.raises(ChildLost):
         await start
@@ -240,19 +240,19 @@ async def test_children_end_with_their_parent(emulated, waiting):
     assert len(children) == 3
     assert None not in children
     for child in children:
-        # ^C in a terminal goes to the foreground group: not to them.
+        # ^C in a terminal goes to the foreground group, to which they do not belong.
         assert os.getsid(child.pid) == child.pid
-    # One of them cannot even read that its stdin ended.
+    # This one is stopped, so it cannot read the end of its stdin.
     os.kill(children[1].pid, signal.SIGSTOP)
     process.kill()
     await process.wait()
     until(lambda: all(procfs.presence(child) == "gone" for child in children))
 
 
-# ------------------------------------------------------------------ targets
+# ------------------------------------------------------------------ target processes
 
 
-async def test_a_stopped_target_is_not_touched(emulated):
+async def test_stopped_target_is_not_touched(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -265,12 +265,12 @@ async def test_a_stopped_target_is_not_touched(emulated):
         assert "is stopped (SIGSTOP)" in outcome.message
         assert f"kill -CONT {target.pid}" in outcome.message
         assert await service.driver_state(target.root, session=SESSION) == "hung"
-        assert worker_of(service, uuid).pid == first  # nobody waited for a time-out
+        assert worker_of(service, uuid).pid == first  # no call reached its time-out
         target.go_on()
         assert await target.do("digest", 1) == digest
 
 
-async def test_a_stopped_target_is_not_resumed(emulated):
+async def test_stopped_target_is_not_resumed(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -291,7 +291,7 @@ async def test_a_stopped_target_is_not_resumed(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_target_stopped_in_mid_suspend_runs_once_continued(emulated, waiting):
+async def test_target_stopped_during_a_suspend_runs_once_continued(emulated, waiting):
     machine = emulated("1x1GiB,context=16MiB")
     _, until_async = waiting
     async with (
@@ -310,13 +310,13 @@ async def test_target_stopped_in_mid_suspend_runs_once_continued(emulated, waiti
         assert "is stopped (SIGSTOP)" in outcome.message
         machine.faults.clear()
         target.go_on()
-        # It completes the checkpoint it was stopped in, and is then restored: no lease was lost.
+        # It completes the checkpoint and is then restored, because it still has its lease.
         assert await target.do("digest", 1) == digest
         await until_async(lambda: not service._workers.settling)
         assert await service.driver_state(target.root, session=SESSION) == "running"
 
 
-async def test_a_target_that_ends_in_mid_suspend_is_gone(emulated):
+async def test_target_that_ends_during_a_suspend_is_gone(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -332,7 +332,7 @@ async def test_a_target_that_ends_in_mid_suspend_is_gone(emulated):
         assert (await service.sample())[0].used == 0
 
 
-async def test_a_child_that_ends_in_mid_suspend_is_not_missed(emulated):
+async def test_end_of_a_child_during_a_suspend_does_not_matter(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -371,7 +371,7 @@ async def test_nothing_is_suspended_if_all_processes_end_meanwhile(emulated):
 
 
 async def test_locked_session_of_a_dead_broker_is_recovered(emulated):
-    """What the next broker finds: a session locked, or suspended without a record of it."""
+    """The dead broker left a locked session, or a suspended one without a record."""
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -400,7 +400,7 @@ async def test_locked_session_of_a_dead_broker_is_recovered(emulated):
 # ------------------------------------------------------------------ devices and NVML
 
 
-async def test_a_lost_device_is_reported_once_and_marked(emulated, waiting):
+async def test_lost_device_is_reported_once_and_marked(emulated, waiting):
     machine = emulated("2x1GiB,context=16MiB")
     _, until_async = waiting
     async with machine.started() as (service, devices):
@@ -437,7 +437,7 @@ async def test_session_of_a_lost_device_resumes_on_another(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_a_session_on_a_lost_device_is_not_suspended(emulated):
+async def test_session_on_a_lost_device_is_not_suspended(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         await target.do("context")
@@ -458,7 +458,7 @@ async def test_resume_names_an_origin_that_no_longer_exists(emulated):
         assert "GPU-removed" in resumed.message
 
 
-async def test_a_suspended_process_that_is_killed_leaves_nothing(emulated):
+async def test_suspended_process_that_is_killed_leaves_nothing(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -489,11 +489,11 @@ async def test_operations_on_one_device_wait_for_each_other(emulated):
             *(service.suspend(t.root, [uuid], session=f"s{t.pid}") for t in (first, second))
         )
         assert [outcome.status for outcome in outcomes] == ["suspended"] * 2
-        # Had they been at it together, free memory would have counted for both.
+        # In parallel, each would have counted the memory that both freed.
         assert outcomes[0].freed == outcomes[1].freed
 
 
-async def test_without_process_ids_the_free_memory_counts(emulated):
+async def test_free_memory_counts_without_process_ids(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     machine.faults.set("nvml-missing-pids")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -513,7 +513,7 @@ async def test_without_process_ids_the_free_memory_counts(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_an_nvml_that_hangs_is_bounded_and_replaced(emulated):
+async def test_nvml_that_hangs_is_bounded_and_replaced(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with (
         machine.started(sample_timeout=2.0) as (service, devices),
@@ -521,7 +521,7 @@ async def test_an_nvml_that_hangs_is_bounded_and_replaced(emulated):
     ):
         await target.do("context")
         first = service._sampler.child.pid
-        # A process that is stopped answers as little as one that hangs in the driver.
+        # A stopped process answers as little as one that hangs in the driver.
         os.kill(first, signal.SIGSTOP)
         with pytest.raises(DriverError, match="NVML did not answer"):
             await service.sample()
@@ -535,7 +535,7 @@ async def test_an_nvml_that_hangs_is_bounded_and_replaced(emulated):
         assert "NVML did not answer" in outcome.message
 
 
-async def test_a_monitor_that_was_replaced_still_watches(emulated, waiting):
+async def test_replaced_monitor_still_watches(emulated, waiting):
     machine = emulated("1x1GiB,context=16MiB")
     _, until_async = waiting
     async with machine.started() as (service, devices):
@@ -549,7 +549,7 @@ async def test_a_monitor_that_was_replaced_still_watches(emulated, waiting):
 
 
 def users_of(machine, device):
-    """Return who has a GPU's device file open."""
+    """Return the pids of the processes that have a GPU's device file open."""
     files = device_files(machine.state_dir)
     return {holder.process.pid for holder in holders(files, device.index)[0]}
 

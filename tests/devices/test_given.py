@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the variables of a batch system, a container or a user give to the broker."""
+"""Which GPUs the variables of a batch system, a container or a user give to the broker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def numbers(environ, rows=ROWS):
         ({}, ALL),
         ({"CUDA_VISIBLE_DEVICES": "3"}, [3]),
         ({"CUDA_VISIBLE_DEVICES": "2,0"}, [0, 2]),
-        ({"CUDA_VISIBLE_DEVICES": "1,9,2"}, [1]),  # as for the driver, the list ends there
+        ({"CUDA_VISIBLE_DEVICES": "1,9,2"}, [1]),  # as in the driver, 9 ends the list
         ({"CUDA_VISIBLE_DEVICES": "GPU-2222"}, [2]),
         ({"CUDA_VISIBLE_DEVICES": "gpu-2222AAAA,GPU-0000"}, [0, 2]),
         ({"SLURM_JOB_GPUS": "1,2"}, [1, 2]),
@@ -47,12 +47,12 @@ def test_variables_leave_out_the_gpus_that_they_do_not_name(environ, expected):
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_GPUS", "NVIDIA_VISIBLE_DEVICES"])
-def test_machine_numbers_do_not_limit_a_partial_view(name):
-    """A job with cgroups, or a container: its GPUs 5 and 7 are all there is, as 0 and 1."""
+def test_numbers_beyond_the_visible_gpus_limit_nothing(name):
+    """A job with cgroups, or a container, sees only the machine's GPUs 5 and 7, as 0 and 1."""
     assert numbers({name: "5,7"}, ROWS[:2]) == ([0, 1], "")
 
 
-def test_numbers_of_the_machine_are_those_of_the_device_files():
+def test_gpu_numbers_are_those_of_the_device_files():
     rows = [{**row, "minor": row["index"] + 4} for row in ROWS]
     assert numbers({"SLURM_JOB_GPUS": "5,6"}, rows)[0] == [1, 2]
 

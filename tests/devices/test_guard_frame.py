@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The self-test under the guard: what passes, and that each thing it asks for can be missed."""
+"""The self-test under the guard: what passes, and each check that can fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MiB = 1 << 20
 
 @pytest.fixture(scope="module", autouse=True)
 def guard_library():
-    """Build the guard, if that has not been done."""
+    """Build the guard if it is not built."""
     from jupyter_gpupool.guard import build
 
     build.compile()
@@ -31,8 +31,8 @@ def guard_library():
 
 @pytest.fixture(autouse=True)
 def place(monkeypatch):
-    """Put pages where only this test looks; fail if one, or a folder, stays."""
-    with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:  # short: it holds a socket
+    """Put pages into a folder of this test; fail if a page or folder is left."""
+    with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:  # short, for a socket
         monkeypatch.setattr(guard_frame, "_SHM", Path(folder))
         yield Path(folder)
         assert [*Path(folder).iterdir()] == []
@@ -44,7 +44,7 @@ def why(device) -> str:
     return device.tier_reason
 
 
-async def test_a_guard_that_passes_gives_its_tier(emulated):
+async def test_guard_that_passes_gives_its_tier(emulated):
     machine = emulated("2x1GiB,context=48MiB")
     async with machine.started(guard=True) as (service, devices):
         for device in devices:
@@ -72,7 +72,7 @@ async def test_device_is_unguarded_without_a_compiled_guard(emulated, monkeypatc
         assert service.guard_problem == device.tier_reason
 
 
-async def test_a_device_that_cannot_suspend_is_not_blamed_on_the_guard(emulated):
+async def test_guard_is_not_blamed_if_a_device_cannot_suspend(emulated):
     machine = emulated()
     machine.faults.set("checkpoint-refused", device=1)
     async with machine.started(guard=True) as (service, (good, bad)):
@@ -83,7 +83,7 @@ async def test_a_device_that_cannot_suspend_is_not_blamed_on_the_guard(emulated)
         assert service.guard_problem == ""
 
 
-async def test_a_full_device_is_guarded_only_when_it_was_tested(emulated):
+async def test_full_device_is_guarded_only_after_a_test(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.target() as target:
         await target.do("context")
@@ -98,10 +98,10 @@ async def test_a_full_device_is_guarded_only_when_it_was_tested(emulated):
             assert service.guard_problem == ""
 
 
-# ------------------------------------------------------------------ what can be missed
+# ------------------------------------------------------------------ each check can fail
 
 
-async def test_a_driver_is_not_taken_for_the_guard(emulated, monkeypatch, tmp_path):
+async def test_driver_does_not_pass_as_the_guard(emulated, monkeypatch, tmp_path):
     shutil.copytree(library_dir(), tmp_path / "lib")
     monkeypatch.setattr(install, "_LIB", tmp_path / "lib")
     async with emulated().started(guard=True) as (service, devices):
@@ -120,7 +120,7 @@ async def test_guard_fails_if_it_refuses_no_allocation(emulated, monkeypatch):
 
 
 async def test_guard_fails_if_it_does_not_count_memory(emulated, monkeypatch):
-    monkeypatch.setattr(guard_frame, "SIZE", guard_frame.SIZE * 4)  # the program takes what it took
+    monkeypatch.setattr(guard_frame, "SIZE", guard_frame.SIZE * 4)  # all of it is granted
     async with emulated().started(guard=True) as (_, (device, _)):
         assert "it counted 4194304 of 16777216 bytes" in why(device)
 
@@ -136,7 +136,7 @@ async def test_guard_fails_if_its_gate_does_not_close(emulated, monkeypatch):
         assert "a call went through the closed gate" in why(device)
 
 
-async def test_a_gate_that_does_not_open_ends_the_test_in_time(emulated, monkeypatch):
+async def test_gate_that_does_not_open_ends_the_test_in_time(emulated, monkeypatch):
     monkeypatch.setattr(selftest, "STEP_TIMEOUT", 3.0)
     set_gate, closed = Page.set_gate, set()
 
@@ -152,7 +152,7 @@ async def test_a_gate_that_does_not_open_ends_the_test_in_time(emulated, monkeyp
         assert "on GPU 0: it did not run: No answer to 'check' in" in device.tier_reason
 
 
-async def test_a_worker_that_hangs_ends_the_test_in_time(emulated):
+async def test_worker_that_hangs_ends_the_test_in_time(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     machine.faults.set("hang", op="lock", count=1)
     async with machine.started(guard=True, lock_timeout=0.5, call_timeout=1) as (_, (device,)):
@@ -177,7 +177,7 @@ async def test_device_is_unguarded_without_room_for_the_page(emulated, monkeypat
         assert device.tier_reason.startswith("The guard cannot be used. [Errno 20]")
 
 
-async def test_what_a_killed_broker_left_is_removed(emulated, place):
+async def test_leftovers_of_a_killed_broker_are_removed(emulated, place):
     ended = subprocess.Popen(["true"])
     ended.wait()
     left = place / f"gpupool-selftest-{ended.pid}-abc"
@@ -192,7 +192,7 @@ async def test_what_a_killed_broker_left_is_removed(emulated, place):
     shutil.rmtree(alive)
 
 
-# ------------------------------------------------------------------ what an earlier broker found
+# ------------------------------------------------------------------ an earlier broker's result
 
 
 async def test_known_device_keeps_its_tier_while_the_guard_exists(emulated, monkeypatch, tmp_path):
@@ -200,7 +200,7 @@ async def test_known_device_keeps_its_tier_while_the_guard_exists(emulated, monk
     async with machine.started(guard=True) as (_, (device,)):
         pass
     known = {device.uuid: device}
-    machine.faults.set("checkpoint-refused")  # a test would fail now
+    machine.faults.set("checkpoint-refused")  # a self-test would fail now
     async with machine.service(guard=True) as service:
         assert await service.start(known) == [device]
     async with machine.service() as service:
@@ -213,7 +213,7 @@ async def test_known_device_keeps_its_tier_while_the_guard_exists(emulated, monk
         assert "The guard is not compiled" in service.guard_problem
 
 
-async def test_known_device_says_that_it_was_tested_unguarded(emulated):
+async def test_problem_names_a_device_tested_without_the_guard(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (_, (device,)):
         pass
@@ -227,7 +227,7 @@ async def test_known_device_says_that_it_was_tested_unguarded(emulated):
 # ------------------------------------------------------------------ a broker inside a session
 
 
-async def test_a_broker_inside_a_session_tests_as_one_outside(emulated, tmp_path):
+async def test_broker_inside_a_session_tests_like_one_outside(emulated, tmp_path):
     machine = emulated("1x1GiB,context=16MiB")
     outer = Page.create(tmp_path / "outer", "outer", os.geteuid())  # closed: its session waits
     try:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Where the guard is found, the links to it, and the environment that loads it or does not."""
+"""Where the guard's library is, the links to it, and environments with and without it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = ["libcuda.so", "libcuda.so.1", "libnvidia-ml.so", "libnvidia-ml.so.1"]
 
 @pytest.fixture
 def lib(tmp_path, monkeypatch):
-    """A package whose guard is compiled, as far as its files tell."""
+    """A package whose files look as if its guard is compiled."""
     folder = tmp_path / "package" / "guard" / "lib"
     folder.mkdir(parents=True)
     for name in install.LIBRARIES:
@@ -48,11 +48,11 @@ def links(folder):
 # ------------------------------------------------------------------ the library
 
 
-def test_the_library_is_the_one_beside_the_package(lib):
+def test_library_is_the_one_beside_the_package(lib):
     assert library() == lib / "libcuda.so.1"
 
 
-def test_a_guard_that_is_not_compiled_says_how_to_compile_it(lib):
+def test_guard_that_is_not_compiled_says_how_to_compile_it(lib):
     (lib / "libcuda.so.1").unlink()
     with pytest.raises(GuardMissing) as caught:
         library()
@@ -65,7 +65,7 @@ def test_a_guard_that_is_not_compiled_says_how_to_compile_it(lib):
 # ------------------------------------------------------------------ the folder of links
 
 
-def test_the_folder_has_a_link_for_each_name_that_is_asked_for(lib, base):
+def test_folder_has_a_link_for_each_name_of_the_driver(lib, base):
     folder = guard_directory(base)
     assert folder == base / FOLDER
     assert links(folder) == {
@@ -74,7 +74,7 @@ def test_the_folder_has_a_link_for_each_name_that_is_asked_for(lib, base):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
 
 
-def test_every_users_kernels_can_read_it_whatever_the_umask(lib, base):
+def test_every_user_can_read_the_folder_whatever_the_umask(lib, base):
     old = os.umask(0o077)
     try:
         folder = guard_directory(base)
@@ -83,13 +83,13 @@ def test_every_users_kernels_can_read_it_whatever_the_umask(lib, base):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
 
 
-def test_making_it_again_changes_nothing(lib, base):
+def test_second_call_changes_nothing(lib, base):
     before = {path.name: path.lstat().st_ino for path in guard_directory(base).iterdir()}
     assert {path.name: path.lstat().st_ino for path in guard_directory(base).iterdir()} == before
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_stale_is_repaired(lib, base, name):
+def test_stale_links_are_repaired(lib, base, name):
     folder = guard_directory(base)
     good = links(folder)
     (folder / name).unlink()
@@ -108,7 +108,7 @@ def test_missing_library_gets_no_dead_link(lib, base):
     assert [*links(guard_directory(base))] == ["libcuda.so", "libcuda.so.1"]
 
 
-def test_without_a_guard_no_folder_is_made(lib, base):
+def test_no_folder_is_made_without_a_guard(lib, base):
     (lib / "libcuda.so.1").unlink()
     with pytest.raises(GuardMissing):
         guard_directory(base)
@@ -116,7 +116,7 @@ def test_without_a_guard_no_folder_is_made(lib, base):
 
 
 @pytest.mark.parametrize("mode", [0o775, 0o757])
-def test_a_folder_that_others_may_write_to_is_refused(lib, base, mode):
+def test_folder_that_others_may_write_to_is_refused(lib, base, mode):
     guard_directory(base).chmod(mode)
     with pytest.raises(GuardFolderError, match=f"rm -rf {base / FOLDER}"):
         guard_directory(base)
@@ -126,7 +126,7 @@ def test_a_folder_that_others_may_write_to_is_refused(lib, base, mode):
         guard_directory(base)
 
 
-def test_a_link_in_the_place_of_the_folder_is_refused(lib, base, tmp_path):
+def test_link_in_place_of_the_folder_is_refused(lib, base, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (base / FOLDER).symlink_to(elsewhere)
@@ -143,7 +143,7 @@ def test_folder_that_cannot_be_made_is_explained(lib, tmp_path):
 # ------------------------------------------------------------------ environments
 
 
-def test_a_session_has_the_guard_in_front_and_its_page(lib, base):
+def test_session_has_its_page_and_the_guard_comes_first(lib, base):
     folder = guard_directory(base)
     assert session_environment(folder, base / "page") == {
         "LD_PRELOAD": f"{folder}/libcuda.so.1",
@@ -152,7 +152,7 @@ def test_a_session_has_the_guard_in_front_and_its_page(lib, base):
     }
 
 
-def test_what_a_session_has_besides_comes_after_the_guard(lib, base):
+def test_other_entries_of_a_session_follow_the_guard(lib, base):
     folder = guard_directory(base)
     found = session_environment(
         folder,
@@ -166,7 +166,7 @@ def test_what_a_session_has_besides_comes_after_the_guard(lib, base):
     }
 
 
-def test_leaving_the_guard_undoes_entering_it(lib, base):
+def test_environment_without_the_guard_is_the_original(lib, base):
     users = {"LD_PRELOAD": "/jemalloc.so", "LD_LIBRARY_PATH": "/a:/b", "PATH": "/bin"}
     session = session_environment(guard_directory(base), base / "page", users)
     inside = {**users, **session, "GPUPOOL_VISIBLE": "GPU-1", "GPUPOOL_REAL_LIBCUDA": "/x"}
@@ -175,7 +175,7 @@ def test_leaving_the_guard_undoes_entering_it(lib, base):
     assert without_guard(bare) == {"PATH": "/bin"}
 
 
-def test_entries_of_a_broker_that_has_ended_are_left_out_too():
+def test_entries_of_an_ended_broker_are_removed_too():
     gone = {
         "LD_PRELOAD": "/dev/shm/gone/gpupool-guard/libcuda.so.1 /jemalloc.so",
         "LD_LIBRARY_PATH": "/dev/shm/gone/gpupool-guard/:/a",
@@ -183,7 +183,7 @@ def test_entries_of_a_broker_that_has_ended_are_left_out_too():
     assert without_guard(gone) == {"LD_PRELOAD": "/jemalloc.so", "LD_LIBRARY_PATH": "/a"}
 
 
-def test_the_packages_own_folder_is_known_as_well(lib):
+def test_entries_of_the_packages_own_folder_are_removed_too(lib):
     inside = {"LD_PRELOAD": f"{lib}/libcuda.so.1", "LD_LIBRARY_PATH": f"{lib}:/a"}
     assert without_guard(inside) == {"LD_LIBRARY_PATH": "/a"}
 
@@ -197,5 +197,5 @@ def test_the_packages_own_folder_is_known_as_well(lib):
         {"LD_LIBRARY_PATH": ""},
     ],
 )
-def test_an_environment_without_the_guard_stays_as_it_is(env):
+def test_environment_without_the_guard_is_unchanged(env):
     assert without_guard(env) == env

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVML lists process numbers of another PID namespace: none of them counts as a process here."""
+"""NVML lists pids of another PID namespace, which must match no process here."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MACHINE = "2x1GiB,context=16MiB"
 
 @pytest.fixture
 def bystander():
-    """A process that has nothing to do with any GPU."""
+    """A process that uses no GPU."""
     process = subprocess.Popen(["sleep", "600"])
     yield process
     process.kill()
     process.wait(20)
 
 
-async def test_self_test_proves_whose_numbers_nvml_lists(emulated):
+async def test_self_test_proves_whose_pids_nvml_lists(emulated):
     async with emulated(MACHINE).started() as (service, _):
         assert service.numbers is True
     other = emulated(MACHINE)
@@ -36,11 +36,11 @@ async def test_self_test_proves_whose_numbers_nvml_lists(emulated):
     async with other.started() as (service, devices):
         assert service.numbers is False
         assert all(device.can_suspend for device in devices), devices
-        # The cost of a context comes from the device's free memory then.
+        # The cost of a context then comes from the device's free memory.
         assert [service.context_bytes(device.uuid) for device in devices] == [16 * MiB] * 2
 
 
-async def test_later_service_knows_the_numbers_without_a_self_test(emulated):
+async def test_later_service_knows_the_pids_without_a_self_test(emulated):
     machine = emulated(MACHINE)
     machine.faults.set("nvml-host-pids")
     async with machine.started() as (_, devices):
@@ -51,7 +51,7 @@ async def test_later_service_knows_the_numbers_without_a_self_test(emulated):
 
 
 @pytest.mark.parametrize("collides", [False, True], ids=["nobody's number", "a living process's"])
-async def test_session_moves_although_nvml_lists_other_numbers(emulated, bystander, collides):
+async def test_session_moves_although_nvml_lists_other_pids(emulated, bystander, collides):
     machine = emulated(MACHINE)
     machine.faults.set("nvml-host-pids", **({"number": bystander.pid} if collides else {}))
     async with machine.started() as (service, devices), machine.target() as target:
@@ -60,7 +60,7 @@ async def test_session_moves_although_nvml_lists_other_numbers(emulated, bystand
         digest = await target.do("fill", 64 * MiB, 1)
         (sample, _) = await service.sample()
         (listed,) = sample.processes
-        # Under a number that no process has: a look-up finds nothing.
+        # No process has this number, so a look-up finds none.
         assert listed == ProcessMemory(-abs(listed.pid), 80 * MiB)
         assert listed.pid == (-bystander.pid if collides else -(target.pid + (1 << 22)))
         outcome = await service.suspend(target.root, [uuid], session=SESSION)
@@ -74,7 +74,21 @@ async def test_session_moves_although_nvml_lists_other_numbers(emulated, bystand
     assert bystander.poll() is None
 
 
-# ------------------------------------------------------------------ what is evidence
+async def test_process_that_is_not_listed_has_nothing_to_free(emulated):
+    """Waiting for free memory to rise took all of the time, and its memory was said to be there."""
+    machine = emulated(MACHINE)
+    async with machine.started() as (service, devices), machine.target() as target:
+        uuid = devices[0].uuid
+        await target.do("context")
+        await target.do("leave")
+        (sample, _) = await service.sample()
+        assert sample.processes == ()
+        outcome = await service.suspend(target.root, [uuid], session=SESSION)
+        assert (outcome.status, outcome.message) == ("suspended", "")
+        assert outcome.freed == {uuid: 0}
+
+
+# ------------------------------------------------------------------ evidence
 
 
 def sample(*listed):
@@ -83,7 +97,7 @@ def sample(*listed):
 
 @pytest.fixture
 def make_numbers(monkeypatch):
-    """Make a judge in the initial PID namespace, or in another one."""
+    """Make a judge in the initial PID namespace, or in another namespace."""
 
     def make(*, initial, known=None):
         first = sampler.FIRST_NAMESPACE
@@ -98,7 +112,7 @@ def make_numbers(monkeypatch):
     [(True, None, True), (False, None, None), (False, True, True), (True, False, False)],
     ids=["initial namespace", "nothing is known", "found before", "found before to be others'"],
 )
-def test_without_a_self_test_only_the_initial_namespace_is_proof(
+def test_only_the_initial_namespace_proves_without_a_self_test(
     make_numbers, initial, known, proven
 ):
     judge = make_numbers(initial=initial, known=known)
@@ -108,7 +122,7 @@ def test_without_a_self_test_only_the_initial_namespace_is_proof(
     assert listed == (os.getpid() if proven else -os.getpid())
 
 
-def test_a_listed_program_is_proof_and_an_empty_list_is_not(make_numbers):
+def test_listed_program_is_proof_and_an_empty_list_is_not(make_numbers):
     judge = make_numbers(initial=False)
     judge.learn(sample(), sample(), 5)
     judge.learn(sample(5), sample(5), 5)
@@ -119,13 +133,13 @@ def test_a_listed_program_is_proof_and_an_empty_list_is_not(make_numbers):
     assert judge.proven is True
 
 
-def test_numbers_without_a_process_revoke_the_proof(make_numbers):
+def test_pids_without_a_process_revoke_the_proof(make_numbers):
     gone = (1 << 22) + 1
     judge = make_numbers(initial=False, known=True)
     judge.settle()
     for _ in range(sampler.ABSENT - 1):
         assert judge.translate(sample(os.getpid(), gone)).processes[0].pid == os.getpid()
-    judge.translate(sample(os.getpid()))  # it had just ended
+    judge.translate(sample(os.getpid()))  # that process had just ended
     for _ in range(sampler.ABSENT):
         last = judge.translate(sample(os.getpid(), gone))
     assert [process.pid for process in last.processes] == [-os.getpid(), -gone]

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the emulated NVML does not have: MIG, graphics, figures that are missing, Xid events.
+"""What the emulated NVML lacks: MIG, graphics, missing figures, Xid events.
 
-Single functions of NVIDIA's client are replaced, by their real names: a name that the client does
-not have fails the test.
+The tests replace single functions of NVIDIA's client by name; a name that the client lacks
+fails the test.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GiB = 1 << 30
 
 
 class Machine:
-    """Two GPUs, the second in MIG mode with two instances in places 0 and 2."""
+    """Two GPUs; the second is in MIG mode, with instances in places 0 and 2."""
 
     def __init__(self, monkeypatch):
         self.patch = monkeypatch
@@ -67,7 +67,7 @@ def process(pid, size):
     return SimpleNamespace(pid=pid, usedGpuMemory=size)
 
 
-def test_a_gpu_in_mig_mode_is_its_instances(machine):
+def test_gpu_in_mig_mode_appears_as_its_instances(machine):
     rows, problems = Nvml().discover()
     assert [(row["uuid"], row["index"], row["mig"]) for row in rows] == [
         ("U-gpu0", 0, False),
@@ -78,14 +78,14 @@ def test_a_gpu_in_mig_mode_is_its_instances(machine):
     assert (rows[0]["total"], rows[0]["reserved"]) == (8 * GiB, GiB)
 
 
-def test_mig_mode_without_instances_is_a_problem(machine):
+def test_mig_mode_without_instances_is_reported(machine):
     machine.fail("nvmlDeviceGetMigDeviceHandleByIndex", pynvml.NVML_ERROR_NOT_FOUND)
     rows, problems = Nvml().discover()
     assert [row["uuid"] for row in rows] == ["U-gpu0"]
     assert problems == ["GPU 1 is in MIG mode and has no MIG instance to use."]
 
 
-def test_a_gpu_without_mig_is_a_gpu(machine):
+def test_gpu_without_mig_appears_as_itself(machine):
     machine.fail("nvmlDeviceGetMigMode", pynvml.NVML_ERROR_NOT_SUPPORTED)
     assert [row["mig"] for row in Nvml().discover()[0]] == [False, False]
 
@@ -106,14 +106,14 @@ def test_unknown_figures_stay_unknown(machine):
     assert (sample.used, sample.free, sample.lost) == (GiB, 6 * GiB, "")
 
 
-def test_a_process_with_graphics_and_compute_counts_once(machine):
+def test_process_with_graphics_and_compute_counts_once(machine):
     machine.set("nvmlDeviceGetComputeRunningProcesses", lambda _: [process(7, 5), process(8, 1)])
     machine.set("nvmlDeviceGetGraphicsRunningProcesses", lambda _: [process(7, 9)])
     (sample,) = Nvml().sample(["U-gpu0"])
     assert [(row.pid, row.bytes) for row in sample.processes] == [(7, 9), (8, 1)]
 
 
-def test_older_memory_call_is_used_without_the_newer_one(machine):
+def test_older_memory_call_replaces_a_missing_newer_one(machine):
     def info(handle, version=None):
         if version is not None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
@@ -155,7 +155,7 @@ def test_driver_that_does_not_start_is_explained(machine, code, says):
         Nvml()
 
 
-def test_an_xid_of_the_application_is_no_failure_of_the_device(machine):
+def test_xid_of_the_application_is_no_device_failure(machine):
     xids = iter([31, 13, 79, 43, 48])
 
     def wait(_events, _timeout):
@@ -175,7 +175,7 @@ def test_an_xid_of_the_application_is_no_failure_of_the_device(machine):
     ]
 
 
-def test_waiting_for_events_goes_on_after_a_time_out(machine):
+def test_wait_for_events_continues_after_a_time_out(machine):
     turns = itertools.count()
 
     def wait(_events, _timeout):
@@ -191,6 +191,6 @@ def test_waiting_for_events_goes_on_after_a_time_out(machine):
     assert next(Nvml().losses(["U-gpu0"]))[0] == "U-gpu0"
 
 
-def test_without_events_nothing_is_watched(machine):
+def test_no_device_is_watched_without_events(machine):
     machine.fail("nvmlEventSetCreate", pynvml.NVML_ERROR_NOT_SUPPORTED)
     assert [*Nvml().losses(["U-gpu0"])] == []

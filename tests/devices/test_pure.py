@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Parts of the devices that need no process: maps, versions, error texts, figures."""
+"""Parts of the devices that need no process: device maps, versions, error texts, figures."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jupyter_gpupool.devices.nvidia import checkpoint, driver, interpreter
 from jupyter_gpupool.devices.nvidia.operations import freed_bytes
 
 
-def test_no_map_where_nothing_moves():
+def test_resume_in_place_has_no_map():
     assert checkpoint.complete_mapping(("a", "b"), ("a", "b"), ("a", "b", "c")) is None
     assert checkpoint.complete_mapping((), (), ("a",)) is None
 
 
-def test_the_displaced_device_takes_the_place_that_became_free():
+def test_displaced_device_takes_the_freed_place():
     assert checkpoint.complete_mapping(("a",), ("b",), ("a", "b", "c")) == {
         "a": "b",
         "b": "a",
@@ -26,7 +26,7 @@ def test_the_displaced_device_takes_the_place_that_became_free():
     }
 
 
-def test_a_chain_is_closed():
+def test_chain_of_devices_is_closed():
     found = checkpoint.complete_mapping(("a", "b"), ("b", "c"), ("a", "b", "c", "d"))
     assert found == {"a": "b", "b": "c", "c": "a", "d": "d"}
 
@@ -46,7 +46,7 @@ def test_every_map_is_a_permutation_of_all_devices(data):
 
 
 @pytest.mark.parametrize(("origin", "target"), [("a", ""), ("aa", "bc"), ("ab", "cc")])
-def test_a_map_that_is_not_one_to_one_is_refused(origin, target):
+def test_map_that_is_not_one_to_one_is_refused(origin, target):
     with pytest.raises(ValueError, match="one to one"):
         checkpoint.complete_mapping((*origin,), (*target,), ("a", "b", "c"))
 
@@ -61,14 +61,14 @@ def test_a_map_that_is_not_one_to_one_is_refused(origin, target):
         ("", True, True),
     ],
 )
-def test_what_a_driver_version_rules_out(version, suspend, migrate):
+def test_driver_version_decides_suspend_and_migration(version, suspend, migrate):
     found = driver.capabilities(version)
     assert (found.suspend, found.migrate) == (suspend, migrate)
     assert bool(found.reason) == (not migrate)
     assert version in found.reason or migrate
 
 
-def test_the_text_of_cuda_core_becomes_a_code():
+def test_error_text_of_cuda_core_becomes_a_code():
     error = RuntimeError("CUDA_ERROR_NOT_READY: the work has not finished")
     assert checkpoint.classify(error)[0] == "CUDA_ERROR_NOT_READY"
 
@@ -99,7 +99,7 @@ def test_freed_bytes_come_from_free_memory_without_a_list():
 
 
 def test_freed_bytes_include_memory_that_the_list_omits():
-    # A context for each, of which a device of 100 bytes has 6 at most.
+    # The list may lack a context; on a device of 100 bytes a context has at most 6.
     before = [sample(10, (1, 40), (2, 30))]
     assert freed_bytes(before, [sample(55, (2, 30))], {1}) == {"a": 45}
     assert freed_bytes(before, [sample(70, (2, 30))], {1}) == {"a": 46}
@@ -108,16 +108,16 @@ def test_freed_bytes_include_memory_that_the_list_omits():
     assert freed_bytes(before, [sample(85)], {1}) == {"a": 40}
 
 
-def test_freed_bytes_are_unknown_where_nothing_tells():
+def test_freed_bytes_are_unknown_without_a_sample():
     assert freed_bytes([sample(10, (1, 40))], None, {1}) == {"a": 40}
     assert freed_bytes([sample(10)], None, {1}) == {}
 
 
-def test_children_do_not_inherit_what_would_mislead_them():
+def test_children_inherit_no_misleading_variables():
     env = interpreter.child_environment(
         {"CUDA_VISIBLE_DEVICES": "", "GPUPOOL_SESSION": "s", "GPUPOOL_TOKEN": "t", "HOME": "/h"}
     )
-    env.pop("PYTHONPATH", None)  # where this package is, if it is not installed
+    env.pop("PYTHONPATH", None)  # a package that is not installed is found by it
     assert env == {"HOME": "/h"}
 
 

@@ -20,12 +20,12 @@ from tests.emulated import device_files
 MiB = 1 << 20
 SESSION = "s1"
 
-#: For tests that need no second device: each is tested as the service starts.
+#: One device for tests that need no second: the service tests each device at its start.
 ONE = "1x1GiB,context=16MiB"
 
 
 def held(samples, uuid, pid):
-    """Bytes that NVML shows for a process, 0 if it does not list it."""
+    """Return the bytes that NVML lists for a process, 0 if it does not list it."""
     sample = next(sample for sample in samples if sample.uuid == uuid)
     return sum(process.bytes or 0 for process in sample.processes if process.pid == pid)
 
@@ -52,19 +52,19 @@ async def test_discovery_finds_and_tests_every_device(emulated):
         samples = await service.sample()
     assert [sample.uuid for sample in samples] == [device.uuid for device in devices]
     for sample in samples:
-        # The test programs are gone, and the workers hold no context.
+        # The test programs have ended, and the workers have no context.
         assert (sample.used, sample.processes, sample.lost) == (0, (), "")
         assert sample.free + sample.reserved == sample.total
 
 
-async def test_a_single_device_has_nowhere_to_migrate_to(emulated):
+async def test_single_device_cannot_migrate(emulated):
     async with emulated("1x1GiB,context=16MiB").started() as (_, (device,)):
         assert device.can_suspend
         assert not device.can_migrate
         assert device.tier_reason == ""
 
 
-async def test_a_refused_self_test_gives_the_lowest_tier_and_says_why(emulated):
+async def test_refused_self_test_gives_the_lowest_tier_and_a_reason(emulated):
     machine = emulated()
     machine.faults.set("checkpoint-refused", device=1)
     async with machine.started() as (service, (good, bad)):
@@ -82,7 +82,7 @@ async def test_a_refused_self_test_gives_the_lowest_tier_and_says_why(emulated):
         assert (await service.self_test(bad.uuid)).can_suspend
 
 
-async def test_a_full_device_proves_nothing_and_is_trusted_to_suspend(emulated):
+async def test_full_device_is_untested_and_trusted_to_suspend(emulated):
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.target() as target:
         await target.do("context")
@@ -93,7 +93,7 @@ async def test_a_full_device_proves_nothing_and_is_trusted_to_suspend(emulated):
             assert (full.tier, full.can_suspend, full.can_migrate) == ("unguarded", True, False)
             assert "no room" in full.tier_reason
             assert (free.can_suspend, free.can_migrate) == (True, False)
-            # Looked for before it is tried, and on the right device.
+            # The service checks for room before it tries, and on the right device.
             assert f"no room on another GPU: Device {full.uuid}" in free.tier_reason
             outcome = await service.suspend(target.root, [full.uuid], session=SESSION)
             assert outcome.status == "suspended", outcome.message
@@ -111,7 +111,7 @@ async def test_known_devices_are_not_tested_again(emulated):
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.started() as (_, devices):
         pass
-    machine.faults.set("checkpoint-refused")  # a test would fail now
+    machine.faults.set("checkpoint-refused")  # a self-test would fail now
     async with machine.service() as service:
         first = devices[0]
         found = await service.start(known={first.uuid: first, "GPU-gone": first})
@@ -134,7 +134,7 @@ async def test_missing_driver_is_explained(tmp_path):
         await service.close()
 
 
-def test_the_broker_process_loads_no_vendor_library(emulated):
+def test_broker_process_loads_no_vendor_library(emulated):
     code = (
         "import asyncio, sys; from jupyter_gpupool.devices.nvidia.service import DeviceService\n"
         "async def main():\n"
@@ -188,7 +188,7 @@ async def test_suspend_and_resume_keep_every_byte(emulated):
         assert held(await service.sample(), uuid, target.pid) == before
 
 
-async def test_a_suspended_session_resumes_on_another_device(emulated):
+async def test_suspended_session_resumes_on_another_device(emulated):
     machine = emulated("3x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         first, last = devices[0].uuid, devices[2].uuid
@@ -203,7 +203,7 @@ async def test_a_suspended_session_resumes_on_another_device(emulated):
         samples = await service.sample()
         assert held(samples, last, target.pid) == there.freed[first]
         assert held(samples, first, target.pid) == 0
-        # And back, from where it is now.
+        # And back again.
         back = await service.suspend(target.root, [last], session=SESSION)
         assert back.freed == {last: there.freed[first]}
         resumed = await service.resume(
@@ -218,7 +218,7 @@ async def test_session_without_a_context_has_nothing_to_suspend(emulated):
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
         outcome = await service.suspend(target.root, [uuid], session=SESSION)
-        # The bindings are imported, so the library may be there, but cuInit was not called.
+        # The bindings are imported, and may have loaded the library, but cuInit was not called.
         assert (outcome.status, outcome.cuda, outcome.freed) == ("nothing", False, {})
         assert await service.driver_state(target.root, session=SESSION) == "none"
         await target.do("init")
@@ -227,7 +227,7 @@ async def test_session_without_a_context_has_nothing_to_suspend(emulated):
         assert await service.driver_state(target.root, session=SESSION) == "none"
 
 
-async def test_no_room_is_found_out_before_anything_is_touched(emulated):
+async def test_lack_of_room_is_found_before_anything_is_touched(emulated):
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -269,7 +269,7 @@ async def test_failed_restore_is_reported_as_lost(emulated):
 # ------------------------------------------------------------------ sessions of several processes
 
 
-async def test_every_process_of_a_session_goes_children_first(emulated):
+async def test_processes_of_a_session_are_suspended_children_first(emulated):
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -291,7 +291,7 @@ async def test_every_process_of_a_session_goes_children_first(emulated):
         assert await target.child("digest", 2) == child_digest
 
 
-async def test_a_process_in_the_background_goes_with_its_session(emulated):
+async def test_background_process_is_suspended_with_its_session(emulated):
     machine = emulated(ONE)
     async with (
         machine.started() as (service, devices),
@@ -365,7 +365,7 @@ async def test_work_that_does_not_drain_is_left_running(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_another_process_under_the_same_number_is_not_touched(emulated):
+async def test_process_that_reuses_a_pid_is_not_touched(emulated):
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -379,7 +379,7 @@ async def test_another_process_under_the_same_number_is_not_touched(emulated):
         assert await service.driver_state(target.root, session=SESSION) == "running"
 
 
-async def test_an_unknown_device_is_named(emulated):
+async def test_unknown_device_is_named(emulated):
     async with emulated("1x1GiB").started() as (service, _):
         with pytest.raises(DriverError, match="There is no device GPU-nowhere"):
             await service.suspend(ProcessId(1, 1), ["GPU-nowhere"], session=SESSION)
@@ -391,20 +391,20 @@ async def test_retest_of_a_missing_gpu_says_how_it_comes_back(emulated):
             await service.retest("GPU-nowhere")
 
 
-# ------------------------------------------------------------------ what a context costs
+# ------------------------------------------------------------------ the cost of a context
 
 
 @pytest.mark.parametrize("pids", [True, False], ids=["listed", "not-listed"])
-async def test_a_context_costs_what_the_driver_charges_for_it(emulated, pids):
+async def test_cost_of_a_context_is_what_the_driver_charges(emulated, pids):
     machine = emulated("2x1GiB,context=48MiB")
-    if not pids:  # as in a container: free memory must do, whatever the other test takes
+    if not pids:  # as in a container: free memory shows the cost
         machine.faults.set("nvml-missing-pids")
     async with machine.started() as (service, devices):
         for device in devices:
             assert service.context_bytes(device.uuid) == device.context_bytes == 48 * MiB
 
 
-async def test_where_no_context_was_seen_the_usual_is_assumed(emulated):
+async def test_usual_cost_is_assumed_if_no_context_was_seen(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.target() as target:
         await target.do("context")
@@ -414,7 +414,7 @@ async def test_where_no_context_was_seen_the_usual_is_assumed(emulated):
             assert service.context_bytes(full.uuid) == 64 * MiB
 
 
-async def test_what_a_context_costs_is_known_to_the_next_broker(emulated):
+async def test_next_broker_knows_the_cost_of_a_context(emulated):
     machine = emulated("1x1GiB,context=48MiB")
     async with machine.started() as (_, (device,)):
         pass
@@ -428,7 +428,7 @@ async def test_what_a_context_costs_is_known_to_the_next_broker(emulated):
 async def test_self_test_retires_its_program_on_a_hanging_driver(
     emulated, monkeypatch, hazard, guard
 ):
-    """A suspended process has no device file open; the test program ends by SIGKILL."""
+    """A suspended process has no device file open; SIGKILL ends the test program."""
     machine, seen = emulated(), []
     close, begin = Child.close, device_files(machine.env["EMUCUDA_STATE"])
 

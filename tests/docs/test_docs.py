@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The documentation says what the code does: names, links, generated pages, a clean build."""
+"""The documentation matches the code: names, links, generated pages, and a clean build."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_generated_pages_are_up_to_date(name):
     assert text_of(name) == make_reference.PAGES[name](), "run: python docs/make_reference.py"
 
 
-def test_documented_options_are_those_that_exist():
+def test_documented_options_exist():
     options = set(GPUPool.class_traits(config=True))
     headings = re.findall(r"^## `c\.GPUPool\.(\w+)`$", text_of("config.md"), re.MULTILINE)
     assert set(headings) == options
@@ -53,7 +53,7 @@ def test_every_quota_is_documented():
         assert key in text_of("config.md").split("## `c.GPUPool.quotas`")[1].split("\n## ")[0]
 
 
-def test_documented_commands_are_those_that_exist():
+def test_documented_commands_exist():
     headings = re.findall(r"^## `jupyter gpupool ([\w-]+)`$", text_of("cli.md"), re.MULTILINE)
     assert set(headings) == set(COMMANDS)
     for path in PAGES:
@@ -67,7 +67,7 @@ def test_every_gpu_command_is_documented():
         assert any(f"`{part.strip()}`" in text for part in usage.split(", or ")), name
 
 
-def test_the_options_of_a_kernelspec_are_documented():
+def test_options_of_a_kernelspec_are_documented():
     text = text_of("admins.md")
     assert PROVISIONER in text
     for option in OPTIONS:
@@ -75,7 +75,7 @@ def test_the_options_of_a_kernelspec_are_documented():
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors of a page: its headings as MyST and GitHub name them, and explicit ones."""
+    """Return the anchors of a page: its headings by MyST's and GitHub's rule, and explicit ones."""
     found = set(re.findall(r"^\(([\w-]+)\)=$", path.read_text(), re.MULTILINE))
     for heading in re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
@@ -84,7 +84,7 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
-def test_links_lead_somewhere(path):
+def test_links_have_a_target(path):
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith(("https://", "http://")):
@@ -96,7 +96,7 @@ def test_links_lead_somewhere(path):
             assert anchor in anchors(page), f"{path.name} links to {target}"
 
 
-def test_where_do_i_change_names_files_that_exist():
+def test_files_named_in_contributing_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     table = text.split("## Where do I change")[1].split("\n## ")[0]
     for name in re.findall(r"`([\w/]+(?:\.py)?)`", table):
@@ -124,7 +124,7 @@ def test_the_pages_build_without_a_warning(tmp_path):
     assert done.returncode == 0
 
 
-def test_the_drawn_states_are_those_of_the_table():
+def test_drawn_states_match_the_table():
     pytest.importorskip("docutils", reason="the docs extra is not installed")
     import state_diagram
 
@@ -133,7 +133,7 @@ def test_the_drawn_states_are_those_of_the_table():
     assert state_diagram.svg(drawn).count("marker-end") == len(drawn)
 
 
-def test_a_state_without_a_place_is_noticed():
+def test_state_without_a_place_in_the_drawing_is_an_error():
     pytest.importorskip("docutils", reason="the docs extra is not installed")
     import state_diagram
 
@@ -141,7 +141,7 @@ def test_a_state_without_a_place_is_noticed():
         state_diagram.steps("active --> new")
 
 
-def test_the_page_of_residence_is_what_the_figures_say():
+def test_residence_page_is_up_to_date_with_its_figures():
     import make_residence
 
     assert text_of("residence.md") == make_residence.page(make_residence.latest()), (
@@ -150,7 +150,7 @@ def test_the_page_of_residence_is_what_the_figures_say():
 
 
 def test_modules_and_functions_of_the_paths_exist():
-    """The two paths in developers.md: a module that moves, or a function's new name, shows here."""
+    """The two paths in developers.md: a moved module or a renamed function fails here."""
     table = text_of("developers.md").split("<!-- Paths:")[1].split("<!-- End of paths")[0]
     steps = re.findall(r"^\| `([\w/.]+)` \| `(\w+)` \|", table, re.MULTILINE)
     assert len(steps) > 30
@@ -161,7 +161,7 @@ def test_modules_and_functions_of_the_paths_exist():
 
 
 def test_files_that_pages_name_exist():
-    """Paths in backquotes, from the top, from the package, or beside the page."""
+    """Check paths in backquotes, from the top, from the package, or beside the page."""
     for page in [*PAGES, ROOT / "benchmarks" / "README.md"]:
         for name in re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|c|h|ts|tsx|yaml))`", page.read_text()):
             tops = (ROOT, ROOT / "jupyter_gpupool", ROOT / "labextension", page.parent)
@@ -175,6 +175,6 @@ def test_map_of_a_package_names_all_its_modules(package):
     top = ROOT / "jupyter_gpupool" / package
     shown = ast.get_docstring(ast.parse((top / "__init__.py").read_text())) or ""
     names = {name.rpartition("/")[2] for name in re.findall(r"``([\w/]+)``", shown)}
-    # A folder may have a map of its own; the broker's is of all its folders.
+    # A folder may have its own map; the map of the broker has all its folders.
     deep = top.rglob("*.py") if package == "broker" else top.glob("*.py")
     assert {path.stem for path in deep if not path.stem.startswith("__")} <= names

@@ -1,15 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Code that the tests run inside kernels: NVIDIA's own bindings and numpy, nothing of the pool.
+"""Code that the tests run inside kernels: it uses NVIDIA's bindings and numpy, not the pool.
 
-Every byte of device memory depends on its place, on a key and on the kernel's seed: a page that
-was lost, swapped with another, or comes from another kernel or an older write does not compare.
+Every byte of device memory depends on its place, on a key and on the kernel's seed. A check finds
+a page that was lost, was swapped with another, or has bytes of another kernel or an older write.
 """
 
 from __future__ import annotations
 
 #: Defines ``Block(mib)``: ``allocate``, ``write(key)``, ``compute()``, ``verify()``, ``free()``.
-#: ``SEED`` must be defined before.
+#: The caller must define ``SEED`` first.
 DEFINE = '''
 import numpy as np
 from cuda.bindings import driver

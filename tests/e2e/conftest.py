@@ -28,7 +28,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(scope="session")
 def kernelspec():
-    """The kernelspec and its provisioner, as Jupyter finds them; without them nothing can run."""
+    """Check that Jupyter finds the kernelspec and its provisioner; no test works without them."""
     try:
         spec = KernelSpecManager().get_kernel_spec(KERNEL_NAME)
     except NoSuchKernel:
@@ -39,14 +39,14 @@ def kernelspec():
 
 @pytest.fixture(scope="session")
 def installed(kernelspec):
-    """The kernelspec, on a machine where these tests may run."""
+    """Fail on a machine with a real driver, where these tests may not run."""
     if real_driver_present():
         pytest.fail("The end-to-end tests emulate devices, and this machine has an NVIDIA driver.")
 
 
 @pytest.fixture(scope="module")
 def rested():
-    """Pools of this file that have nothing left of the test before."""
+    """Return the pools of this file in which the last test left nothing behind."""
     pools: list[Pool] = []
     yield pools
     for pool in pools:
@@ -56,10 +56,10 @@ def rested():
 
 @pytest.fixture
 def pool(installed, rested, monkeypatch, request):
-    """Return ``make(machine, **config) -> Pool``: a broker that no other test uses meanwhile.
+    """Return ``make(machine, **config) -> Pool``: a broker for one test at a time.
 
-    At the end everything the test started must end by itself, and nothing may be left granted. The
-    broker may then serve the next test of the file that asks for the same, if it is as good as new.
+    At the end everything that the test started must end by itself, with nothing still granted.
+    If the broker is as good as new, the next test of the file may use it.
     """
     made: list[Pool] = []
 

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What people have in their environments, and whether a resolver finds room for this package there.
+"""Which packages users have in their environments, and whether this package can join them there.
 
-``python -m tests.e2e.frameworks`` writes the table of docs/admins.md. Only metadata is fetched.
+``python -m tests.e2e.frameworks`` writes the table of docs/admins.md. It fetches only metadata.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-#: As people write them after ``pip install``. PyTorch: the newest wheel of each release.
+#: As users type them after ``pip install``. PyTorch: the newest wheel of each release.
 FRAMEWORKS = (
     *(f"torch=={version}.*" for version in ("2.6", "2.7", "2.8", "2.9", "2.10", "2.11")),
     *(f"torch=={version}.*" for version in ("2.12", "2.13", "2.14")),
@@ -34,7 +34,7 @@ FRAMEWORKS = (
     "numba-cuda[cu13]",
 )
 
-#: The Python of the resolution; every framework above has wheels for it.
+#: The Python version for the resolver; every framework above has wheels for it.
 PYTHON = "3.12"
 
 
@@ -48,12 +48,12 @@ def uv(folder: Path) -> list[str]:
 
 
 def resolve(command: list[str], *requirements: str, extra: str = "") -> dict[str, str]:
-    """Return the versions, by package, of this package beside ``requirements``.
+    """Return the version of each package, for this package together with ``requirements``.
 
     Raises
     ------
     ValueError
-        With the resolver's own words if there is no solution.
+        With the resolver's own message if there is no solution.
     """
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder, "wanted.in")
@@ -78,7 +78,7 @@ def resolve(command: list[str], *requirements: str, extra: str = "") -> dict[str
 
 
 def package_of(framework: str) -> str:
-    """Return the name of the package in a requirement."""
+    """Return the package name in a requirement."""
     return re.split(r"[\[=<>!~]", framework)[0]
 
 

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the end-to-end tests stand on: a private broker, real kernels, and eyes of their own.
+"""The base of the end-to-end tests: a private broker, real kernels, and independent observers.
 
-Nothing here reaches into the product: the broker is a process of its own, kernels are started by
-jupyter_client from the installed kernelspec, the truth about device memory comes from NVML in a
-child process (``sampler.py``), and everything else from the broker's public answers.
+The tests use public interfaces only: the broker is a separate process, jupyter_client starts
+kernels from the installed kernelspec, NVML in a child process (``sampler.py``) tells the truth
+about device memory, and all else comes from the broker's public answers.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ MiB = 1 << 20
 #: Deadline of a wait for something that takes well under a second on an idle machine.
 PATIENCE = 60.0
 
-#: Seconds between two looks at a condition. Nothing is true because of this pause.
+#: Seconds between two checks of a condition. No test depends on this pause to be right.
 LOOK = 0.02
 
-#: In the environment of every process that a test starts, so that none can hide.
+#: In the environment of every process that a test starts, so that the test finds all of them.
 MARK = "GPUPOOL_E2E_MARK"
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -58,7 +58,7 @@ class Late(AssertionError):
 def _look(
     condition: Callable[[], Any], what: str, timeout: float, show: Callable[[], Any] | None
 ) -> Callable[[], Any]:
-    """Return what gives the condition's value, and fails once it is still false too late."""
+    """Return a function that returns the condition's value, and fails if it is false too late."""
     deadline = time.monotonic() + timeout
 
     def look() -> Any:
@@ -122,7 +122,7 @@ def command_of(process: psutil.Process) -> str:
 
 @dataclass
 class Cell:
-    """What one executed cell left behind."""
+    """What one executed cell sent and how it ended."""
 
     status: str
     text: str = ""
@@ -173,8 +173,8 @@ class Kernel:
         options = dict(provisioner or {})
         if memory is not None:
             options["memory"] = memory
-        # Sockets in our folder: TCP ports are chosen before they are bound, and another process
-        # may take one in between (other tests start kernels at the same time).
+        # Sockets in our folder: a TCP port is chosen before it is bound, and another process may
+        # take it in between (other tests start kernels at the same time).
         self.manager = AsyncKernelManager(
             kernel_name=KERNEL_NAME,
             transport="ipc",
@@ -183,7 +183,7 @@ class Kernel:
                 {"GPUPoolProvisioner": options, **({"GPUPool": server} if server else {})}
             ),
         )
-        # Stays open: jupyter_client hands the same files to a restarted kernel.
+        # This stays open: jupyter_client hands the same files to a restarted kernel.
         name = f"kernel-{self.label.replace(' ', '-')}.log"
         self._log = os.open(self.pool.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         await self.manager.start_kernel(
@@ -211,7 +211,7 @@ class Kernel:
         return self.pool.session_of(self.kernel_id)
 
     async def run(self, code: str, timeout: float = PATIENCE, **kwargs: Any) -> Cell:
-        """Execute ``code``, return how it ended; :class:`Late` after ``timeout`` seconds."""
+        """Execute ``code``, return how it ended; raise :class:`Late` after ``timeout`` seconds."""
         cell = self.latest = Cell("unknown")
         begun = time.monotonic()
 
@@ -274,7 +274,7 @@ class Kernel:
 
 
 class Pool:
-    """One private broker with its folder, and what a test may ask of it."""
+    """One private broker with its folder, and the questions that a test asks it."""
 
     def __init__(self, folder: Path, machine: str, config: dict[str, Any]) -> None:
         self.folder = folder
@@ -289,22 +289,22 @@ class Pool:
             "linger": 600.0,
             **config,
         }
-        #: What the test asked for: another that asks for the same may have this pool.
+        #: What the test asked for: another test that asks for the same may use this pool.
         self.asked = (machine, config)
         self.mark = uuid.uuid4().hex
         self.kernels: list[Kernel] = []
         self.samplers: list[Sampler] = []
         self._client: Client | None = None
-        #: Whether it is not fit for another test, whatever its status says.
+        #: Whether no other test may use it, even if its status looks good.
         self.disturbed = False
-        #: Of the test that has it now: what was there at its begin, and the journal's last row.
+        #: For the current test: what was there at its start, and the journal's last row.
         self._before: Any = None
         self._after = 0
-        #: What leads to the driver, as the broker hands it to kernels; empty for a real one.
+        #: The variables with which kernels find the driver; empty for a real driver.
         self.driver_env: dict[str, str] = {}
 
     def take_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let this process and its children find this pool, and nothing of the user's."""
+        """Let this process and its children find this pool, and no file of the user."""
         for name in ("GPUPOOL_EMULATE", "EMUCUDA_STATE", "GPUPOOL_SESSION"):
             monkeypatch.delenv(name, raising=False)
         for name in ("config", "runtime", "ipython", "data"):
@@ -319,7 +319,7 @@ class Pool:
     # ------------------------------------------------------------------ the broker
 
     def write_config(self) -> None:
-        """Where a provisioner that has to start a broker would find the same configuration."""
+        """Write the configuration where a provisioner that starts a broker finds it."""
         folder = self.folder / "config"
         folder.mkdir(exist_ok=True)
         text = json.dumps({"GPUPool": self.config})
@@ -333,9 +333,9 @@ class Pool:
         """Start the broker, for the first test."""
         self.write_config()
         self.start_broker()
-        # The only public way to learn how a kernel reaches the driver: be one for a moment.
+        # The only public way to learn how a kernel reaches the driver: open a session for a moment.
         answer = self.call("open", kernel_id="e2e-probe", label="probe")
-        # Past the guard: eyes of our own.
+        # Without the guard: the sampler needs its own view.
         env = without_guard(answer["env"])
         names = ("EMUCUDA_MACHINE", "EMUCUDA_STATE", "LD_LIBRARY_PATH")
         self.driver_env = {name: env[name] for name in names if name in env}
@@ -343,7 +343,7 @@ class Pool:
         self._before = self._there()
 
     def again(self) -> None:
-        """Begin another test: what was before is none of its business."""
+        """Begin another test: ignore all that happened before."""
         self._after = self.call("journal", limit=0)["seq"]
 
     def _there(self) -> tuple[Any, ...]:
@@ -356,7 +356,7 @@ class Pool:
     def rests(self) -> bool:
         """Return whether the broker is as good as a new one, and all else has ended.
 
-        The test has passed, its kernels are gone, and nothing is granted any more.
+        The test has passed, its kernels have ended, and the broker grants no memory.
         """
         if self.disturbed or os.environ.get("GPUPOOL_E2E_KEEP"):
             return False
@@ -371,7 +371,7 @@ class Pool:
             return False
         for path in self.folder.iterdir():
             if path.name in ("config", "state") or path.name.startswith("b."):
-                continue  # the broker's, and its machine's
+                continue  # files of the broker and its machine
             if path.is_dir():
                 shutil.rmtree(path)
             else:
@@ -380,7 +380,7 @@ class Pool:
 
     @property
     def faults(self) -> Any:
-        """What injects faults into the machine."""
+        """Return an object that injects faults into the machine."""
         from tests.emulated import Faults
 
         self.disturbed = True
@@ -399,7 +399,7 @@ class Pool:
         return self.call("status")
 
     def peek(self, kernel_id: str) -> Any:
-        """Return a session for a failure message, or why there is none; never raises."""
+        """Return a session for a failure message, or the reason why there is none; never raise."""
         try:
             return self.session_of(kernel_id)
         except BrokerUnavailable as error:
@@ -425,7 +425,7 @@ class Pool:
     def kill_broker(self, *, for_good: bool = False) -> None:
         """SIGKILL the broker, and return when the process is gone.
 
-        ``for_good``: as one that ended in order, which nobody starts again by himself.
+        With ``for_good``, as if it had ended in order: no kernel starts it again.
         """
         if for_good:
             record = startrecord.read_record(self.socket)
@@ -458,12 +458,12 @@ class Pool:
     # ------------------------------------------------------------------ checks
 
     def look(self) -> list[dict[str, Any]]:
-        """Return what NVML says of each device now."""
+        """Return what NVML reports of each device now."""
         with Sampler(self, brief=True) as sampler:
             return list(sampler.first()["devices"])
 
     def check_ledger(self) -> dict[str, Any]:
-        """Return the status; fail if any of the pool's promises about bytes is broken in it."""
+        """Return the status; fail if it breaks any of the pool's promises about bytes."""
         status = self.status()
         granted: dict[str, int] = {}
         for session in status["sessions"]:
@@ -489,7 +489,7 @@ class Pool:
         return status
 
     def check_nothing_left(self) -> None:
-        """Fail if, with every kernel gone, anything is still granted, held or accounted for."""
+        """Fail if anything is still granted, held or accounted for without a kernel."""
         wait_for(lambda: not self.sessions(), "no session left", show=self.sessions)
         wait_for(
             lambda: all(d["memory_granted"] == 0 for d in self.devices()),
@@ -501,7 +501,7 @@ class Pool:
             devices = self.look()
             return [d for d in devices if d["processes"] or d["used"] > d["reserved"]]
 
-        # A real driver needs a moment for a process that was killed.
+        # A real driver needs a moment after a process was killed.
         wait_for(lambda: not accounted(), "nothing left for the driver to account for",
                  show=accounted)  # fmt: skip
 
@@ -517,7 +517,7 @@ class Pool:
             self.check_nothing_left()
 
     def end(self, check: bool = True) -> None:
-        """End everything this pool started; fail on what would not end by itself."""
+        """End everything that this pool started; fail if something does not end by itself."""
         problems: list[str] = []
         try:
             self.stop(check)
@@ -525,7 +525,7 @@ class Pool:
             if self._client is not None:
                 self._client.close()
             broker.terminate()
-            # First alone: to look through all processes takes much longer than to look at one.
+            # First check this process alone: a search of all processes takes much longer.
             wait_for(lambda: not runs(broker), "the broker's end", show=self.logs)
         except (BrokerUnavailable, AssertionError, psutil.Error) as error:
             problems.append(str(error))
@@ -554,7 +554,7 @@ class Pool:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Return whether a process has not ended; one of ours that has is reaped."""
+    """Return whether a process has not ended; reap a child of ours that has."""
     try:
         if process.status() != psutil.STATUS_ZOMBIE:
             return True
@@ -565,15 +565,15 @@ def runs(process: psutil.Process) -> bool:
 
 
 def reap(pid: int) -> None:
-    """Take the exit status of a child of ours, if it is one and has ended."""
+    """Reap a child of ours if it has ended."""
     with suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
 
 
 class Sampler:
-    """NVML's view of the devices, taken by a child process for as long as the test runs.
+    """NVML's view of the devices; a child process samples it while the test runs.
 
-    See ``sampler.py`` for what one line says. ``brief``: one sample and no broker.
+    ``sampler.py`` describes a line. With ``brief``: one sample and no broker.
     """
 
     def __init__(self, pool: Pool, *, brief: bool = False, hertz: float = 20.0) -> None:
@@ -614,7 +614,7 @@ class Sampler:
         return dict(wait_for(look, "a first NVML sample")[0])
 
     def stop(self) -> None:
-        """End the child; fail if it failed. Idempotent."""
+        """End the child; fail if it failed; idempotent."""
         if self not in self.pool.samplers:
             return
         self.pool.samplers.remove(self)
@@ -622,9 +622,9 @@ class Sampler:
         assert self._process.returncode == 0, f"the NVML sampler failed: {errors.decode()}"
 
     def check(self, at_least: int) -> dict[str, Any]:
-        """Stop, and fail if one sample shows more than exists or more than was granted.
+        """Stop, and fail if one sample shows more bytes than exist or than the pool granted.
 
-        Returns figures about what was seen.
+        Return figures about the samples.
         """
         self.stop()
         samples = self.samples()
@@ -644,8 +644,8 @@ class Sampler:
                 for pid, used in device["processes"].items():
                     if pid in sample["steady"]:
                         compared += 1
-                        # The context of a process on its way to the GPU of its slice is in the
-                        # room that each GPU keeps for that, and in no grant.
+                        # The context of a landing process is in the room that each GPU keeps for
+                        # that, and in no grant.
                         lands = device["uuid"] in sample["landing"].get(pid, ())
                         allowed = limits.get(pid) or (self._landing if lands else 0)
                         assert used <= allowed, (

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Run the example notebooks as different clients do, and compare what each cell shows.
 
-The committed outputs are those of a run alone on an empty pool; after a change of a notebook write
-them anew::
+The committed outputs come from a run alone on an empty pool. After a change of a notebook, write
+them again::
 
     python -m tests.e2e.notebooks NAME ...
 """
@@ -25,11 +25,11 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
 
-#: Three slices fit on a device, and more notebooks than six run at a time.
+#: Three slices fit on a device, and more than six notebooks run at a time.
 MACHINE = "2x8GiB,context=64MiB"
 CONFIG = {"default_memory": 2 << 30}
 
-#: Seconds for one cell, waiting for a slice included.
+#: Seconds for one cell, including the wait for a slice.
 CELL_TIMEOUT = 300
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -44,10 +44,10 @@ def read(name: str) -> Any:
 
 
 def shown(notebook: Any) -> list[tuple[str, dict[str, str]]]:
-    """Return each code cell's id with what a person sees below it, by kind.
+    """Return each code cell's id with what a user sees below it, by kind.
 
-    The order of standard output and standard error among each other is chance, with any kernel. A
-    display that was emptied again (a wait that is over) shows nothing.
+    Whether standard output or standard error comes first is chance, with any kernel. A display that
+    was cleared again (at the end of a wait) shows nothing.
     """
     cells = []
     for cell in notebook.cells:
@@ -77,10 +77,10 @@ def _emptied(name: str) -> Any:
 
 
 def _client(name: str, connection: Path, think: Callable[[], float]) -> Any:
-    """Return what nbclient runs a notebook with, in a kernel of its own.
+    """Return an nbclient that runs a notebook in its own kernel.
 
-    A failing cell does not end the run: its error is what it shows. ``think`` gives the seconds
-    that a person reads between two cells.
+    A failing cell does not end the run: its output is the error. ``think`` gives the seconds that a
+    user reads between two cells.
     """
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
@@ -102,7 +102,7 @@ def _named(label: str) -> dict[str, str]:
 
 
 def _kernel(client: Any, label: str) -> Any:
-    """Run the client's kernel; nbclient leaves one with a manager of ours running if not told."""
+    """Run the client's kernel; ``cleanup_kc`` makes nbclient end it, though we own its manager."""
     return client.async_setup_kernel(cleanup_kc=True, env=_named(label))
 
 
@@ -140,7 +140,7 @@ async def with_restart(
 async def by_papermill(
     name: str, connection: Path, label: str, think: Callable[[], float] = at_once
 ) -> Any:
-    """Run a notebook as ``papermill IN OUT`` does, in a process of its own."""
+    """Run a notebook as ``papermill IN OUT`` does, in a separate process."""
     written = connection.with_suffix(".ipynb")
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "papermill", str(FOLDER / f"{name}.ipynb"), str(written),
@@ -153,7 +153,7 @@ async def by_papermill(
 
 
 async def _nudge(client: Any) -> None:
-    """Ask the kernel for its information until both channels bring something."""
+    """Ask for the kernel's information until both channels bring a message."""
     heard: set[str] = set()
     deadline = asyncio.get_running_loop().time() + CELL_TIMEOUT
     while heard != {"shell", "iopub"}:
@@ -168,7 +168,7 @@ async def _nudge(client: Any) -> None:
 async def by_argv(
     name: str, connection: Path, label: str, think: Callable[[], float] = at_once
 ) -> Any:
-    """Run a notebook as VS Code does: start the kernelspec's ``argv``, without any provisioner."""
+    """Run a notebook as VS Code does: start the kernelspec's ``argv``, without a provisioner."""
     from jupyter_client import AsyncKernelClient
     from jupyter_client.connect import write_connection_file
     from jupyter_client.kernelspec import KernelSpecManager
@@ -176,7 +176,7 @@ async def by_argv(
     notebook = _emptied(name)
     write_connection_file(str(connection), transport="ipc", ip=str(connection.with_suffix("")))
     spec = KernelSpecManager().get_kernel_spec("gpupool-python3")
-    # Clients put the interpreter of the chosen environment in the place of a bare "python".
+    # Clients replace a bare "python" with the interpreter of the chosen environment.
     argv = [sys.executable if word == "python" else word for word in spec.argv]
     process = await asyncio.create_subprocess_exec(
         *(word.replace("{connection_file}", str(connection)) for word in argv),
@@ -186,7 +186,7 @@ async def by_argv(
     client.load_connection_file(str(connection))
     client.start_channels()
     try:
-        # Not wait_for_ready: without a manager it takes a kernel that is starting for a dead one.
+        # Not wait_for_ready: without a manager it takes a starting kernel for a dead one.
         await _nudge(client)
         for cell in notebook.cells:
             if cell.cell_type == "code":
@@ -208,7 +208,7 @@ async def by_argv(
     return notebook
 
 
-#: Who runs which notebook; nbclient the others.
+#: Which client runs which notebook; nbclient runs the others.
 CLIENTS = {
     "first_steps": by_argv,
     "restart_and_run_all": with_restart,

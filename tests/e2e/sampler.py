@@ -1,13 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A child process that looks at the devices through NVML: ``sampler.py FILE HERTZ SOCKET``.
+"""A child process that samples the devices through NVML: ``sampler.py FILE HERTZ SOCKET``.
 
 Writes one JSON line per sample to FILE until stdin is closed: time, and for each device its total,
-used and reserved bytes and the bytes of each process. With a SOCKET, every fifth sample is taken
-between two answers of the broker; ``granted`` (device -> pid -> bytes) is then what the broker had
-granted, and ``steady`` names the pids whose lease was the same before and after, so that their
-bytes and their grant belong to the same moment. ``landing`` (pid -> devices) has those that were
-landing before or after: their contexts are in the room that each device keeps for that. HERTZ 0:
+used and reserved bytes and the bytes of each process. With a SOCKET, it takes every fifth sample
+between two answers of the broker. ``granted`` (device -> pid -> bytes) is then what the broker had
+granted. ``steady`` names the pids with the same lease before and after: their bytes and their
+grant belong to the same moment. ``landing`` (pid -> devices) has the pids that were landing before
+or after: their contexts are in the room that each device keeps for that. With HERTZ 0, it takes
 one sample.
 """
 
@@ -43,7 +43,7 @@ def look(handles: list[Any]) -> list[dict[str, Any]]:
 
 
 class Broker:
-    """The broker's word, when it has one: it may be killed at any moment of a test."""
+    """Return the broker's answer, if there is one: a test may kill the broker at any moment."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What several files of end-to-end tests begin with, and the states that they wait for."""
+"""Starts that several end-to-end tests share, and the states that they wait for."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import asyncio
 from . import cells
 from .kit import until
 
-#: MiB of a test's array: of several chunks, and little to copy.
+#: MiB of a test's array: several chunks, but little to copy.
 DATA = 40
 
 
 async def state(kernel, wanted, timeout=60):
-    """Return the session once it is in the state."""
+    """Wait until the session is in the state, and return it."""
     return await until(
         lambda: (s := kernel.session()) and s["state"] == wanted and s,
         f"{kernel.label} to be {wanted}",
@@ -24,7 +24,7 @@ async def state(kernel, wanted, timeout=60):
 
 
 async def suspended(kernel):
-    """Return the session once its state is in host memory."""
+    """Wait until the session's state is in host memory, and return the session."""
     return await until(
         lambda: (s := kernel.session()) and s["state"] == "detached" and s["suspended_bytes"] and s,
         f"{kernel.label} to be suspended",
@@ -33,13 +33,13 @@ async def suspended(kernel):
 
 
 async def release(pool, kernel):
-    """Have the kernel suspended, and wait for it."""
+    """Suspend the kernel, and wait for it."""
     pool.call("release", session=kernel.session()["id"])
     return await suspended(kernel)
 
 
 async def occupied(pool, flag):
-    """Return (kernel, its cell) that computes on the only device until the flag is there."""
+    """Return (kernel, its cell); the cell computes on the only device until the flag exists."""
     busy = await pool.kernel("busy")
     cell = asyncio.create_task(busy.run(cells.setup(1, DATA) + cells.computing(flag)))
     await state(busy, "active")
@@ -47,17 +47,17 @@ async def occupied(pool, flag):
 
 
 async def with_blocks(pool, label):
-    """Return a kernel that has the class of arrays, and nothing of the device."""
+    """Return a kernel that has defined the class of arrays and uses no device memory."""
     kernel = await pool.kernel(label)
     (await kernel.run(f"SEED = 2\n{cells.DEFINE}")).check()
     return kernel
 
 
 def said(cell):
-    """Return everything that a cell showed."""
+    """Return all that a cell showed."""
     return cell.text + cell.evalue + " ".join(cell.displays)
 
 
 def play(scenario):
-    """Run a coroutine to its end, within a bound."""
+    """Run a coroutine to its end, within a time limit."""
     asyncio.run(asyncio.wait_for(scenario, 280))

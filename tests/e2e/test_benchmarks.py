@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The benchmarks run, and what they write can be published."""
+"""The benchmarks run, and users can publish the files that they write."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(*arguments):
     )
 
 
-def test_an_unknown_benchmark_is_refused_with_those_there_are():
+def test_unknown_benchmark_is_refused_with_the_known_names():
     done = run("nonsense")
     assert done.returncode == 2
     assert "nonsense" in done.stderr

@@ -28,7 +28,7 @@ SLICE = 512 * MiB
 
 
 def pid_of_broker(pool):
-    """Return the broker's process if one answers, else None."""
+    """Return the broker's process if a broker answers, else None."""
     try:
         return pool.status()["pid"]
     except BrokerUnavailable:
@@ -36,14 +36,14 @@ def pid_of_broker(pool):
 
 
 async def killed_and_back(pool):
-    """Kill the broker; return once another one, started by nobody here, answers."""
+    """Kill the broker; return when another one, which no test started, answers."""
     old = pool.status()["pid"]
     os.kill(old, signal.SIGKILL)
     await until(lambda: (reap(old), pid_of_broker(pool) not in (None, old))[1], "the next broker")
 
 
 async def storm(pool, kills):
-    """Three kernels that compute, wait and are suspended; the broker is killed under them."""
+    """Run three kernels, busy, waiting and suspended, and kill the broker under them."""
     flag = pool.folder / "go"
     away = await with_blocks(pool, "away")
     (await away.run("block = Block(128).allocate().write(7)")).check()
@@ -82,8 +82,8 @@ def test_the_broker_is_killed_ten_times_in_a_row(pool):
 
 
 @pytest.mark.parametrize("attach", ["lazy", "cell"])
-def test_a_suspended_kernel_goes_on_after_its_broker_was_killed(pool, attach):
-    """Nobody else is there to notice: no other kernel, no server, no command."""
+def test_suspended_kernel_continues_after_its_broker_was_killed(pool, attach):
+    """No other process can notice: there is no other kernel, server or command."""
     pool = pool(ONE, default_memory=SLICE, attach=attach)
 
     async def scenario():
@@ -100,14 +100,14 @@ def test_a_suspended_kernel_goes_on_after_its_broker_was_killed(pool, attach):
     play(scenario())
 
 
-def test_the_guard_alone_has_the_broker_started(pool):
-    """As in a kernel that is not IPython: the agent has no part in it."""
+def test_lost_broker_is_started_again_without_an_agent(pool):
+    """The kernel has no agent that could start one, like a kernel that is not IPython."""
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
         kernel = await pool.kernel()
         (await kernel.run(cells.setup(1, DATA))).check()
-        # What is left is a Python that does not know of the pool.
+        # Without the agent, this Python does not know of the pool.
         (await kernel.run("%unload_ext jupyter_gpupool.kernel")).check()
         await release(pool, kernel)
         os.kill(pool.status()["pid"], signal.SIGKILL)
@@ -117,7 +117,7 @@ def test_the_guard_alone_has_the_broker_started(pool):
         environ = Path(f"/proc/{broker}/environ").read_bytes()
         assert b"GPUPOOL_SESSION" not in environ
         assert b"gpupool-guard" not in environ
-        # Of the kernel's end it hears as any broker, and is not ended with it.
+        # The new broker learns of the kernel's end, and does not end with it.
         await kernel.stop(now=True)
         assert pool.status()["pid"] == broker
 
@@ -126,7 +126,7 @@ def test_the_guard_alone_has_the_broker_started(pool):
 
 @pytest.mark.parametrize("agent", [True, False], ids=["agent", "guard"])
 def test_broker_returns_although_its_files_are_deleted(pool, agent):
-    """No broker lives to put back what a logout or a clean-up deletes beside the socket."""
+    """The broker that could restore the files beside the socket is dead."""
     pool = pool(ONE, default_memory=SLICE, idle_timeout=3601)
 
     async def scenario():
@@ -144,7 +144,7 @@ def test_broker_returns_although_its_files_are_deleted(pool, agent):
         assert pool.status()["pid"] != old
         assert pool.status()["settings"]["idle_timeout"] == 3601
         assert startrecord.record_path(pool.socket).exists()
-        # One that is told to end leaves nothing from which it is started again.
+        # A broker that is told to end leaves no file from which kernels start it again.
         await release(pool, kernel)
         broker = psutil.Process(pool.status()["pid"])
         broker.terminate()
@@ -167,7 +167,7 @@ def test_a_cell_shows_that_the_broker_is_being_started(pool):
         kernel = await pool.kernel()
         (await kernel.run(cells.setup(1, DATA))).check()
         await release(pool, kernel)
-        # The start is held up by somebody who has its lock, until the cell has said so.
+        # Another process has the lock that a start needs, until the cell has shown the message.
         from jupyter_gpupool.starting import only_one
 
         with only_one(pool.socket, time.monotonic() + 10):
@@ -233,13 +233,13 @@ def test_an_interrupt_ends_the_wait_for_a_broker(pool):
 
 
 def begun(pool):
-    """Return when the broker that runs now began to serve, on its own clock."""
+    """Return when the running broker began to serve, on its own clock."""
     return [r["time"] for r in pool.journal() if r["kind"] == "broker-start"][-1]
 
 
 @pytest.mark.parametrize("victim", ["broker", "worker", "monitor"])
 def test_waiting_call_is_served_within_5_s_of_a_restart(pool, victim):
-    """A broker used to take no slice for ten seconds after its start: kills starved who waited."""
+    """Before, a new broker granted no slice for ten seconds: kernels starved."""
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
@@ -260,7 +260,7 @@ def test_waiting_call_is_served_within_5_s_of_a_restart(pool, victim):
         session = waiting.session()["id"]
         (granted,) = [r["time"] for r in pool.journal(session=session) if r["kind"] == "attach"]
         print(f"served {granted - killed:.2f} s after the {victim} was there again")
-        # 5 s is the promise, on a machine that has a core for it. What starved them took over 10 s.
+        # The promise is 5 s, on a machine that has a core for it. With the bug it took over 10 s.
         assert granted - killed < 5.0 + 4.0
         (await holder.run("block.verify()")).check()
         await pool.stop_kernels()
@@ -269,7 +269,7 @@ def test_waiting_call_is_served_within_5_s_of_a_restart(pool, victim):
 
 
 def journaled(pool, kernel):
-    """Return since when the journal has the kernel as idle, None where it does not."""
+    """Return since when the kernel is idle by the journal, None where it is not."""
     (path,) = pool.folder.glob("state/journal-*.sqlite")
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
         (row,) = db.execute("SELECT record FROM sessions WHERE id = ?", [kernel.session()["id"]])
@@ -277,8 +277,8 @@ def journaled(pool, kernel):
     return record["idle_since"] if record["state"] == "idle" else None
 
 
-def test_a_kernel_has_been_idle_since_it_was_whoever_dies(pool):
-    """Each start of a broker used to begin the idle time anew: nobody who waits was ever served."""
+def test_idle_time_of_a_kernel_survives_deaths_of_the_broker(pool):
+    """Before, each start of a broker restarted the idle time: no waiting kernel was ever served."""
     pool = pool(ONE, default_memory=SLICE, reclaim_after=3600)
 
     async def scenario():
@@ -289,7 +289,7 @@ def test_a_kernel_has_been_idle_since_it_was_whoever_dies(pool):
             await until(lambda: journaled(pool, kernel) == since, "the journal to have it")
             await killed_and_back(pool)
             assert (await state(kernel, "idle"))["idle_since"] == since
-        # Who used its GPU after the broker had died was not idle.
+        # A kernel that used its GPU after the death of the broker was not idle.
         os.kill(pool.status()["pid"], signal.SIGSTOP)
         broker = psutil.Process(int((pool.folder / "b.sock.lock").read_text().split()[0]))
         (await kernel.run("block.verify()")).check()

@@ -1,14 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""SIGKILL, at random moments, to everything that takes part.
+"""SIGKILL, at random moments, to every kind of process that takes part.
 
 Five notebooks, of which four fit on the two devices, work without pause: each checks all its bytes
-in every cell. Meanwhile, round after round, something is killed: the broker, a suspend worker, a
-kernel that is attached, waits, is suspended or is on its way, a Jupyter Server with a kernel. After
-each round the notebooks must have got on, with their bytes, and nothing of the dead may be left.
+in every cell. Meanwhile, each round kills something: the broker, a suspend worker, a kernel that is
+attached, waiting, suspended or moving, a Jupyter Server with a kernel. After each round the
+notebooks must have made progress without a wrong byte, and nothing of a killed process may remain.
 
-A failure names its seed; ``GPUPOOL_CHAOS_SEED=... pytest tests/e2e/test_chaos.py`` plays the same
-kills at the same moments again (what else the machine does differs).
+A failure prints its seed; ``GPUPOOL_CHAOS_SEED=... pytest tests/e2e/test_chaos.py`` repeats the
+same kills at the same moments (other things on the machine still differ).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DATA = 96
 #: Two fit on a device, so four of the five, or three beside a victim.
 SLICE = 256 * MiB
 
-#: Ways to die; the short form plays each once.
+#: What a round kills; the short form does each once.
 KINDS = (
     "broker",
     "worker",
@@ -53,8 +53,8 @@ KINDS = (
 )
 
 
-#: How people work, by policy: the configuration, and the longest pause between two cells. With the
-#: guard a kernel is idle when its device is, which a look four times a second sees.
+#: How users work, by policy: the configuration, and the longest pause between two cells. With the
+#: guard a kernel is idle when its device is; the broker checks that four times a second.
 POLICIES = {
     "cell": ({"attach": "cell"}, (0.0, 0.3)),
     "lazy": ({"attach": "lazy", "quiet_after": 0.1, "max_swap_overhead": 0.0}, (0.3, 1.0)),
@@ -62,7 +62,7 @@ POLICIES = {
 
 
 class Notebook:
-    """One that must not notice: works on until told to stop, and keeps account."""
+    """A notebook that no kill may disturb: it works until told to stop, and counts its checks."""
 
     def __init__(self, pool, number, rng):
         self.pool, self.number, self.rng = pool, number, rng
@@ -100,13 +100,13 @@ class Notebook:
                 half_done = False
                 continue
             if self.attach == "lazy":
-                # Without a broker a call that needs the slice back says so, wherever it is.
+                # Without a broker, a call that needs the slice back fails, anywhere in the code.
                 assert "CUDA_ERROR_SYSTEM_NOT_READY" in cell.evalue, cell.traceback
                 assert str(self.pool.socket) in cell.text, cell
                 self.refused.append((time.monotonic(), cell.evalue))
                 half_done = half_done or "write" in code
                 continue
-            # Without a broker a cell that needs its slice back may say so. Then it has not run.
+            # Without a broker, a cell that needs its slice back may fail. Then it has not run.
             assert cell.ename != "AssertionError", cell.traceback
             assert str(self.pool.socket) in cell.evalue + cell.traceback, (
                 f"{cell.ename}: {cell.evalue}"
@@ -116,7 +116,7 @@ class Notebook:
                 key -= 1
 
     async def get_on(self, cells_more=2):
-        """Return once so many more cells have checked every byte."""
+        """Wait until the notebook has run ``more`` cells that checked every byte."""
         target = self.checks + cells_more
         await until(
             lambda: self.checks >= target,
@@ -149,7 +149,7 @@ class Chaos:
         await asyncio.wait_for(asyncio.gather(*self.tasks), 120)
 
     def watch(self):
-        """Raise what a notebook has failed with, if one has."""
+        """Raise the error of a notebook that failed, if there is one."""
         for task in self.tasks:
             if task.done():
                 task.result()
@@ -158,7 +158,7 @@ class Chaos:
         await asyncio.sleep(self.rng.uniform(0.0, most))
 
     async def play(self, kind):
-        """One round: kill, then see that all is well."""
+        """Play one round: kill, then check that all recovers."""
         self.round += 1
         before = {n.number: n.kernel.pid for n in self.notebooks}
         begun = time.monotonic()
@@ -169,7 +169,7 @@ class Chaos:
             [living, *self.tasks], timeout=180, return_when=asyncio.FIRST_COMPLETED
         )
         self.watch()
-        assert living in done, "the notebooks did not get on"
+        assert living in done, "the notebooks made no progress"
         await living
         assert before == {n.number: n.kernel.pid for n in self.notebooks}
         await until(
@@ -193,7 +193,7 @@ class Chaos:
         return kernel
 
     async def bury(self, kernel, cell=None):
-        """Wait until nothing of a killed kernel is left, then close our end."""
+        """Wait until a killed kernel has no process or session, then close the client."""
         pid, name = kernel.pid, kernel.kernel_id
         begun = time.monotonic()
         reap(pid)
@@ -231,7 +231,7 @@ class Chaos:
         found[0].kill()
 
     async def broker_and_workers(self):
-        """All of it at once, and two servers that want a broker at the same moment."""
+        """Kill all of it at once, while two servers want a broker at the same moment."""
         await self.moment()
         status = self.pool.status()
         children = psutil.Process(status["pid"]).children()
@@ -361,7 +361,7 @@ class Server:
         return self
 
     async def notebook(self, seed):
-        """Start a kernel by REST and put data on its device, as a browser's notebook would."""
+        """Start a kernel by REST and put data on its device, as JupyterLab would."""
         from jupyter_client.asynchronous import AsyncKernelClient
         from tornado.httpclient import AsyncHTTPClient
 
@@ -377,7 +377,7 @@ class Server:
                 )
                 break
             except ConnectionRefusedError:
-                # The server says where it will listen before it does.
+                # The server writes where it will listen before it listens.
                 assert time.monotonic() < deadline, self.log.read_text()
                 await asyncio.sleep(LOOK)
         self.kernel_id = json.loads(answer.body)["id"]
@@ -395,7 +395,7 @@ class Server:
             client.stop_channels()
 
     async def ready(self, client):
-        """Wait for the kernel; a client that did not start it takes a slow start for a death."""
+        """Wait for the kernel; a client that did not start it may take a slow start for a death."""
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -441,11 +441,11 @@ def run_chaos(pool, seed, kinds, attach):
     sampler.first()
     sessions = asyncio.run(chaos(pool, seed, kinds))
     print(sampler.check(at_least=10))
-    assert sum(s["suspends"] for s in sessions) > 0, "nobody ever had to make room"
+    assert sum(s["suspends"] for s in sessions) > 0, "no kernel ever had to make room"
 
 
 @pytest.mark.parametrize("attach", ["lazy", pytest.param("cell", marks=pytest.mark.long)])
-def test_one_of_each(pool, attach):
+def test_notebooks_survive_one_kill_of_each_kind(pool, attach):
     seed = int(os.environ.get("GPUPOOL_CHAOS_SEED", "11"))
     kinds = list(KINDS)
     random.Random(seed).shuffle(kinds)
@@ -455,7 +455,7 @@ def test_one_of_each(pool, attach):
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("attach", POLICIES)
-def test_a_hundred_rounds(pool, attach):
+def test_notebooks_survive_a_hundred_rounds_of_kills(pool, attach):
     seed = int(os.environ.get("GPUPOOL_CHAOS_SEED") or random.SystemRandom().randrange(1 << 30))
     rng = random.Random(seed)
     run_chaos(pool, seed, [rng.choice(KINDS) for _ in range(100)], attach)

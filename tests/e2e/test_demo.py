@@ -15,7 +15,7 @@ import pytest
 
 from .kit import LOOK, MARK, marked, wait_for
 
-#: Resident bytes that all processes of the demo may take together.
+#: The most resident bytes that all processes of the demo may take together.
 BUDGET = 4 << 30
 
 

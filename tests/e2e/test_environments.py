@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Server, broker and kernel without NVIDIA's packages; the device processes in another Python."""
+"""Server, broker and kernel lack NVIDIA's packages; another Python runs the device processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .kit import KERNEL_NAME
 
 ROOT = Path(__file__).parents[2]
 
-#: Runs in every Python process that finds it on PYTHONPATH: no import of NVIDIA's packages works.
+#: Runs in every Python process that finds it on PYTHONPATH: imports of NVIDIA's packages fail.
 BLOCK = """
 import sys
 
@@ -36,7 +36,7 @@ class Blocker:
 sys.meta_path.insert(0, Blocker)
 """
 
-#: Two notebooks on a GPU that has room for one. Run by the Python that must not have the packages.
+#: Two notebooks on a GPU that has room for one. The Python without the packages runs this code.
 NOTEBOOKS = """
 import sys
 from jupyter_client.manager import start_new_kernel
@@ -97,7 +97,7 @@ def folder():
 
 @pytest.fixture
 def blocked(folder):
-    """An environment of processes that cannot import NVIDIA's packages; its configuration."""
+    """Return variables for processes that cannot import NVIDIA's packages, with a configuration."""
     (folder / "block").mkdir()
     (folder / "block" / "sitecustomize.py").write_text(BLOCK)
     (folder / "config").mkdir()
@@ -187,7 +187,7 @@ def test_missing_device_python_is_a_configuration_error(installed, folder, block
     assert "c.GPUPool.device_python is /nowhere/bin/python" in done.stderr
 
 
-def test_which_python_runs_the_device_processes(monkeypatch, tmp_path):
+def test_device_processes_run_in_the_configured_python(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     assert interpreter.choose() == sys.executable
@@ -212,14 +212,14 @@ def test_which_python_runs_the_device_processes(monkeypatch, tmp_path):
         ({"cuda-bindings": "13.10.0.post1"}, ""),
     ],
 )
-def test_versions_that_do_not_serve(wrong, said):
+def test_unsuitable_versions_are_named(wrong, said):
     good = {"cuda-core": "1.2.2", "cuda-bindings": "13.5.0", "nvidia-ml-py": "13.580.65"}
     assert interpreter.problem(good) == ""
     assert interpreter.problem({**good, **wrong}).startswith(said)
     assert bool(interpreter.problem({**good, **wrong})) == bool(said)
 
 
-def test_an_interpreter_that_does_not_work_is_described(tmp_path):
+def test_message_describes_an_interpreter_that_does_not_work(tmp_path):
     assert interpreter.ask("/nowhere/python").problem.startswith("It cannot be started")
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho 'no such library' >&2\nexit 1\n")
@@ -228,7 +228,7 @@ def test_an_interpreter_that_does_not_work_is_described(tmp_path):
 
 
 def test_requirements_are_the_same_everywhere():
-    """The extra, the input of the lock file, and what the device processes check."""
+    """Compare the extra, the input of the lock file, and what the device processes check."""
     text = (ROOT / "pyproject.toml").read_text()
     wanted = [name + spec for name, spec in interpreter.RANGES.items()]
     assert f"devices = {json.dumps(wanted)}" in text
@@ -269,7 +269,7 @@ def test_the_demo_says_why_it_emulates(monkeypatch, present, asked, variable, ma
     assert ("No NVIDIA driver" in text) == (not present and not asked and not variable)
 
 
-def test_the_demo_says_which_packages_its_notebooks_miss(monkeypatch):
+def test_demo_names_packages_that_its_notebooks_lack(monkeypatch):
     def version(name):
         raise demo.PackageNotFoundError(name)
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What real notebooks do to a GPU besides one array: children, threads, streams; and faults."""
+"""What real notebooks do besides one array: children, threads, streams; and what faults do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .test_lifecycle import MACHINE, SLICE
 
 @pytest.fixture
 def pool(pool):
-    """Cells here hold the slice while they run, CUDA or not; for the others see ``test_lazy``."""
+    """Make cells hold the slice while they run, with or without CUDA; see also ``test_lazy``."""
     return partial(pool, attach="cell")
 
 
@@ -46,7 +46,7 @@ def each():
 """
 
 
-def test_a_kernel_on_two_devices_is_suspended_and_resumed_whole(pool):
+def test_kernel_on_two_devices_is_suspended_and_resumed(pool):
     pool = pool(MACHINE, default_memory=SLICE)
 
     async def scenario():
@@ -64,7 +64,7 @@ def test_a_kernel_on_two_devices_is_suspended_and_resumed_whole(pool):
     play(scenario())
 
 
-def test_a_wide_kernel_waits_for_both_devices_and_gets_them(pool):
+def test_kernel_for_two_devices_waits_for_both(pool):
     pool = pool(MACHINE, default_memory=512 * MiB)
     flag = pool.folder / "go"
 
@@ -130,7 +130,7 @@ def test_children_of_a_kernel_move_with_it(pool):
     play(scenario())
 
 
-def test_a_child_that_outlives_its_kernel_is_seen_and_counted(pool):
+def test_child_that_outlives_its_kernel_is_counted(pool):
     pool = pool("1x640MiB,context=32MiB", default_memory=SLICE)
 
     async def scenario():
@@ -142,7 +142,7 @@ def test_a_child_that_outlives_its_kernel_is_seen_and_counted(pool):
         (await kernel.run(code)).check()
         child = int((await kernel.run("print(child.pid)")).check().text)
         other = await pool.kernel("other")
-        # Its stdin ends with the kernel; stopped, it cannot notice and keeps its memory.
+        # It would end when its stdin closes, but it is stopped (SIGSTOP) and keeps its memory.
         os.kill(child, 19)
         kernel.kill()
         await until(lambda: kernel.session() is None, "the killed kernel's session to end")
@@ -175,9 +175,9 @@ assert not problems, problems
 
 
 def test_thread_is_held_after_its_cell_and_continues_later(pool):
-    """GPU work between cells: it must neither fail nor see other bytes, only wait.
+    """GPU work between cells must only wait: it must not fail or see other bytes.
 
-    Without the guard nobody knows of it; with the guard it counts as use (``test_lazy``).
+    Without the guard the broker cannot see it; with the guard it counts as use (``test_lazy``).
     """
     pool = pool(MACHINE, default_memory=SLICE, guard=False)
     thread = """
@@ -211,7 +211,7 @@ worker.start()
     play(scenario())
 
 
-def test_work_still_running_at_the_end_of_a_cell_is_waited_for(pool):
+def test_suspend_waits_for_work_that_outlives_its_cell(pool):
     pool = pool(f"{MACHINE},bandwidth=2GB/s", default_memory=SLICE)
     code = """
 stream = call(driver.cuStreamCreate(0))
@@ -256,7 +256,7 @@ def test_kernel_that_cannot_be_suspended_is_pinned_and_goes_on(pool):
         assert session["wait_reason"]
         (await pinned.run("block.verify()")).check()
         assert pinned.session()["granted_bytes"] == 400 * MiB
-        # Its end gives the slice to the one who waits.
+        # The end of the pinned kernel gives the slice to the waiting one.
         await pinned.stop()
         (await cell).check()
         await pool.stop_kernels()
@@ -265,7 +265,7 @@ def test_kernel_that_cannot_be_suspended_is_pinned_and_goes_on(pool):
 
 
 def test_kernels_killed_by_their_user_leave_nothing(pool):
-    """Restart at every stage: attached, waiting, suspended, in the middle of a move."""
+    """The user restarts it at every stage: attached, waiting, suspended, during a move."""
     pool = pool("1x640MiB,context=32MiB", default_memory=400 * MiB)
     flag = pool.folder / "go"
 
@@ -287,7 +287,7 @@ def test_kernels_killed_by_their_user_leave_nothing(pool):
         (await busy).check()
         (await kernel.run(cells.setup(4, DATA))).check()
         pool.call("release", session=kernel.session()["id"])
-        await kernel.restart(now=True)  # on its way, or just there
+        await kernel.restart(now=True)  # moving, or just moved
         (await kernel.run(cells.setup(5, DATA) + "block.verify()")).check()
         (await other.run("block.verify()")).check()
         pool.check_ledger()
@@ -301,7 +301,7 @@ def test_kernels_killed_by_their_user_leave_nothing(pool):
 
 
 def test_a_kernel_that_fills_a_whole_device_comes_back(pool):
-    """Nothing is left for a reserve on top of what it held, and there is no larger device."""
+    """Its bytes leave no room for headroom, and there is no larger device."""
     pool = pool("1x640MiB,context=32MiB", default_memory=640 * MiB)
 
     async def scenario():
@@ -352,7 +352,7 @@ def test_overuse_restores_its_own_state_and_harms_no_neighbour(pool):
     play(scenario())
 
 
-def test_overuse_of_the_quota_is_refused_or_served_later(pool):
+def test_resume_beyond_the_quota_works_or_names_the_quota(pool):
     quotas = {"*": {"memory": 300 * MiB}}
     pool = pool("1x640MiB,context=32MiB", default_memory=SLICE, quotas=quotas, guard=False)
 
@@ -390,7 +390,7 @@ def test_failed_resume_loses_only_its_own_session(pool):
         cell.cancel()
         await asyncio.gather(cell, return_exceptions=True)
         said = [row["reason"] for row in pool.journal() if row["kind"] == "lost"]
-        assert said, "nobody was told"
+        assert said, "no cell showed the failure"
         (await other.run("block.verify().write(3).verify()")).check()
         assert other.session()["suspends"] == 0
         assert all(not d["drained_reason"] for d in pool.devices()), pool.devices()
@@ -399,7 +399,7 @@ def test_failed_resume_loses_only_its_own_session(pool):
     play(scenario())
 
 
-# The broker gives a copy two minutes before it ends the worker that makes it.
+# The broker gives a worker two minutes for a copy before it ends the worker.
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("op", ["lock", pytest.param("checkpoint", marks=pytest.mark.long)])
 def test_hung_worker_is_replaced_and_the_notebook_goes_on(pool, op):

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
 def command(*arguments, cwd=None, env=None, check=True):
-    """Run a command outside this checkout; return it with its output, fail if it fails."""
+    """Run a command outside this checkout; return its result; fail if it fails."""
     clean = {
         k: v
         for k, v in os.environ.items()
@@ -41,7 +41,7 @@ def command(*arguments, cwd=None, env=None, check=True):
 
 
 def source(folder: Path) -> Path:
-    """Copy what git knows of this checkout, so that nothing built here is packed."""
+    """Copy all files that git does not ignore, so that the wheel builds its own libraries."""
     names = command("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in names.stdout.split():
         if (ROOT / name).is_file():
@@ -51,7 +51,7 @@ def source(folder: Path) -> Path:
 
 
 def build(folder: Path, env=None, *, isolated=False) -> tuple[Path, str]:
-    """Build a wheel; return it and what was said. Isolated: with a build backend of its own."""
+    """Build a wheel with an isolated build backend; return it and the output."""
     env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})}
     done = command(
         sys.executable,
@@ -80,7 +80,7 @@ def install(wheel: Path, folder: Path, env=None, extra="") -> Path:
     return folder / "bin"
 
 
-def test_a_wheel_brings_everything(tmp_path):
+def test_wheel_has_everything_that_users_need(tmp_path):
     wheel, _ = build(tmp_path)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -107,7 +107,7 @@ def test_a_wheel_brings_everything(tmp_path):
     assert "attach policy 'lazy'" in demo
 
 
-def test_without_node_a_wheel_has_the_jupyterlab_part(tmp_path):
+def test_wheel_built_without_node_has_the_jupyterlab_part(tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("git", "sh", "env", "uname", "cc", "gcc", "as", "ld"):
@@ -120,7 +120,7 @@ def test_without_node_a_wheel_has_the_jupyterlab_part(tmp_path):
         assert json.loads(archive.read(entry))["jupyterlab"]["_build"]["load"] in "".join(names)
 
 
-def test_what_stops_the_jupyterlab_part_is_said(tmp_path):
+def test_build_says_what_stops_the_jupyterlab_part(tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "jlpm").write_text("#!/bin/sh\necho no registry here\nexit 1\n")

@@ -3,7 +3,7 @@
 """Kernels without Python in them: the guard alone attaches, suspends and resumes them.
 
 The "kernel" is a bash script that starts a compiled program, from a kernelspec with the pool's
-provisioner, through jupyter_client. It speaks no Jupyter protocol: what starts it does not need it.
+provisioner, through jupyter_client. It does not need to speak the Jupyter protocol.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ for (n in 1:1000) {{
 
 
 class Program:
-    """One such kernel; ``use(n)`` has it use the GPU for the n-th time."""
+    """One such kernel; ``use(n)`` makes it use the GPU for the n-th time."""
 
     def __init__(self, pool, name, command):
         self.pool, self.label = pool, name
@@ -120,7 +120,7 @@ LANGUAGES = ["C", "C++", pytest.param("R", marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_a_program_attaches_idles_is_suspended_and_resumes(pool, program, language):
+def test_program_without_python_is_suspended_and_resumes(pool, program, language):
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     kernel = program(pool, language)
 
@@ -135,7 +135,7 @@ def test_a_program_attaches_idles_is_suspended_and_resumes(pool, program, langua
             session = await state(kernel, "idle")
             assert session["used_bytes"] == PROGRAM
             assert session["granted_bytes"] == SLICE
-            # Somebody else needs the device.
+            # Another kernel needs the device.
             other = await pool.kernel("other")
             (await other.run(cells.setup(2, DATA))).check()
             session = await suspended(kernel)

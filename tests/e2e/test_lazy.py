@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Policy ``lazy``, the default: the slice comes at a CUDA call and goes when there are none."""
+"""Policy ``lazy``, the default: a CUDA call brings a slice; without calls it goes if needed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def messages(kernel):
     return kernel.session()["messages"]
 
 
-# ---------------------------------------------------------------------- what sends nothing
+# ---------------------------------------------------------------------- no messages
 
 PANDAS = """
 import numpy as np
@@ -66,14 +66,14 @@ def test_cpu_work_leaves_suspended_state_and_sends_nothing(pool, mib):
     play(scenario())
 
 
-def test_a_kernel_that_never_calls_cuda_says_hello_and_no_more(pool):
+def test_kernel_without_cuda_sends_only_its_greeting(pool):
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
         kernel = await pool.kernel()
         for n in range(5):
             (await kernel.run(PANDAS.format(n=n))).check()
-        # What needs no device needs no lease either.
+        # Calls that need no device need no lease either.
         (
             await kernel.run(
                 "from cuda.bindings import driver\n"
@@ -89,7 +89,7 @@ def test_a_kernel_that_never_calls_cuda_says_hello_and_no_more(pool):
     play(scenario())
 
 
-def test_a_tooltip_or_a_completion_does_not_bring_the_state_back(pool):
+def test_tooltips_and_completions_do_not_resume_a_kernel(pool):
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
@@ -136,7 +136,7 @@ tensors = [Tensor() for _ in range(20)]
 
 
 def test_garbage_is_collected_while_another_kernel_has_the_gpu(pool):
-    """Nothing waits and no lease is asked for; at the resume the memory is free."""
+    """The collection does not wait and asks for no lease; at the resume the memory is free."""
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"
 
@@ -151,7 +151,7 @@ def test_garbage_is_collected_while_another_kernel_has_the_gpu(pool):
         session = first.session()
         assert (session["state"], session["messages"]) == ("detached", before)
         assert "host memory" in said((await first.run("%gpu")).check())
-        assert not cell.done(), "the other is still computing"
+        assert not cell.done(), "the other kernel is still computing"
         flag.touch()
         (await cell).check()
         (await first.run("block.verify()")).check()
@@ -185,7 +185,7 @@ block.verify()
 
 
 def test_graph_capture_is_not_preempted(pool):
-    """No call is made for longer than ``quiet_after``, and no lock falls inside."""
+    """The recording makes no call for longer than ``quiet_after``, and holds no lock."""
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"
 
@@ -220,7 +220,7 @@ def test_graph_capture_is_not_preempted(pool):
 # ---------------------------------------------------------------------- coming and going
 
 
-def test_cell_yields_its_slice_in_the_middle_and_continues(pool):
+def test_running_cell_yields_its_slice_and_continues(pool):
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"
 
@@ -230,7 +230,7 @@ def test_cell_yields_its_slice_in_the_middle_and_continues(pool):
         cell = asyncio.create_task(first.run(code, timeout=90))
         await until(lambda: first.session()["granted_bytes"], "the burst", show=first.session)
         (await other.run(cells.setup(2, DATA))).check()
-        assert not cell.done(), "the first is still computing on the CPU"
+        assert not cell.done(), "the first cell still computes on the CPU"
         session = await suspended(first)
         assert session["suspended_bytes"] >= DATA * MiB
         flag.touch()
@@ -289,7 +289,7 @@ for turn in range(3):
     play(scenario())
 
 
-def test_threads_widgets_and_tasks_get_the_slice_by_themselves(pool):
+def test_threads_widgets_and_tasks_get_a_slice_without_a_cell(pool):
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag, thread, task = (pool.folder / name for name in ("go", "thread", "task"))
     background = f"""
@@ -372,12 +372,12 @@ def test_waiting_call_is_shown_in_its_cell_and_interruptible(pool):
             assert done.ename == "KeyboardInterrupt", done
             assert "position 1 of 1" in done.displays[0], done
             gone = "clear_output" in done.outputs or done.displays[-1] == ""
-            assert gone, f"the wait is over, and still shown: {done}"
+            assert gone, f"the wait is over, but still shown: {done}"
             assert "GPU pool" not in done.text
             await state(waiting, "detached")
             assert waiting.session()["queue_position"] is None
         print(f"interrupts took {[round(s, 3) for s in seconds]} s")
-        # 0.2 s is the promise; the least of five, for a machine that does other things as well.
+        # The promise is 0.2 s; the minimum of five counts, because the machine has other work too.
         assert min(seconds) < 0.2, seconds
         cell = asyncio.create_task(waiting.run("block = Block(64).allocate().write(1)"))
         await state(waiting, "queued")
@@ -391,7 +391,7 @@ def test_waiting_call_is_shown_in_its_cell_and_interruptible(pool):
     play(scenario())
 
 
-def test_a_wait_that_ends_leaves_no_trace_in_the_cell(pool):
+def test_finished_wait_leaves_no_trace_in_the_cell(pool):
     pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Policy ``lazy``: who dies while a call waits, and what children share."""
+"""Policy ``lazy``: deaths while a call waits, and what the children of a kernel share."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .kit import MiB, until
 from .scenes import occupied, play, release, said, state, with_blocks
 from .test_lazy import ONE, SLICE
 
-#: MiB of a test's array: of sizes that are compared with slices here.
+#: MiB of a test's array; tests here compare such sizes with slices.
 DATA = 128
 
-# ---------------------------------------------------------------------- when somebody dies
+# ---------------------------------------------------------------------- after a death
 
 
 def test_waiting_call_fails_within_5_s_without_a_broker(pool):
@@ -43,10 +43,10 @@ def test_waiting_call_fails_within_5_s_without_a_broker(pool):
         assert "jupyter gpupool doctor" in done.text, done
         assert done.text.count("GPU pool:") == 1
         print(f"the call ended {took:.2f} s after the broker")
-        # 5 s is the promise (and the guard's own clock, in guard/test_wait). A busy machine adds to
-        # the broker's end before them and to the cell's report after them.
+        # The promise is 5 s (guard/test_wait has the guard's own clock). A slow machine takes
+        # longer to end the broker before these 5 s, and to report the cell's error after them.
         assert took < 5.0 + 20.0, took
-        assert not work.done(), "who has a slice computes on"
+        assert not work.done(), "a kernel with a slice continues"
         pool.start_broker()
         flag.touch()
         (await work).check()
@@ -236,7 +236,7 @@ def start(mib):
     play(scenario())
 
 
-def test_a_new_size_counts_at_the_next_allocation(pool):
+def test_next_allocation_uses_the_new_size(pool):
     pool = pool(ONE, default_memory=256 * MiB)
 
     async def scenario():
@@ -250,7 +250,7 @@ def test_a_new_size_counts_at_the_next_allocation(pool):
         shown = " ".join((await kernel.run("%gpu")).check().displays)
         assert "352 MiB of 448 MiB" in shown, shown
         assert "on: CUDA calls wait" in shown
-        # Below what is in use there is no size.
+        # A size below the use is refused.
         refused = await kernel.run("%gpu 64MiB")
         assert not refused.ok
         assert "352 MiB" in said(refused), said(refused)
@@ -295,7 +295,7 @@ def test_managed_memory_is_refused_with_the_reason(pool):
     play(scenario())
 
 
-def test_inside_a_kernel_the_memory_is_that_of_the_slice(pool):
+def test_kernel_sees_the_memory_of_its_slice(pool):
     pool = pool(ONE, default_memory=256 * MiB)
 
     async def scenario():
@@ -332,7 +332,7 @@ def test_children_see_the_device_of_the_slice_after_a_move(pool):
             for n, (k, f) in enumerate(zip(others, flags, strict=True))
         ]
         where = [(await state(k, "active"))["device"] for k in others]
-        # The device that mine was not on becomes free.
+        # The device that this kernel did not use becomes free.
         free = next(n for n, device in enumerate(where) if device != home)
         flags[free].touch()
         (await work[free]).check()
@@ -353,7 +353,7 @@ def test_children_see_the_device_of_the_slice_after_a_move(pool):
     play(scenario())
 
 
-def test_a_killed_kernel_leaves_the_queue_and_the_page_is_gone(pool):
+def test_killed_kernel_leaves_the_queue_and_its_page_goes(pool):
     pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
 
@@ -390,7 +390,7 @@ print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=Tru
 
 
 def test_notebooks_survive_a_logout_that_deletes_files(pool):
-    """As logind does; the next login's kernel comes to the same broker."""
+    """logind deletes them; a kernel of the next login finds the same broker."""
     pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
 
@@ -414,7 +414,7 @@ def test_notebooks_survive_a_logout_that_deletes_files(pool):
         (await cell).check()
         for kernel in (waiting, busy, idle):
             (await kernel.run("block.verify()")).check()
-        # A new process is in the session: it is served, and it is limited with it.
+        # The session has a new process: the guard serves it and limits it.
         for size, result in ((8 * MiB, 0), (2 * SLICE, 2)):
             done = await idle.run(ALLOCATING % size)
             assert done.check().text.split() == ["0", "0", "0", str(result)], done

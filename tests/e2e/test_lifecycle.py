@@ -22,12 +22,12 @@ SLICE = 256 * MiB
 
 @pytest.fixture
 def pool(pool):
-    """Cells here hold the slice while they run, CUDA or not; for the others see ``test_lazy``."""
+    """Make cells hold the slice while they run, with or without CUDA; see also ``test_lazy``."""
     return partial(pool, attach="cell")
 
 
 class Watch:
-    """Every state of a session that the journal has, plus samples of the status in between."""
+    """Return the states of a session from the journal and from samples of the status."""
 
     def __init__(self, pool, kernel):
         self.pool, self.kernel = pool, kernel
@@ -68,8 +68,8 @@ def test_kernel_without_cuda_gets_no_slice_under_manual(pool):
     assert not [row for row in pool.journal() if row["kind"] in ("attach", "queue")]
 
 
-def test_under_manual_no_cell_waits_for_the_broker(pool):
-    """The broker is stopped in its tracks: if a cell asked it for anything, it would wait."""
+def test_cells_do_not_wait_for_the_broker_under_manual(pool):
+    """The broker is stopped (SIGSTOP): a cell that asked it for anything would wait."""
     pool = pool(ONE, attach="manual", default_memory=SLICE)
 
     async def scenario():
@@ -89,7 +89,7 @@ def test_under_manual_no_cell_waits_for_the_broker(pool):
 
 
 def test_kernel_without_cuda_returns_its_lease_under_cell(pool):
-    """Under ``cell`` the lease itself begins with the cell: nobody knows yet what it will do."""
+    """Under ``cell`` the lease begins with the cell: the agent does not know the cell's code."""
     pool = pool(ONE, default_memory=SLICE, idle_timeout=0.5)
 
     async def scenario():
@@ -138,7 +138,7 @@ def test_keep_postpones_the_idle_timeout(pool):
 
     async def scenario():
         kernel = await pool.kernel()
-        # In one cell: between two of them it might be idle long enough to be suspended.
+        # In one cell: between two cells the kernel might be idle long enough to be suspended.
         code = cells.setup(6, DATA) + "import time; print(time.time())\n%gpu keep 2s\n"
         cell = (await kernel.run(code)).check()
         assert "stays for 2 s" in cell.text, cell
@@ -192,7 +192,7 @@ def test_release_during_a_cell_waits_for_its_end(pool):
 # ---------------------------------------------------------------------- sizes
 
 
-def test_a_kernel_asks_for_more_while_attached_and_for_too_much(pool):
+def test_attached_kernel_grows_and_too_much_is_refused(pool):
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
@@ -205,7 +205,7 @@ def test_a_kernel_asks_for_more_while_attached_and_for_too_much(pool):
             "the slice to have grown",
             show=kernel.session,
         )
-        assert kernel.session()["suspends"] == 0, "there was room: no need to suspend"
+        assert kernel.session()["suspends"] == 0, "with free room no kernel needs a suspend"
         (await kernel.run("more = Block(192); more.allocate().write(3).verify()")).check()
         cell = await kernel.run("%gpu 40GiB")
         said = cell.text + cell.evalue + " ".join(cell.displays)
@@ -219,7 +219,7 @@ def test_a_kernel_asks_for_more_while_attached_and_for_too_much(pool):
 
 
 def test_growth_without_room_moves_the_kernel_and_its_bytes(pool):
-    """Two share a device; one asks for more than is left there, and the other device is free."""
+    """Two share a device; one asks for more than it has left, and the other device is free."""
     pool = pool(MACHINE, default_memory=SLICE)
 
     async def scenario():
@@ -243,7 +243,7 @@ def test_growth_without_room_moves_the_kernel_and_its_bytes(pool):
 # ---------------------------------------------------------------------- neighbours
 
 
-def test_a_notebook_is_restored_on_the_other_device(pool):
+def test_notebook_is_restored_on_the_other_device(pool):
     pool = pool(MACHINE, default_memory=576 * MiB)
 
     async def scenario():
@@ -252,7 +252,7 @@ def test_a_notebook_is_restored_on_the_other_device(pool):
         home = (await mine.run("device()")).check().text.strip().strip("'")
         session = await state(mine, "idle")
         assert session["device"] == home
-        # Somebody sits on both devices: mine has to go.
+        # Other kernels occupy both devices: this kernel has to leave.
         flag, flag2 = pool.folder / "go", pool.folder / "go2"
         (await other.run(cells.setup(4, 256))).check()
         third = await pool.kernel("third")
@@ -261,7 +261,7 @@ def test_a_notebook_is_restored_on_the_other_device(pool):
             for k, f in ((other, flag), (third, flag2))
         ]
         await suspended(mine)
-        # The device that mine was not on becomes free.
+        # The device that this kernel did not use becomes free.
         where = {k: (await state(k, "active"))["device"] for k in (other, third)}
         assert sorted(where.values()) == sorted(d["uuid"] for d in pool.devices())
         free = next(k for k, uuid in where.items() if uuid != home)
@@ -309,7 +309,7 @@ def test_waiting_cell_says_why_and_leaves_no_trace(pool):
     play(scenario())
 
 
-def test_a_waiting_cell_can_be_interrupted_and_is_not_run(pool):
+def test_interrupted_waiting_cell_does_not_run(pool):
     pool = pool(ONE, default_memory=512 * MiB)
     flag = pool.folder / "go"
 
@@ -332,7 +332,7 @@ def test_a_waiting_cell_can_be_interrupted_and_is_not_run(pool):
     play(scenario())
 
 
-def test_over_the_quota_one_waits_and_says_so(pool):
+def test_kernel_over_its_quota_waits_and_says_so(pool):
     pool = pool(ONE, default_memory=SLICE, quotas={"*": {"memory": 300 * MiB}})
     flag = pool.folder / "go"
 
@@ -403,8 +403,8 @@ def test_restarted_broker_recovers_kernels_in_every_state(pool):
         away, idle, busy, waiting = kernels
         for number, kernel in enumerate((away, idle)):
             (await kernel.run(cells.setup(number, DATA))).check()
-        # Else either may yield: the first has been idle for longer and is asked first, but on a
-        # busy machine its agent may not answer within a second, which is a refusal.
+        # Otherwise either may yield: the pool asks the first, which has been idle for longer, but
+        # on a busy machine its agent may not answer within a second, and that counts as a refusal.
         (await idle.run("%gpu keep 10m")).check()
         (await busy.run(cells.setup(2, DATA))).check()
         await suspended(away)
@@ -440,7 +440,7 @@ def test_restarted_broker_recovers_kernels_in_every_state(pool):
 
 
 def test_a_provisioner_starts_a_broker_where_there_is_none(pool):
-    """The next kernel revives the pool for those that outlived its broker."""
+    """The next kernel starts a broker for the kernels that outlived the last one."""
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
@@ -457,7 +457,7 @@ def test_a_provisioner_starts_a_broker_where_there_is_none(pool):
     play(scenario())
 
 
-def test_gpu_cell_fails_plainly_without_a_broker(pool):
+def test_gpu_cell_without_a_broker_fails_with_a_clear_error(pool):
     pool = pool(ONE, attach="manual", default_memory=SLICE)
 
     async def scenario():

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The example notebooks in a crowd: each cell shows what it shows alone on an empty pool.
+"""The example notebooks all at once: each cell shows what it shows alone on an empty pool.
 
 The committed outputs are those of the run alone, see ``notebooks.py``.
 """
@@ -21,7 +21,7 @@ from .kit import PATIENCE, until
 
 
 async def one(pool, name, label, room):
-    """Run a notebook when there is room; return (label, its cells, what the run alone showed)."""
+    """Run a notebook when there is room; return (label, its cells, the cells of the run alone)."""
     async with room:
         run = notebooks.CLIENTS.get(name, notebooks.by_nbclient)
         rng = random.Random(label)
@@ -32,7 +32,7 @@ async def one(pool, name, label, room):
 
 
 def answers(pool):
-    """Return whether somebody has started the broker again; this test does not."""
+    """Return whether a kernel has started the broker again; this test does not."""
     with suppress(BrokerUnavailable):
         return pool.status()["pid"]
 
@@ -57,7 +57,7 @@ async def crowd(pool, names, at_once, kill_every):
         for run in runs:
             run.cancel()
         await asyncio.gather(enemy, *runs, return_exceptions=True)
-    # Killed once all notebooks had ended, it has nobody who starts it again.
+    # After the end of all notebooks no kernel is left to start a killed broker again.
     await asyncio.to_thread(pool.start_broker)
     return done, len(killed)
 
@@ -81,7 +81,7 @@ def test_cells_print_the_same_while_the_broker_is_killed(pool):
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_all_notebooks_twice_with_twelve_at_a_time(pool):
+def test_twelve_notebooks_at_a_time_show_the_same(pool):
     pool = pool(notebooks.MACHINE, **notebooks.CONFIG)
     names = [(f"{name}-{turn}", name) for turn in range(2) for name in notebooks.names()]
     done, killed = asyncio.run(crowd(pool, names, at_once=12, kill_every=20))

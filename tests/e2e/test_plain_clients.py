@@ -52,7 +52,7 @@ def in_state(pool, kernel, state):
     )
 
 
-def test_such_kernels_share_a_gpu_and_keep_their_bytes(pool, start):
+def test_kernels_of_plain_clients_share_a_gpu(pool, start):
     pool = pool(ONE, default_memory=SLICE, resume_headroom=0)
     first, second = start(pool, vscode=True), start(pool)
     for number, kernel in enumerate((first, second)):
@@ -64,7 +64,7 @@ def test_such_kernels_share_a_gpu_and_keep_their_bytes(pool, start):
     assert session(pool, first)["resumes"] == session(pool, second)["resumes"] == 1
     assert "MiB" in first.run("%gpu")
     assert "GPU pool" not in first.stderr + second.stderr
-    # Its interrupt is a signal to the process, its restart an end and a start.
+    # A client interrupts it by a signal to the process, and restarts it by an end and a start.
     running = second.client.execute(f"{cells.busy(pool.folder / 'never')}")
     wait_for(lambda: "busy" in second.states(running), "the cell to run")
     second.process.send_signal(signal.SIGINT)
@@ -78,7 +78,7 @@ def test_such_kernels_share_a_gpu_and_keep_their_bytes(pool, start):
     assert "Error" not in first.run("block.verify()")
 
 
-#: A kernel in no language at all: a program that uses CUDA when it is told to, and knows no agent.
+#: A kernel without Python: a program that uses CUDA on demand, and has no agent.
 PROGRAM = """
 import ctypes, sys, pathlib
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -96,7 +96,7 @@ sys.stdin.read()
 
 
 def test_a_broker_that_the_launcher_starts_outlives_its_kernel(pool, start, monkeypatch):
-    """A twin of a kernel that is not IPython, and no broker before it."""
+    """A kernel without IPython, and no broker runs before it."""
     pool = pool(ONE, default_memory=SLICE)
     os.kill(pool.status()["pid"], signal.SIGTERM)
     wait_for(lambda: not pool.socket.exists(), "the broker to end")
@@ -122,7 +122,7 @@ def test_a_broker_that_the_launcher_starts_outlives_its_kernel(pool, start, monk
     assert broker.is_running()
 
 
-def test_such_a_kernel_that_is_refused_finds_no_gpu_and_says_why(pool, start, monkeypatch):
+def test_refused_kernel_finds_no_gpu_and_says_why(pool, start, monkeypatch):
     pool = pool(ONE, default_memory=SLICE)
     folder = pool.folder / "data" / "kernels" / SHIPPED
     folder.mkdir(parents=True)
@@ -130,7 +130,7 @@ def test_such_a_kernel_that_is_refused_finds_no_gpu_and_says_why(pool, start, mo
     spec["metadata"]["kernel_provisioner"]["config"] = {"memory": "10GiB"}
     (folder / "kernel.json").write_text(json.dumps(spec))
     monkeypatch.setenv("JUPYTER_PATH", str(pool.folder / "data"))
-    kernel = start(pool, **pool.driver_env)  # there is a driver, whatever the pool says
+    kernel = start(pool, **pool.driver_env)  # there is a driver, but the pool refuses the kernel
     said = kernel.run(f"SEED = 1\n{cells.DEFINE}\nprint(driver.cuInit(0))")
     assert "GPU pool: this kernel runs without a GPU: 10 GiB was asked for" in said
     assert "CUDA_ERROR_NO_DEVICE" in said

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What an admin has configured, as seen from notebooks."""
+"""What an admin configures, as users of notebooks see it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONE = "1x640MiB,context=32MiB"
 
 @pytest.fixture
 def pool(pool):
-    """Cells here hold the slice while they run, CUDA or not; for the others see ``test_lazy``."""
+    """Make cells hold the slice while they run, with or without CUDA; see also ``test_lazy``."""
     return partial(pool, attach="cell")
 
 
@@ -104,7 +104,7 @@ def test_no_kernel_is_suspended_without_host_memory(pool):
     play(scenario())
 
 
-def test_a_slice_is_not_taken_before_reclaim_after(pool):
+def test_slice_is_not_preempted_before_reclaim_after(pool):
     pool = pool(ONE, default_memory=400 * MiB, reclaim_after=2.0)
 
     async def scenario():
@@ -154,7 +154,7 @@ def test_manual_attaches_on_demand_and_stays_until_released(pool):
         (await kernel.run(cells.setup(1, DATA) + "block.verify()")).check()
         (await kernel.run("%gpu release")).check()
         await suspended(kernel)
-        # Nobody asks for the slice, so nobody gets it; a cell without CUDA runs all the same.
+        # No cell asks for the slice, so no kernel gets it; a cell without CUDA runs as usual.
         (await kernel.run("1 + 1")).check()
         assert kernel.session()["granted_bytes"] == 0
         (await kernel.run("%gpu attach")).check()
@@ -164,7 +164,7 @@ def test_manual_attaches_on_demand_and_stays_until_released(pool):
     play(scenario())
 
 
-def test_one_cell_with_more(pool):
+def test_one_cell_gets_a_larger_slice(pool):
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
@@ -208,7 +208,7 @@ def test_an_interrupted_wait_ends_at_once(pool):
             assert not (await cell).ok
             seconds.append(time.monotonic() - begun)
         print(f"interrupts took {[round(s, 3) for s in seconds]} s")
-        # 0.2 s is the promise; the least of five, for a machine that does other things as well.
+        # The promise is 0.2 s; the minimum of five counts, because the machine has other work too.
         assert min(seconds) < 0.2, seconds
         flag.touch()
         (await work).check()
@@ -218,7 +218,7 @@ def test_an_interrupted_wait_ends_at_once(pool):
 
 
 def _kind(descriptor):
-    """Return what a descriptor is open to, without the number that tells one from another."""
+    """Return the target of a descriptor, without the number that differs between two of a kind."""
     try:
         return re.sub(r"\[\d+\]$", "", str(descriptor.readlink()))
     except OSError:
@@ -226,7 +226,7 @@ def _kind(descriptor):
 
 
 @pytest.mark.long
-def test_a_hundred_moves_leak_no_descriptor_and_no_memory(pool):
+def test_hundred_moves_leak_no_descriptor_and_no_memory(pool):
     pool = pool("2x640MiB,context=8MiB", default_memory=64 * MiB, quiet_after=0.1)
 
     async def scenario():
@@ -236,9 +236,9 @@ def test_a_hundred_moves_leak_no_descriptor_and_no_memory(pool):
         everybody = [broker, *broker.children(recursive=True), psutil.Process(kernel.pid)]
 
         def descriptors():
-            """Return what each process has open, by kind and path, with how many of each."""
+            """Return the open descriptors of each process: how many, by kind and path."""
             found = [Counter(map(_kind, Path(f"/proc/{p.pid}/fd").iterdir())) for p in everybody]
-            # IPython saves its history from a thread, now and then.
+            # IPython saves its history from a thread at times.
             return [
                 Counter({k: n for k, n in one.items() if "profile_default" not in k})
                 for one in found
@@ -255,10 +255,10 @@ def test_a_hundred_moves_leak_no_descriptor_and_no_memory(pool):
             await release(pool, kernel)
             (await kernel.run("block.verify()")).check()
         more = [now - was for now, was in zip(descriptors(), before, strict=True)]
-        # SQLite keeps one of a closed connection for the next, while another connection is open.
+        # SQLite keeps the descriptor of a closed connection while another connection is open.
         more[0] -= Counter([str(path) for path in pool.folder.glob("state/journal-*.sqlite")])
         assert not any(more), more
-        # An event loop's pool of helper threads grows with use, up to this many (asyncio's own).
+        # An event loop's pool of threads grows with use, up to asyncio's own limit.
         most = min(32, (os.cpu_count() or 1) + 4)
         assert all(now <= was + most for now, was in zip(threads(), workers, strict=True))
         assert broker.children(recursive=True) == everybody[1:-1]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""This package beside what people have: resolved from the index, and installed beside pins."""
+"""This package beside users' packages: resolved from the index, and installed beside pins."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def uv(tmp_path_factory):
 
 
 def newest(uv, framework):
-    """Return the version of ``framework`` that a resolver picks where this package is not."""
+    """Return the version of ``framework`` that a resolver picks without this package."""
     done = subprocess.run(
         [
             *(*uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "-"),
@@ -74,7 +74,7 @@ def test_device_environment_resolves_for_every_python(uv):
 
 
 def test_pool_works_beside_the_pins_of_a_framework(tmp_path):
-    """What PyTorch 2.10 for CUDA 12.8 pins is in the environment of server, broker and kernel."""
+    """Server, broker and kernel have the versions that PyTorch 2.10 for CUDA 12.8 pins."""
     wheel, _ = build(tmp_path, env={"GPUPOOL_NO_LABEXTENSION": "1"})
     binaries = install(wheel, tmp_path / "venv")
     pip = [binaries / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
@@ -92,7 +92,7 @@ def test_pool_works_beside_the_pins_of_a_framework(tmp_path):
             "GPUPOOL_SOCKET": str(folder / "b.sock"),
             "JUPYTER_CONFIG_DIR": str(folder),
         }
-        # NOTEBOOKS asks that its Python has none of the packages; here it has unfit ones.
+        # NOTEBOOKS expects a Python without the packages; here it has unsuitable ones.
         code = NOTEBOOKS.replace('for name in ("cuda", "pynvml"):', "for name in ():")
         refused = command(binaries / "python", "-c", code, KERNEL_NAME, env=env, check=False)
         assert "Run: jupyter gpupool install-devices" in refused.stdout
@@ -100,7 +100,7 @@ def test_pool_works_beside_the_pins_of_a_framework(tmp_path):
         assert str(tmp_path / "venv" / "share" / "gpupool" / "devices") in done.stdout
         done = command(binaries / "python", "-c", code, KERNEL_NAME, env=env)
         assert done.stdout.endswith("all bytes are right\n")
-        # Without network: the wheels of another machine.
+        # Without a network: install wheels that were downloaded before.
         wheels = folder / "wheels"
         command(binaries / "jupyter", "gpupool", "install-devices", "--download", wheels, env=env)
         offline = ["install-devices", "--wheels", wheels, "--folder", folder / "devices"]
@@ -109,7 +109,7 @@ def test_pool_works_beside_the_pins_of_a_framework(tmp_path):
         assert f"c.GPUPool.device_python = '{folder}/devices/bin/python'" in done.stdout
 
 
-def test_the_lower_bounds_of_the_dependencies_work_together(uv, tmp_path):
+def test_lowest_allowed_dependencies_work_together(uv, tmp_path):
     """A server with the oldest versions that are allowed starts kernels, suspends and resumes."""
     wheel, _ = build(tmp_path, env={"GPUPOOL_NO_LABEXTENSION": "1"})
     venv = tmp_path / "venv"

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Eight notebooks of 600 MiB on two devices of 1.6 GiB: each gets its turn, every byte stays.
+"""Eight notebooks of 600 MiB on two devices of 1.6 GiB: each gets its turn, and no byte changes.
 
-The short form has a sixth of the bytes. Four fit at a time. Each kernel loops: check what the
-last round left on the device, free it, allocate anew, write every byte, compute, check. Between
-cells it is idle for a random while, as a person at a notebook is; then others take its place.
+The short form has a sixth of the bytes. Four fit at a time. Each kernel loops: it checks what the
+last round left on the device, frees it, allocates again, writes every byte, computes, checks.
+Between cells it is idle for a random time, as users are; then other kernels take its place.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .kit import MiB, Sampler
 
 KERNELS = 8
 
-#: Machine, and MiB of data. A slice is that, the emulated context of 64 MiB, and what a resume
-#: reserves on top; two fit on a device.
+#: Machine, and MiB of data. A slice has room for the data, the emulated context of 64 MiB, and the
+#: headroom of a resume; two slices fit on a device.
 LARGE = ("2x1638MiB,context=64MiB", 600)
 SMALL = ("2x384MiB,context=64MiB", 40)
 REST = 104
@@ -34,11 +34,11 @@ block = Block({data}).allocate().write({key}).compute()
 
 
 async def person(kernel, data, rng, deadline, idle):
-    """Use one notebook until the deadline, and at least four times; return the rounds done."""
+    """Use one notebook until the deadline, at least four times; return the number of rounds."""
     rounds = 0
     while rounds < 4 or time.monotonic() < deadline:
         (await kernel.run(ROUND.format(data=data, key=rounds), timeout=240)).check()
-        # The person thinks; the kernel is idle meanwhile and anybody may take its slice.
+        # The user thinks; meanwhile the kernel is idle and any other may take its slice.
         await asyncio.sleep(rng.uniform(*idle))
         (await kernel.run("block.verify()", timeout=240)).check()
         rounds += 1
@@ -68,7 +68,7 @@ async def soak(pool, data, seconds, seed, idle):
 
 def run_soak(pool, size, seconds, seed, idle, attach="lazy"):
     machine, data = size
-    # As often as it can be: no rest after a move, and idle as soon as nothing is running.
+    # As often as possible: no protection after a move, and idle as soon as nothing runs.
     pool = pool(
         machine,
         default_memory=(data + REST) * MiB,
@@ -83,13 +83,13 @@ def run_soak(pool, size, seconds, seed, idle, attach="lazy"):
     suspends = sum(s["suspends"] for s in sessions)
     moves = sum(s["migrations"] for s in sessions)
     print(f"seed {seed}: rounds {rounds}, {suspends} suspends, {moves} migrations, {seen}")
-    assert min(rounds) >= 2, f"somebody did not get on: {rounds}"
+    assert min(rounds) >= 2, f"a notebook made no progress: {rounds}"
     assert seen["compared"] > 0, "no NVML sample could be compared with what was granted"
-    # Eight do not fit where four do: unless slices went from hand to hand, nothing was tested.
+    # Only four of the eight fit: unless slices changed hands, this test checked nothing.
     assert suspends >= KERNELS, f"only {suspends} suspends"
     rows = pool.journal()
     assert not [row for row in rows if row["kind"] in ("lost", "failed")], rows
-    assert {s["resumes"] > 0 for s in sessions} == {True}, "somebody was never resumed"
+    assert {s["resumes"] > 0 for s in sessions} == {True}, "a kernel was never resumed"
 
 
 @pytest.mark.parametrize("attach", ["lazy", pytest.param("cell", marks=pytest.mark.long)])

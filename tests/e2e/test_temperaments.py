@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Real kernels on drivers that answer the open questions the other way.
 
-Which these are is in the emulator's README. Every process of a test has the temperaments, from its
-environment: broker, workers, kernels.
+The emulator's README lists them. Every process of a test (broker, workers, kernels) has these
+quirks from its environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOODS = {
 
 @pytest.mark.parametrize("mood", MOODS.values(), ids=MOODS)
 def test_a_notebook_idles_yields_and_comes_back(pool, monkeypatch, mood):
-    """One kernel leaves by itself, another takes the whole device, the first comes back whole."""
+    """One kernel is suspended, another takes the whole device, and the first is restored."""
     monkeypatch.setenv("EMUCUDA_FAULTS", mood)
     pool = pool("1x640MiB,context=32MiB", default_memory=SLICE, idle_timeout=0.5, overuse="end")
 
@@ -52,7 +52,7 @@ def test_a_notebook_idles_yields_and_comes_back(pool, monkeypatch, mood):
 
 
 def test_a_notebook_that_cannot_be_moved_waits_for_its_gpu(pool, monkeypatch):
-    """migration-refused: found by the self-test, so nobody even tries."""
+    """migration-refused: the self-test finds it, so the broker does not even try to move state."""
     monkeypatch.setenv("EMUCUDA_FAULTS", "migration-refused")
     pool = pool(MACHINE, default_memory=400 * MiB, attach="cell")
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Two people whose short cells take turns on one GPU: nobody waits for a GPU that is idle."""
+"""Two users whose short cells take turns on one GPU: no cell waits for an idle GPU."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SLICE = 400 * MiB  # two do not fit
 
 
 def swap(pool):
-    """Return the seconds that one suspend and one resume take, by the journal."""
+    """Return the seconds that one suspend and one resume take, from the journal."""
     rows = pool.journal()
     out = [row["seconds"] for row in rows if row["kind"] == "suspend"]
     back = [row["detail"]["driver_seconds"] for row in rows if row["kind"] == "resume"]
     return statistics.median(out) + statistics.median(back)
 
 
-def test_short_cells_in_turns_wait_for_the_move_only(pool):
-    """The cell has ended and nothing is in flight: idle at once, whatever ``quiet_after``.
+def test_short_cells_in_turns_wait_only_for_the_move(pool):
+    """The cell has ended and no call runs: the kernel is idle at once, whatever ``quiet_after`` is.
 
-    And not protected for a hundred times what the move takes, as the share alone would have it.
+    The slice is not protected for a hundred times the cost of a move, as the share alone would do.
     """
     pool = pool(ONE, default_memory=SLICE, quiet_after=600.0, max_swap_overhead=0.01)
 
@@ -47,8 +47,8 @@ def test_short_cells_in_turns_wait_for_the_move_only(pool):
     play(scenario())
 
 
-def test_a_thread_that_goes_on_after_its_cell_keeps_the_slice(pool):
-    """Its agent says that no cell runs; the calls of the thread say that it is in use."""
+def test_thread_that_outlives_its_cell_keeps_the_slice(pool):
+    """The agent reports no running cell, but the thread's calls show that the slice is in use."""
     pool = pool(ONE, default_memory=SLICE, quiet_after=0.5, max_swap_overhead=0.0)
     stop, count = pool.folder / "stop", pool.folder / "count"
 

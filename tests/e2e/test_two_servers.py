@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A second server with another configuration joins the living broker, and its user is told."""
+"""A second server with another configuration joins the living broker, and tells its user."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_second_server_says_which_configuration_is_in_force(pool, caplog):
         assert expected in said(cell), cell
         assert cell.text.endswith("hi\n")
         assert "another configuration" not in said((await second.run("1 + 1")).check())
-        # What it starts itself does not inherit the line.
+        # A child process of the kernel does not inherit the line.
         seen = await second.run("import os; print('GPUPOOL_NOTICE' in os.environ)")
         assert seen.text == "False\n"
         await pool.stop_kernels()
 
     play(scenario())
     assert sum("another configuration" in record.getMessage() for record in caplog.records) == 1
-    # Of a file that was changed after the start the commands tell.
+    # The commands show that a file was changed after the start.
     path.write_text(json.dumps({"GPUPool": {**pool.config, "idle_timeout": 7}}))
     status = command("status")
     assert "c.GPUPool.idle_timeout is 3600 s" in status, status

@@ -9,7 +9,7 @@ import pytest
 from . import cells
 from .scenes import play
 
-#: As torch.cuda.device_count() counts before CUDA is initialised: by the variable and NVML.
+#: As torch.cuda.device_count() counts before CUDA is initialised: from the variable and NVML.
 COUNT = """
 import pynvml
 def count():
@@ -42,12 +42,12 @@ def test_index_beyond_the_slice_selects_its_own_gpu(pool, value):
         again = await kernel.run("block = Block(16).allocate().write(1).verify()\nprint(count())")
         assert "names a GPU" not in again.check().text
         assert again.text.strip() == "1"
-        # After the import it changes nothing, and says the same.
+        # After the import the variable has no effect, and the message is the same.
         late = (
             await kernel.run("os.environ['CUDA_VISIBLE_DEVICES'] = '5'\nblock.verify()")
         ).check()
         assert late.text.count("names a GPU") == 1
-        # What the kernel starts sees its GPU, too.
+        # A child process of the kernel sees the kernel's GPU, too.
         code = "import ctypes; print('child', ctypes.CDLL('libcuda.so.1').cuInit(0))"
         child = (
             await kernel.run(
@@ -63,7 +63,7 @@ def test_index_beyond_the_slice_selects_its_own_gpu(pool, value):
 
 
 @pytest.mark.parametrize("value", ["", "-1"])
-def test_none_means_none(pool, value):
+def test_variable_without_a_gpu_hides_all_gpus(pool, value):
     pool = pool("2x512MiB,context=32MiB", default_memory="200MiB")
 
     async def scenario():
@@ -80,7 +80,7 @@ def test_none_means_none(pool, value):
 
 
 @pytest.mark.parametrize(("value", "seen"), [("1", [1]), ("1,0", [1, 0]), ("0,1", [0, 1])])
-def test_cell_can_choose_among_gpus_that_it_asked_for(pool, value, seen):
+def test_cell_can_choose_among_the_gpus_of_its_slice(pool, value, seen):
     pool = pool("2x512MiB,context=32MiB", default_memory="200MiB")
     code = """
 import os, pynvml

@@ -130,7 +130,7 @@ static void case_out_of_memory(void)
     size_t total = 0, free = 0, after = 0;
     uint64_t p = 0;
     OK(cuMemGetInfo_v2(&free, &total));
-    CHECK(free < total); /* the context costs something */
+    CHECK(free < total); /* the context takes memory */
     IS(cuMemAlloc_v2(&p, total + MIB), 2);
     OK(cuMemAlloc_v2(&p, 32 * MIB));
     OK(cuMemGetInfo_v2(&after, &total));
@@ -300,7 +300,7 @@ static void case_not_a_cuda_process(void)
     CHECK(thread_id(&c) < 0);
     IS(ask(&c, "init"), 0);
     CHECK(thread_id(&c) < 0);
-    IS(op(&c, 'l', 1000), 3); /* cuInit alone: nothing to suspend */
+    IS(op(&c, 'l', 1000), 3); /* cuInit alone leaves nothing to suspend */
     end(&c);
     CHECK(op(&c, 'l', 1000) != 0); /* gone */
 }
@@ -312,7 +312,7 @@ static void case_lock_timeout(void)
     IS(ask(&c, "spin 1500"), 0);
     IS(op(&c, 'l', 200), 600);
     IS(state(&c), 0);
-    IS(op(&c, 'l', 10000), 0); /* drains */
+    IS(op(&c, 'l', 10000), 0); /* the work drains */
     IS(op(&c, 'u', 0), 0);
     IS(ask(&c, "verify"), 0);
     end(&c);
@@ -412,11 +412,11 @@ static void case_stopped_target(void)
     IS(ask(&c, "alloc 1"), 0);
     kill(c.pid, SIGSTOP);
     pid_t caller = fork_op(&c, 'l', 100);
-    CHECK(!ends_within(caller, 500)); /* the time-out does not help */
+    CHECK(!ends_within(caller, 500)); /* the lock's time-out does not help */
     kill(caller, SIGKILL);
     waitpid(caller, NULL, 0);
     kill(c.pid, SIGCONT);
-    if (state(&c) == 1) /* the request may still have been served */
+    if (state(&c) == 1) /* the request may have succeeded */
         IS(op(&c, 'u', 0), 0);
     IS(state(&c), 0);
     IS(ask(&c, "verify"), 0);
@@ -436,7 +436,7 @@ static void case_restore_without_room(void)
     CHECK(op(&c, 'r', 0) != 0);
     IS(state(&c), 3);
     end(&hog);
-    CHECK(op(&c, 'r', 0) != 0); /* permanently, although there is room now */
+    CHECK(op(&c, 'r', 0) != 0); /* the failure is permanent, although there is room now */
     IS(op(&c, 'u', 0), 401);
     end(&c);
 }

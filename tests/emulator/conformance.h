@@ -74,7 +74,7 @@ int main(int argc, char **argv)
         bool leave_out = false;
         for (int i = 1; i < argc; i++)
             leave_out = leave_out || !strcmp(argv[i], t->name);
-        wanted = wanted || !strcmp(t->name, "copies"); /* the cases before it need no context */
+        wanted = wanted || !strcmp(t->name, "copies"); /* the cases above need no context */
         number++;
         if (leave_out) {
             printf("ok %d - %s # SKIP by request\n", number, t->name);

@@ -62,7 +62,7 @@ static void case_graph_work(void)
     OK(cuGraphGetNodes(graph, NULL, &nodes));
     IS(nodes, 6);
     OK(cuGraphInstantiateWithFlags(&run, graph, 0));
-    OK(cuGraphDestroy(graph)); /* the executable graph stays */
+    OK(cuGraphDestroy(graph)); /* the executable graph remains */
     OK(cuGraphLaunch(run, stream));
     OK(cuGraphLaunch(run, stream));
     OK(cuStreamSynchronize(stream));
@@ -126,7 +126,7 @@ static void case_graph_memory_outlives(void)
     OK(cuStreamSynchronize(stream));
     OK(cuMemsetD32_v2(alloc.address, 9, 16));
     CHECK(graph_figure(0) >= 32 * MIB);
-    CHECK(cuGraphLaunch(run, stream) != 0); /* it is still there */
+    CHECK(cuGraphLaunch(run, stream) != 0); /* the memory is still in use */
     OK(cuMemFreeAsync(alloc.address, stream));
     OK(cuGraphLaunch(run, stream));
     OK(cuStreamSynchronize(stream));
@@ -153,7 +153,7 @@ static void case_graph_out_of_memory(void)
     OK(cuGraphCreate(&graph, 0));
     for (int i = 0; i < 2; i++)
         OK(cuGraphAddMemAllocNode(&node, graph, NULL, 0, &alloc));
-    OK(cuGraphInstantiateWithFlags(&run, graph, 0)); /* the address is fixed, the bytes are not taken yet */
+    OK(cuGraphInstantiateWithFlags(&run, graph, 0)); /* the address is fixed, the memory not allocated */
     IS(cuGraphLaunch(run, stream), 2);
     OK(cuStreamSynchronize(stream));
     OK(cuGraphExecDestroy(run));
@@ -188,7 +188,7 @@ static void case_capture(void)
     IS(state, 0);
     OK(cuGraphGetNodes(graph, NULL, &nodes));
     IS(nodes, 5);
-    CHECK(back[0] == 0); /* recorded, not done */
+    CHECK(back[0] == 0); /* recorded but not executed */
     OK(cuGraphInstantiateWithFlags(&run, graph, 0));
     OK(cuGraphLaunch(run, stream));
     OK(cuStreamSynchronize(stream));
@@ -210,7 +210,7 @@ static void case_capture_refusals(void)
     IS(cuStreamBeginCapture_v2(stream, 0), 401);
     OK(cuEventRecord(event, stream));
     IS(cuEventQuery(event), 907);
-    IS(cuStreamSynchronize(stream), 900); /* ends the capture, in fact */
+    IS(cuStreamSynchronize(stream), 900); /* it ends the capture */
     IS(cuMemsetD32Async(0, 0, 0, stream), 901);
     IS(cuStreamEndCapture(stream, &graph), 901);
     CHECK(graph == NULL);

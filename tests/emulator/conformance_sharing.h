@@ -56,9 +56,9 @@ static void case_shared_vmm(void)
     OK(cuMemSetAccess(va, 2 * MIB, &access, 1));
     put_pattern(va, 2 * MIB);
     OK(cuMemExportToShareableHandle(&fd, handle, 1, 0));
-    OK(cuMemImportFromShareableHandle(&again, (void *)(intptr_t)fd, 1)); /* here, too */
+    OK(cuMemImportFromShareableHandle(&again, (void *)(intptr_t)fd, 1)); /* also in this process */
     OK(cuMemRelease(again));
-    int copy = dup(fd); /* one that a child inherits */
+    int copy = dup(fd); /* a handle that a child inherits */
     struct child c = start(NULL);
     sprintf(command, "vmm %d", copy);
     IS(ask(&c, command), 0);
@@ -100,7 +100,7 @@ static void case_shared_pool(void)
     OK(cuStreamDestroy_v2(stream));
 }
 
-/* Reported of drivers before 610. Leave this case out where a later driver can do it. */
+/* Reported for drivers before 610. Leave this case out if a later driver supports it. */
 static void case_exported_memory_is_not_suspended(void)
 {
     struct child c = start(NULL);
@@ -149,7 +149,7 @@ static void case_registered_memory(void)
     uint64_t device = 0;
     size_t before = free_memory();
     OK(cuMemHostRegister_v2(host, 32 * MIB, 0));
-    CHECK(before - free_memory() < 16 * MIB); /* it is not device memory */
+    CHECK(before - free_memory() < 16 * MIB); /* host memory */
     IS(cuMemHostRegister_v2(host, 32 * MIB, 0), 712);
     OK(cuMemHostGetDevicePointer_v2(&device, host, 0));
     OK(cuMemsetD32_v2(device, 0x11111111, 4));

@@ -115,7 +115,7 @@ class Target:
         return found
 
     def hangs(self, seconds=0.3):
-        """Whether the statements are still running after ``seconds``."""
+        """Return whether the statements still run after ``seconds``."""
         return not select.select([self.process.stdout], [], [], seconds)[0]
 
     def signal(self, number):
@@ -132,7 +132,7 @@ class Target:
         return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def kill(self):
-        self.process.send_signal(signal.SIGKILL)  # nothing, if it has ended
+        self.process.send_signal(signal.SIGKILL)  # no effect on a process that has ended
         status = self.process.wait(TIMEOUT)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Differences between the emulated driver and records of NVIDIA's libraries, and their reasons.
 
-``tests/driver_records`` makes the records, and holds those of some of NVIDIA's drivers.
+``tests/driver_records`` makes the records, and has those of some of NVIDIA's drivers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.driver_records.record import functions
 
 @dataclass(frozen=True)
 class Difference:
-    """A question with two answers."""
+    """A question with two different answers."""
 
     #: The part of the record, and the question.
     section: str
@@ -27,13 +27,13 @@ class Difference:
     emulated: Any
 
     def __str__(self) -> str:
-        """Return one line for a reader."""
+        """Return one line of text."""
         return f"{self.section}: {self.question}: {self.real}, emulated {self.emulated}"
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why some differences stay. A pattern must match the whole text; None matches any."""
+    """Why some differences remain. A pattern must match the whole text; None matches any text."""
 
     why: str
     section: str
@@ -42,7 +42,7 @@ class Reason:
     emulated: Any = None
 
     def covers(self, found: Difference) -> bool:
-        """Whether this reason explains the difference."""
+        """Return whether this reason explains the difference."""
         return bool(
             re.fullmatch(self.section, found.section)
             and re.fullmatch(self.question, found.question)
@@ -54,7 +54,7 @@ class Reason:
 _HANDLE = "The driver reads an invalid handle before it checks that it is initialised."
 _AFTER = "A failed cuInit leaves the driver half initialised: calls check their handle."
 
-#: Differences from the newest record that stay. A test checks that each exists.
+#: Known differences from the newest record. A test checks that each exists.
 REASONS = (
     Reason("The emulated driver is one of CUDA 13.", "arguments", "cuDriverGetVersion after.*"),
     Reason("Codes of later drivers.", "cuda_errors", "36|226|721|916", [1, 1]),

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The package without the product: ``python -m emucuda``, and a wheel of its own."""
+"""The package by itself: ``python -m emucuda``, and its own wheel."""
 
 import os
 import re
@@ -37,7 +37,7 @@ call("cuMemcpyDtoH_v2", host, address, ctypes.c_size_t(4096))
 print(name.value.decode(), set(host))
 """
 
-#: Everything that publishing the package by itself takes.
+#: All files that the package needs to be published by itself.
 PROJECT = """
 [build-system]
 requires = ["hatchling>=1.27"]
@@ -65,7 +65,7 @@ def emulate(*arguments, **options):
     return run(sys.executable, "-m", "emucuda", *arguments, **options)
 
 
-def test_the_package_works_where_the_product_is_not_installed(tmp_path):
+def test_package_works_without_the_product(tmp_path):
     pytest.importorskip("hatchling")
     ignored = shutil.ignore_patterns("lib", "__pycache__")
     shutil.copytree(FOLDER, tmp_path / "source" / "emucuda", ignore=ignored)
@@ -92,7 +92,7 @@ def test_programs_with_one_state_directory_share_devices(tmp_path):
     assert (tmp_path / "machine" / "machine").exists()
 
 
-def test_a_c_program_links_without_a_cuda_toolkit(tmp_path):
+def test_c_program_links_without_a_cuda_toolkit(tmp_path):
     (tmp_path / "program.c").write_text(
         "#include <stdio.h>\nint cuInit(unsigned), cuDeviceGetCount(int *);\n"
         'int main(void) { int n = 0; cuInit(0); cuDeviceGetCount(&n); printf("%d\\n", n); }\n'
@@ -103,7 +103,7 @@ def test_a_c_program_links_without_a_cuda_toolkit(tmp_path):
     assert emulate(*state, "2x1GiB", tmp_path / "program").stdout == "2\n"
 
 
-def test_without_a_program_it_prints_variables_for_a_shell(tmp_path):
+def test_without_a_program_it_prints_shell_variables(tmp_path):
     script = 'eval "$("$0" -m emucuda --state "$1" 1x1GiB)"; exec "$0" -c "$2"'
     done = run("sh", "-c", script, sys.executable, tmp_path / "a b", PROGRAM)
     assert done.stdout.endswith("{7}\n")
@@ -124,7 +124,7 @@ def test_a_program_runs_under_faults(tmp_path):
         (["1x1GiB", "no-such-program"], 127, "no-such-program cannot be started: No such file"),
     ],
 )
-def test_mistakes_get_one_sentence(arguments, status, said):
+def test_mistakes_get_a_one_sentence_error(arguments, status, said):
     done = emulate(*arguments, check=False)
     assert done.returncode == status
     assert done.stderr.startswith("emucuda: ")

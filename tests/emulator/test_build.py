@@ -15,7 +15,7 @@ def test_only_stale_libraries_are_compiled(tmp_path, monkeypatch):
     names = ["libcuda.so", "libcuda.so.1", "libnvidia-ml.so", "libnvidia-ml.so.1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     before = (tmp_path / "libcuda.so.1").stat().st_ino
-    monkeypatch.setenv("CC", f"{sys.executable} -c raise")  # would fail
+    monkeypatch.setenv("CC", f"{sys.executable} -c raise")  # fails if it runs
     build.compile(tmp_path)
     assert (tmp_path / "libcuda.so.1").stat().st_ino == before
     monkeypatch.delenv("CC")
@@ -32,14 +32,14 @@ def test_a_missing_compiler_names_what_to_install(tmp_path, monkeypatch, capsys)
     assert "'no-such-compiler' is not on PATH" in capsys.readouterr().err
 
 
-def test_a_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+def test_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CC", "false")
     assert build.main(["--out", str(tmp_path)]) == 1
     assert "failed with status 1" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unwritable_directory_is_reported(tmp_path, capsys):
+def test_unwritable_directory_is_reported(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert build.main(["--out", str(tmp_path / "file" / "lib")]) == 1
     assert "--out" in capsys.readouterr().err

@@ -25,14 +25,14 @@ _ = 1
 
 
 def rss(pid):
-    """Bytes of host memory of a process."""
+    """Return the bytes of host memory of a process."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
 @pytest.fixture
 def watch(emulated):
-    """A machine of 2 x 1 GiB with 32 MiB contexts, and a process that reads it by NVML."""
+    """A machine of 2 x 1 GiB with 32 MiB contexts, and a process that reads it through NVML."""
     machine = emulated()
     watcher = machine.target()
     watcher.do(NVML)
@@ -115,7 +115,7 @@ def test_a_killed_process_frees_its_memory(watch):
     assert other.attempt("context(); ok(D.cuMemAlloc(900 << 20))") == ("failed", 2)
     os.kill(child.pid, signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie until it is reaped
-    assert look("used(0)") == 32 * MIB  # the other's context
+    assert look("used(0)") == 32 * MIB  # the other process's context
     assert other.do("ok(D.cuMemAlloc(900 << 20)); _ = 1") == 1
 
 
@@ -217,7 +217,7 @@ def test_processes_killed_while_they_allocate_leak_nothing(watch):
         assert look("used(0)") == 0
 
 
-def test_a_host_access_to_device_memory_faults(emulated):
+def test_host_access_to_device_memory_is_a_fault(emulated):
     child = emulated().target()
     child.send("context(); p = ok(D.cuMemAlloc(4096)); ctypes.memset(int(p), 0, 1)")
     with pytest.raises(EOFError, match=str(-signal.SIGSEGV)):
@@ -230,7 +230,7 @@ def test_a_host_access_to_device_memory_faults(emulated):
         ("0", [0]),
         ("2,0", [2, 0]),
         (" 1 , 2", [1, 2]),
-        ("1,7,0", [1]),  # ends at the first that does not exist
+        ("1,7,0", [1]),  # the list ends at the first device that does not exist
         ("1,-1,0", [1]),
         ("1,1", None),
         ("", None),
@@ -242,7 +242,7 @@ def test_a_host_access_to_device_memory_faults(emulated):
         ("GPU-", None),  # ambiguous
     ],
 )
-def test_visible_devices(emulated, visible, want):
+def test_visible_devices_select_and_order_devices(emulated, visible, want):
     machine = emulated("3x1GiB")
     uuids = machine.run("""
 import pynvml
@@ -290,11 +290,11 @@ def test_threads_share_the_driver(emulated):
     """
     bad, free = child.do(dedent(code))
     assert bad == []
-    assert free >= GIB - 32 * MIB - 64 * MIB  # at most the pool's idle reserve is gone
+    assert free >= GIB - 32 * MIB - 64 * MIB  # at most the pool's idle reserve is missing
 
 
 def test_mapped_memory_without_access_is_refused(emulated):
-    """Not part of the conformance program: a real driver may end the context for it."""
+    """The conformance program omits this: a real driver may end the context for it."""
     child = emulated("1x1GiB").target()
     code = """
     context()

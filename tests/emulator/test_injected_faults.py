@@ -28,16 +28,16 @@ def state(worker, target):
     return worker.do(f"_ = Process({target.pid}).state")
 
 
-def test_slow_copies(trio):
+def test_slow_copies_limit_bandwidth_in_their_scope(trio):
     machine, target, worker = trio
     timed = "start = time.monotonic(); put(p, bytes_of(4_000_000)); _ = time.monotonic() - start"
     machine.faults.set("slow-copies", bandwidth="20MB/s")
     assert target.do(timed) >= 0.2
     machine.faults.set("slow-copies", bandwidth=20_000_000, device=1)
-    assert target.do(timed) >= 0.2  # another scope: both apply
+    assert target.do(timed) >= 0.2  # another scope, so both apply
     machine.faults.clear()
     machine.faults.set("slow-copies", bandwidth=1, device=1)
-    target.do(timed)  # device 0 is as it was: at a byte a second it would not return
+    target.do(timed)  # device 0 is not slow: at a byte a second the call would not return
     machine.faults.clear()
     machine.faults.set("slow-copies", bandwidth="40MB/s", pid=target.pid)
     start = time.monotonic()
@@ -46,7 +46,7 @@ def test_slow_copies(trio):
     assert time.monotonic() - start >= 0.2
 
 
-def test_lock_timeout_by_count_and_pid(trio):
+def test_lock_timeout_applies_by_count_and_pid(trio):
     machine, target, worker = trio
     machine.faults.set("lock-timeout", pid=target.pid + 1)
     assert call(worker, target, "lock", 50) is None
@@ -54,14 +54,14 @@ def test_lock_timeout_by_count_and_pid(trio):
     machine.faults.clear("lock-timeout")
     machine.faults.set("lock-timeout", pid=target.pid, count=2)
     assert call(worker, target, "lock", 50) == "CUDA_ERROR_NOT_READY"
-    machine.faults.set("nvml-missing-pids")  # the count survives a rewrite of the file
+    machine.faults.set("nvml-missing-pids")  # the count outlasts a new version of the file
     assert call(worker, target, "lock", 50) == "CUDA_ERROR_NOT_READY"
     assert state(worker, target) == "running"
     assert call(worker, target, "lock", 50) is None
     assert state(worker, target) == "locked"
 
 
-def test_checkpoint_refused(trio):
+def test_refused_checkpoint_leaves_the_process_running(trio):
     machine, target, worker = trio
     machine.faults.set("checkpoint-refused", count=1)
     call(worker, target, "lock", 1000)
@@ -69,13 +69,13 @@ def test_checkpoint_refused(trio):
     assert "not supported" in text
     assert state(worker, target) == "locked"
     assert call(worker, target, "unlock") is None
-    assert target.do("_ = len(get(p, 100))") == 64  # it survives
+    assert target.do("_ = len(get(p, 100))") == 64  # the process survives
     machine.faults.set("checkpoint-refused", code=999)
     call(worker, target, "lock", 1000)
     assert call(worker, target, "checkpoint") == "CUDA_ERROR_UNKNOWN"
 
 
-def test_restore_failed(trio):
+def test_failed_restore_is_permanent(trio):
     machine, target, worker = trio
     machine.faults.set("restore-failed", device=0, count=1)
     call(worker, target, "lock", 1000)
@@ -85,7 +85,7 @@ def test_restore_failed(trio):
     assert call(worker, target, "restore") == "CUDA_ERROR_OPERATING_SYSTEM"
 
 
-def test_device_lost(trio):
+def test_lost_device_ends_its_contexts(trio):
     machine, target, worker = trio
     worker.do("events = n.nvmlEventSetCreate()")
     worker.do("n.nvmlDeviceRegisterEvents(handle(0), n.nvmlEventTypeXidCriticalError, events)")
@@ -128,7 +128,7 @@ def test_a_restore_onto_a_lost_device_is_fatal(trio):
     assert state(worker, target) == "failed"
 
 
-def test_nvml_missing_pids(trio):
+def test_nvml_lists_no_processes_under_the_fault(trio):
     machine, target, worker = trio
     assert worker.do("_ = pids()") == [target.pid]
     machine.faults.set("nvml-missing-pids", device=1)
@@ -140,7 +140,7 @@ def test_nvml_missing_pids(trio):
 
 
 @pytest.mark.parametrize("name", ["lock", "checkpoint"])
-def test_hang(trio, name):
+def test_hang_blocks_the_call_permanently(trio, name):
     machine, target, worker = trio
     machine.faults.set("hang", op=name, count=1)
     if name == "checkpoint":
@@ -154,7 +154,7 @@ def test_hang(trio, name):
     assert state(other, target) == ("locked" if name == "checkpoint" else "running")
 
 
-def test_faults_from_the_environment(emulated):
+def test_faults_are_read_from_the_environment(emulated):
     machine = emulated()
     worker = machine.target()
     worker.do(WORKER)
@@ -172,7 +172,7 @@ def test_a_fault_file_written_by_hand_is_read(trio):
     assert call(worker, target, "lock", 10) is None
 
 
-def test_faults_of_several_writers_add_up(trio):
+def test_faults_of_several_writers_all_apply(trio):
     machine, target, worker = trio
     machine.faults.set("lock-timeout")
     Faults(machine.state_dir).set("nvml-missing-pids")
@@ -185,7 +185,7 @@ def test_faults_of_several_writers_add_up(trio):
     assert worker.do("_ = pids()") == [target.pid]
 
 
-def test_faults_set_before_the_machine_exists(emulated):
+def test_faults_may_be_set_before_the_machine_exists(emulated):
     machine = emulated()
     machine.faults.set("device-lost", device=0)
     assert machine.target().attempt("context(0)") == ("failed", 46)

@@ -188,7 +188,7 @@ def test_one_state_directory_is_one_machine(emulated):
     assert child.do("context(); _ = 1") == 1
     assert machine.run(INIT, EMUCUDA_MACHINE="2x2GiB") == "803 18"
     child.kill()
-    assert machine.run(INIT, EMUCUDA_MACHINE="2x2GiB") == "0 0"  # nobody used the old one
+    assert machine.run(INIT, EMUCUDA_MACHINE="2x2GiB") == "0 0"  # no process used the old machine
 
 
 UUIDS = """

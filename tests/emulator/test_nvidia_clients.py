@@ -43,11 +43,11 @@ def test_cuda_bindings_resolves_common_calls(emulated):
     """
     lines = emulated().run(dedent(code)).splitlines()
     found = {name: found == "1" for name, found in (line.split() for line in lines)}
-    assert len(found) > 450  # every name that the client asks for got an answer
+    assert len(found) > 450  # every name that the client looks up got an answer
     assert [name for name in NEEDED.split() if not found.get(name)] == []
 
 
-def test_a_missing_call_is_a_clean_error(emulated):
+def test_missing_call_is_a_clean_error(emulated):
     code = """
     from cuda.bindings import driver as D
     D.cuInit(0)
@@ -60,7 +60,7 @@ def test_a_missing_call_is_a_clean_error(emulated):
 
 
 def test_each_entry_is_reachable_by_its_symbol(emulated):
-    """The table of cuGetProcAddress names symbols that the library exports, too."""
+    """The library exports every symbol in the table of cuGetProcAddress."""
     text = (SOURCES / "entries.h").read_text()
     entries = re.findall(r'^\s*ENTRY1?\("(\w+)", (\d+), (\w+)(?:, (\w+))?\)', text, re.M)
     assert len(entries) > 150
@@ -90,7 +90,7 @@ def test_each_entry_is_reachable_by_its_symbol(emulated):
     emulated().run(dedent(code), ";".join(",".join(entry) for entry in entries))
 
 
-def test_cuda_core(emulated):
+def test_cuda_core_runs_on_the_emulated_driver(emulated):
     code = """
     import numpy as np
     from cuda.core import *
@@ -132,7 +132,7 @@ def test_cuda_core(emulated):
     assert emulated().run(dedent(code)) == "good"
 
 
-def test_kernels_compute_and_take_time(emulated):
+def test_kernels_compute_and_take_modelled_time(emulated):
     code = """
     import numpy as np
     from cuda.core import *
@@ -178,7 +178,7 @@ def test_kernels_compute_and_take_time(emulated):
 
 
 def test_streams_wait_for_one_another(emulated):
-    """Default-stream semantics, by the modelled end of a 100 ms kernel."""
+    """Default streams wait for blocking streams, until the modelled end of a 200 ms kernel."""
     child = emulated().target()
     child.do(
         dedent("""
@@ -207,7 +207,7 @@ def test_streams_wait_for_one_another(emulated):
     assert child.do("_ = [busy(s) for s in (0, blocking, free)]") == [False] * 3
 
 
-def test_per_thread_streams(emulated):
+def test_clients_can_use_per_thread_streams(emulated):
     code = """
     import sys
     from cuda.bindings import driver as D
@@ -241,7 +241,7 @@ def test_arrays_are_accounted(emulated):
     assert child.do("_ = ok(D.cuMemGetInfo())") == (1 << 30, 1 << 30)
 
 
-def test_nvidia_ml_py(emulated):
+def test_nvidia_ml_py_reads_the_emulated_machine(emulated):
     code = """
     import os
     from pynvml import *
@@ -345,7 +345,7 @@ def test_nvml_works_before_and_after_fork(emulated):
 
 
 @pytest.mark.parametrize("flag", ["-1"])
-def test_nvitop_starts(emulated, flag):
+def test_nvitop_starts_on_the_emulated_machine(emulated, flag):
     machine = emulated()
     child = machine.target()
     child.do("context(); ok(D.cuMemAlloc(100 << 20))")
@@ -362,7 +362,7 @@ def test_nvitop_starts(emulated, flag):
     assert re.search(rf"\b{child.pid}\b", done.stdout)
 
 
-def test_threads_go_on_through_suspends(emulated):
+def test_threads_continue_through_suspends(emulated):
     machine = emulated("1x1GiB")
     child, worker = machine.target(), machine.target()
     child.do(
@@ -402,7 +402,7 @@ def test_threads_go_on_through_suspends(emulated):
     assert child.do(code) == ([], True)
 
 
-def test_the_libraries_carry_the_names_of_the_real_ones():
+def test_libraries_have_the_names_of_the_real_ones():
     lib = SOURCES.parent / "lib"
     for soname in libraries():
         assert (lib / soname.removesuffix(".1")).resolve() == (lib / soname).resolve()
@@ -413,6 +413,6 @@ def test_the_libraries_carry_the_names_of_the_real_ones():
         assert "TEXTREL" not in dynamic
 
 
-def test_files_stay_small():
+def test_source_files_stay_small():
     for path in [*Path(SOURCES).glob("*.[ch]"), *SOURCES.parent.glob("*.py")]:
         assert len(path.read_text().splitlines()) <= 600, path

@@ -13,7 +13,7 @@ import pytest
 from tests.emulator.asking import WORKER
 
 MiB = 1 << 20
-HAS = 40 * MiB  # context included
+HAS = 40 * MiB  # including the context
 
 MORE = """
 def used(i=0):
@@ -26,7 +26,7 @@ _ = 1
 
 
 class Trio:
-    """A machine, a process with 8 MiB on its first device, and one that observes it."""
+    """A machine, a process with 8 MiB on its first device, and a process that observes it."""
 
     def __init__(self, machine):
         self.faults = machine.faults
@@ -67,7 +67,7 @@ def test_residue_is_used_but_belongs_to_no_process(trio):
     trio.faults.set("residue", device=0, bytes="100MiB")
     assert (trio.ask("used()"), trio.listed()) == (HAS + 100 * MiB, HAS)
     assert trio.ask("used(1)") == 0
-    # The residue cannot be allocated: 116 MiB are left.
+    # No process can allocate the residue: 116 MiB are left.
     assert trio.target.do("_ = D.cuMemAlloc(118 << 20)[0].name") == "CUDA_ERROR_OUT_OF_MEMORY"
     assert trio.target.do("_ = D.cuMemAlloc(116 << 20)[0].name") == "CUDA_SUCCESS"
 
@@ -85,12 +85,12 @@ def test_nvml_waits_for_a_copy_to_end(trio):
     other.do(WORKER)
     other.send(f"_ = call({trio.target.pid}, 'checkpoint')")
     assert other.hangs(0.2)
-    # Asked during the copy, answered after it.
+    # The question comes during the copy, the answer after it.
     assert trio.ask("used()") == 0
     assert other.reply() is None
 
 
-def test_nvml_is_late_to_list_and_to_forget(trio):
+def test_nvml_may_list_and_forget_a_process_late(trio):
     trio.faults.set("nvml-late", ms=3_600_000)
     assert trio.listed() is None
     trio.faults.clear()
@@ -167,7 +167,7 @@ def test_a_lock_may_ignore_its_timeout(trio):
 
 
 def test_unknown_faults_in_the_environment_are_reported(emulated):
-    """Otherwise a suite meant to run under a fault would run without it."""
+    """Otherwise a suite under a misspelt fault would run without it."""
     variables = {"EMUCUDA_FAULTS": "nonsense bytes=3; ;residue bytes=8MiB"}
     done = subprocess.run(
         [sys.executable, "-c", "import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))"],

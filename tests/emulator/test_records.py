@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The emulated driver against records of what NVIDIA's libraries answer without a device."""
+"""The emulated driver's answers without a device, compared with records of NVIDIA's libraries."""
 
 import copy
 import ctypes
@@ -55,7 +55,7 @@ def test_without_a_machine_it_answers_like_nvidia(newest, alone):
     found = list(parity.differences(newest, alone))
     excused = _excused(found)
     assert [str(difference) for difference in found if difference not in excused] == []
-    # A reason without a difference would hide a later one.
+    # A reason without a difference would hide a later difference.
     idle = [r for r in parity.REASONS if not any(r.covers(difference) for difference in found)]
     assert idle == []
 
@@ -170,7 +170,7 @@ def _address_and_text():
 
 
 def test_the_zeroed_buffer_has_a_fixed_address():
-    """Otherwise calls that take its address for a count would differ between records."""
+    """Otherwise calls that read its address as a count would differ between records."""
     (at, text), second = child.ask(_address_and_text), child.ask(_address_and_text)
     assert second == [at, text]
     assert text == "00" * (1 << 16)
@@ -186,7 +186,7 @@ def test_debugger_functions_are_listed_and_never_called(newest):
     assert not any(calls.asked(name, kind, anywhere=False) for kind in kinds for name in listed)
 
 
-def test_a_forms_text_gives_the_symbol_of_a_version():
+def test_text_of_a_form_gives_the_symbol_of_a_version():
     text = "2000:~ 3020:~_v2 12000:cuOther"
     found = [procaddr.forms_at(text, "cuX", v) for v in (1990, 2000, 3010, 3020, 11990, 12000)]
     assert found == ["0/2", "cuX", "cuX", "cuX_v2", "cuX_v2", "cuOther"]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Long forms: sanitizers, and callers killed at any instant of a suspend."""
+"""Long forms: runs under sanitizers, and kills of callers at any instant of a suspend."""
 
 import os
 import random
@@ -39,7 +39,7 @@ if p.state == "locked":
 
 
 @pytest.mark.parametrize("kind", ["address", "thread"])
-def test_the_conformance_suite_under_a_sanitizer(emulated, tmp_path, kind):
+def test_conformance_suite_passes_under_a_sanitizer(emulated, tmp_path, kind):
     build.compile(tmp_path / "lib", sanitize=kind)
     program, machine = tmp_path / "conformance", emulated()
     source = str(HERE / "conformance.c")
@@ -53,7 +53,7 @@ def test_the_conformance_suite_under_a_sanitizer(emulated, tmp_path, kind):
         timeout=30,
         check=True,
     ).stdout.strip()
-    options = "handle_segv=0:detect_leaks=0:halt_on_error=1"  # one case is meant to crash
+    options = "handle_segv=0:detect_leaks=0:halt_on_error=1"  # one case crashes on purpose
     env = {
         **os.environ,
         **machine.env,

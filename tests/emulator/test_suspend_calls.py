@@ -15,7 +15,7 @@ import pytest
 MIB = 1 << 20
 GIB = 1 << 30
 
-#: A process that suspends and resumes others.
+#: A process that suspends and resumes other processes.
 WORKER = """
 from cuda.core.checkpoint import Process
 import pynvml as n
@@ -75,7 +75,7 @@ ALL_SIZES = "sum(sizes)"
 
 @pytest.fixture
 def pair(emulated):
-    """A target with every kind of device memory on 2 x 1 GiB, and a worker."""
+    """A target with each kind of device memory on 2 x 1 GiB, and a worker."""
     machine = emulated()
     target, worker = machine.target(), machine.target()
     worker.do(WORKER)
@@ -85,7 +85,7 @@ def pair(emulated):
 
 
 def status(pid, field):
-    """Bytes of a field of /proc/<pid>/status."""
+    """Return the bytes of a field of /proc/<pid>/status."""
     text = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(rf"^{field}:\s+(\d+) kB", text, re.M)[1]) * 1024
 
@@ -108,7 +108,7 @@ def test_the_copy_is_memory_of_the_target(pair):
     anonymous, whole = status(target.pid, "RssAnon"), status(target.pid, "VmRSS")
     worker.do(f"suspend({target.pid})")
     assert status(target.pid, "RssAnon") - anonymous > 200 * MIB
-    assert status(target.pid, "VmRSS") - whole < 16 * MIB  # one copy, not two
+    assert status(target.pid, "VmRSS") - whole < 16 * MIB  # one copy
     worker.do(f"resume({target.pid})")
     assert status(target.pid, "RssAnon") - anonymous < 16 * MIB
 
@@ -184,9 +184,9 @@ def test_a_restore_without_room_is_fatal(pair):
     assert kind == "raised"
     assert "CUDA_ERROR_OPERATING_SYSTEM" in text
     assert worker.do(f"_ = Process({target.pid}).state") == "failed"
-    assert worker.do("_ = used()") == GIB  # it keeps what it could get
+    assert worker.do("_ = used()") == GIB  # it keeps the memory that it got
     hog.kill()
-    assert worker.attempt(f"resume({target.pid})")[0] == "raised"  # permanently
+    assert worker.attempt(f"resume({target.pid})")[0] == "raised"  # the failure is permanent
     assert worker.attempt(f"_ = Process({target.pid}).unlock()")[0] == "raised"
     target.send("_ = digest()")
     assert target.hangs()
@@ -202,7 +202,7 @@ def test_a_killed_target_ends_the_call(emulated, bandwidth):
     target.do("context(); p = ok(D.cuMemAlloc(64 << 20)); put(p, bytes_of(64 << 20))")
     worker.do(f"Process({target.pid}).lock(5000)")
     if bandwidth == "0":
-        target.signal(signal.SIGSTOP)  # holds the call at its start
+        target.signal(signal.SIGSTOP)  # the call hangs at its start
     worker.send(f"Process({target.pid}).checkpoint()")
     assert worker.hangs(0.2)
     target.kill()
@@ -223,7 +223,7 @@ def test_a_checkpoint_completes_without_its_caller(emulated, until):
     dying.send(f"Process({target.pid}).checkpoint()")
     assert dying.hangs(0.2)
     dying.kill()
-    assert worker.do(f"_ = Process({target.pid}).state") == "checkpointed"  # waits for it
+    assert worker.do(f"_ = Process({target.pid}).state") == "checkpointed"  # after the copy
     restoring = machine.target()
     restoring.do(WORKER)
     restoring.send(f"Process({target.pid}).restore()")
@@ -255,7 +255,7 @@ def test_a_stopped_target_hangs_the_call(pair):
     assert target.do("_ = digest()") == digest
 
 
-def test_a_process_suspends_itself(pair):
+def test_process_can_suspend_itself(pair):
     _, target, _, digest = pair
     target.do(
         dedent("""
@@ -268,7 +268,7 @@ def test_a_process_suspends_itself(pair):
 
 
 def test_two_large_processes_take_turns_on_one_device(emulated):
-    """Each takes 600 MiB of 1 GiB."""
+    """Each process has 600 MiB, on a device of 1 GiB."""
     machine = emulated("1x1GiB,context=0")
     a, b, worker = (machine.target() for _ in range(3))
     worker.do(WORKER)
@@ -286,7 +286,7 @@ def test_two_large_processes_take_turns_on_one_device(emulated):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused(pair):
+def test_suspend_by_another_user_is_refused(pair):
     machine, target, worker, digest = pair
     machine.state_dir.chmod(0o777)
     for folder in [machine.state_dir, *machine.state_dir.parents]:

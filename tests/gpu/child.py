@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A process that uses a GPU: takes one JSON request per line, answers with one JSON line.
+"""A process that uses a GPU: reads one JSON request per line, answers with one JSON line.
 
-``python -m tests.gpu.child WORKLOAD``. A request is ``[name, arguments...]``: a function below, or
-else a method of the workload. Nothing of CUDA is touched before the first ``start``.
+Run it with ``python -m tests.gpu.child WORKLOAD``. A request is ``[name, arguments...]``: a
+function of this file, or a method of the workload. It uses no CUDA before the first ``start``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _workload: Any = None
 
 
 def start() -> str:
-    """Import the framework and have it make its context; return its version."""
+    """Import the framework and let it make its context; return its version."""
     global _workload
     name = sys.argv[1]
     _workload = workloads.WORKLOADS[name][0]()
@@ -29,7 +29,7 @@ def start() -> str:
 
 
 def digest(name: str) -> str:
-    """Return the SHA-256 of what the device holds now."""
+    """Return the SHA-256 of the bytes on the device now."""
     return hashlib.sha256(_workload.get(name)).hexdigest()
 
 
@@ -62,12 +62,12 @@ def work_on(name: str, step: int) -> None:
 
 
 def done() -> int:
-    """Return the steps that the thread has done."""
+    """Return the number of steps that the thread has done."""
     return _done
 
 
 def rest() -> int:
-    """End the thread's work; return the steps it has done in all."""
+    """End the thread's work; return the total number of steps that it has done."""
     assert _thread is not None
     _ends.set()
     _thread.join()
@@ -75,10 +75,10 @@ def rest() -> int:
 
 
 def info() -> tuple[int, int]:
-    """Return free and total bytes of the device as the driver tells this process."""
+    """Return free and total bytes of the device as the driver reports them to this process."""
     from cuda.bindings import driver
 
-    # JAX keeps its context to its own threads; all use the device's primary one.
+    # JAX has its context only in its own threads; all of them use the device's primary context.
     if not int(driver.cuCtxGetCurrent()[1]):
         driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(driver.cuDeviceGet(0)[1])[1])
     result, free, total = driver.cuMemGetInfo()
@@ -91,7 +91,7 @@ _taken: list[Any] = []
 
 
 def take(size: int) -> None:
-    """Take device memory and touch nothing of it."""
+    """Allocate device memory without touching it."""
     from cuda.bindings import driver
 
     result, pointer = driver.cuMemAlloc(size)
@@ -101,7 +101,7 @@ def take(size: int) -> None:
 
 
 def give() -> None:
-    """Give back what :func:`take` took."""
+    """Free what :func:`take` allocated."""
     from cuda.bindings import driver
 
     while _taken:
@@ -111,14 +111,14 @@ def give() -> None:
 
 
 def init() -> str:
-    """Call cuInit and nothing else of the driver; return its result."""
+    """Call only cuInit of the driver; return its result."""
     from cuda.bindings import driver
 
     return str(driver.cuInit(0)[0].name)
 
 
 def nvml() -> int:
-    """Use NVML and nothing else of the driver; return how many devices it sees."""
+    """Use only NVML; return how many devices it lists."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -126,7 +126,7 @@ def nvml() -> int:
 
 
 def asks(pid: int) -> dict[str, list[Any]]:
-    """Return what the driver says of another process: its result and value, by question."""
+    """Return the driver's results and values for another process, by question."""
     from cuda.bindings import driver
 
     answers = {
@@ -145,7 +145,7 @@ def pid() -> int:
 
 
 def main() -> None:
-    # Frameworks print; answers go where nobody else writes.
+    # Frameworks print to stdout, so answers go to a descriptor of their own.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The machine under test, the frameworks that can run on it, and what the tests find out."""
+"""The machine under test, the frameworks that can run on it, and notes on what the tests find."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .machine import driver_up
 from .machine import machine as _machine
 from .session import items, stage
 
-#: Where the outcome of each test and what it noted is written to, a JSON line each.
+#: The variable with the file for each test's outcome and notes, a JSON line for each.
 REPORT = "GPUPOOL_GPU_REPORT"
 
-#: What runs on an emulated device; everything else needs CUDA's runtime.
+#: The workloads that an emulated device can run; all others need CUDA's runtime.
 EMULATED = ("cuda-core",)
 
 
@@ -35,7 +35,7 @@ def machine():
 
 @pytest.fixture(scope="module")
 def pooled(machine, request):
-    """A broker, with a notebook for each test of the file; each asks for most of the device."""
+    """A broker, and a notebook for each test of the file; each asks for most of the device."""
     request.getfixturevalue("kernelspec")
     with stage(machine, request) as made:
         made.prepare(items(request), made.most)
@@ -52,13 +52,13 @@ def notebook(pooled, workload, request):
 
 @pytest.fixture
 def neighbour(pooled, request):
-    """A notebook that wants the device, too, again and again."""
+    """A notebook that needs the device, too, on every call."""
     return pooled.play(pooled.neighbour(request.session.testsfailed))
 
 
 @pytest.fixture
 def note(request):
-    """``note(name=value, ...)``: facts that are not asserted but belong to what was seen."""
+    """``note(name=value, ...)`` records facts that a test does not assert."""
     facts: dict[str, Any] = request.node.stash.setdefault(_FACTS, {})
     return facts.update
 
@@ -68,7 +68,7 @@ _BEGUN = pytest.StashKey[float]()
 
 
 def workloads(*names: str) -> Any:
-    """Parametrise a test by ``workload``; what cannot run without a real GPU is marked so."""
+    """Parametrise a test by ``workload``; mark the workloads that need a real GPU."""
     return pytest.mark.parametrize(
         "workload",
         [n if n in EMULATED else pytest.param(n, marks=pytest.mark.gpu) for n in names],

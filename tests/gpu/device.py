@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The device service on the machine under test, and what can be seen of a device from outside."""
+"""The device service on the machine under test, and the outside view of a device."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from jupyter_gpupool.procfs import ProcessId
 from .machine import Machine, MiB
 from .target import Failed, Target
 
-#: Seconds for a whole start of the service, and for the device to show that a process has gone.
+#: Seconds for the start of the service, and until the device shows that a process has ended.
 START = 120.0
 SETTLED = 30.0
 
-#: Seconds to wait for processes that are none of a test's, before they are taken for foreign.
+#: Seconds to wait for the end of earlier processes before they count as foreign.
 LEFT = 3.0
 
-#: Seconds that one driver call may take besides copying: hung means failed, so not the default.
+#: Seconds for a driver call besides copying: shorter than the default, as a hang is a failure.
 CALL = 20.0
 
-#: Seconds that a test of many rounds goes on; one with fewer rounds than it wants says so.
+#: Seconds for a test of many rounds; a test that did fewer rounds than planned notes it.
 SECONDS = float(os.environ.get("GPUPOOL_GPU_SECONDS", "40"))
 
-#: Device memory is handed out in pages of so many bytes.
+#: The driver allocates device memory in pages of this size.
 PAGE = 2 * MiB
 
-#: How a service knows the devices that an earlier one of this test run has tested.
+#: The devices that earlier services of this test run have tested.
 _known: dict[str, Device] = {}
 
 
 @dataclass
 class Bench:
-    """A started service, and the device that the tests of it use."""
+    """A started service, and the device that its tests use."""
 
     machine: Machine
     service: DeviceService
     device: Device
-    #: What the device had in use before any process of a test.
+    #: Bytes in use on the device before the first process of a test.
     base: int = 0
 
     @property
@@ -58,12 +58,12 @@ class Bench:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment of a process that is to use this device."""
+        """The environment for a process that uses this device."""
         return {**self.machine.env, "CUDA_VISIBLE_DEVICES": self.uuid}
 
     @property
     def slack(self) -> int:
-        """Bytes by which what is in use may differ where nothing of ours is there."""
+        """Most bytes by which the use of an empty device may vary."""
         return self.machine.bytes(64 * MiB)
 
     async def suspend(self, process: Target) -> SuspendOutcome:
@@ -94,7 +94,7 @@ class Bench:
         return there, back
 
     async def ask(self, op: str, process: ProcessId) -> dict[str, Any]:
-        """Return the driver's own answer to a question about a process, as the worker has it."""
+        """Return the driver's own answer to a question about a process, as the worker gets it."""
         fields = {"pid": process.pid, "start_time": process.start_time}
         try:
             answer = await self.worker.call(op, CALL, process=fields)
@@ -120,11 +120,11 @@ class Bench:
         return (await self.sample()).used
 
     async def held(self, process: Target) -> int | None:
-        """Return the bytes that NVML lists for a process, None if it does not list it."""
+        """Return the bytes that NVML lists for a process, None if it does not list the process."""
         return held(await self.sample(), process.pid)
 
     async def empty(self, *gone: Target, timeout: float = SETTLED) -> float:
-        """Wait until nothing of ours is on the device; return the seconds that took."""
+        """Wait until the device has no memory of the tests; return the seconds until then."""
         pids = {process.pid for process in gone}
         begin = time.monotonic()
         while True:
@@ -139,10 +139,10 @@ class Bench:
             await asyncio.sleep(0.02)
 
     async def leave(self, other: Target, left: int) -> int:
-        """Have another process take all of the device but ``left``; return what is then free.
+        """Let another process take all of the device but ``left``; return the free bytes then.
 
-        In pieces, as there may be no room for one: a little more than ``left`` may stay, and not
-        less, although a driver takes something itself to map the last pieces.
+        It allocates in pieces, as one piece may not fit: a little more than ``left`` may stay free,
+        not less, although a driver needs memory of its own to map the last pieces.
         """
         near, piece = self.machine.bytes(256 * MiB), self.machine.bytes(16 << 30)
         left += self.machine.bytes(8 * MiB)
@@ -158,13 +158,13 @@ class Bench:
         return free
 
     async def _free(self, process: Target) -> int:
-        """Return the free bytes of the device, the less of what NVML and the driver say."""
+        """Return the free bytes of the device: the smaller figure of NVML's and the driver's."""
         free, _ = await process.do("info")
         return min(free, (await self.sample()).free)
 
 
 def session(process: Target) -> str:
-    """Return a session's name that no other process of the tests has."""
+    """Return a session's name that is unique to this process."""
     return f"gpu-tests-{process.pid}"
 
 
@@ -175,7 +175,7 @@ def held(sample: DeviceSample, pid: int) -> int | None:
 
 @contextlib.asynccontextmanager
 async def bench(machine: Machine, **options: Any) -> AsyncIterator[Bench]:
-    """Yield a service that has found the machine's first device able to suspend."""
+    """Yield a service that can suspend on the machine's first device."""
     service = DeviceService(env=machine.env, **{"call_timeout": CALL, **options})
     try:
         devices = await asyncio.wait_for(service.start(known=_known), START)
@@ -184,9 +184,9 @@ async def bench(machine: Machine, **options: Any) -> AsyncIterator[Bench]:
         assert device.can_suspend, device.tier_reason
         _known[device.uuid] = device
         found = Bench(machine, service, device)
-        # It is there before anything is measured: one that has called cuInit may take something.
+        # The worker starts before the measurement: after cuInit it may hold device memory.
         await found.worker.start()
-        # What was there before, such as the self-test's program, may show a little longer.
+        # Memory of earlier processes, such as the self-test's program, may show a little longer.
         deadline = time.monotonic() + LEFT
         while (before := await found.sample()).processes and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -207,16 +207,16 @@ def bytes_of(pid: int, name: str = "VmRSS") -> int:
 
 
 def threads(pid: int) -> list[str]:
-    """Return the state of each thread of a process, as ``proc_pid_stat(5)`` has it."""
+    """Return the state of each thread of a process, in the letters of ``proc_pid_stat(5)``."""
     found = []
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended
             found.append(stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0])
     return found
 
 
 def host_memory() -> int:
-    """Return the bytes that processes of this machine can still have."""
+    """Return the bytes of host memory that processes can still allocate."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
@@ -226,7 +226,7 @@ def host_memory() -> int:
 async def until(condition: Callable[[], bool], timeout: float = SETTLED) -> bool:
     """Wait for a condition; return whether it came true in time.
 
-    Looks again and again, as the driver and the kernel tell nobody when it does.
+    It polls, as neither the driver nor the kernel announces the change.
     """
     deadline = time.monotonic() + timeout
     while not condition():
@@ -237,16 +237,16 @@ async def until(condition: Callable[[], bool], timeout: float = SETTLED) -> bool
 
 
 def share(device: Device, part: float, *, processes: int = 1, cap: int = 24 << 30) -> int:
-    """Return that part of a device's memory in bytes: at most ``cap``, and what the host can keep.
+    """Return this share of a device's memory in bytes: at most ``cap``, and what the host can hold.
 
-    A suspended process is in the host's memory, and a little of it twice for a moment.
+    The state of a suspended process is in host memory, for a moment in part twice.
     """
     room = min(int(device.memory_total * part), cap, int(host_memory() * 0.7) // processes)
     return room // PAGE * PAGE
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Return the middle, the 99th of a hundred and the largest."""
+    """Return the median, the 99th percentile and the maximum."""
     ordered = sorted(seconds)
     return {
         "p50": round(ordered[len(ordered) // 2], 4),
@@ -256,5 +256,5 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def speeds(outcome: SuspendOutcome | ResumeOutcome) -> dict[str, float]:
-    """Return the seconds of a suspend or a resume: all of it, and the driver's part."""
+    """Return the seconds of a suspend or a resume: in total, and in the driver."""
     return {"s": round(outcome.seconds, 4), "driver_s": round(outcome.driver_seconds, 4)}

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The machine under test: the one with an NVIDIA GPU if this is one, else an emulated one.
+"""The machine under test: this machine if it has an NVIDIA GPU, else an emulated machine.
 
-The same tests run on both. On an emulated device they show that the tests themselves hold, and
-nothing about a driver; what they find is marked with the device's name.
+The same tests run on both. On an emulated device they show that the tests themselves work, but
+nothing about a driver; the device's name marks the results.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from jupyter_gpupool.emulation import environment, real_driver_present
 GiB = 1 << 30
 MiB = 1 << 20
 
-#: What is emulated where there is no GPU: small, so that states move in no time.
+#: The emulated machine for use without a GPU: small, so that copies are quick.
 EMULATED = "1x4GiB,context=64MiB"
 
-#: Bytes of the emulated device for a byte of a real one, in :meth:`Machine.bytes`.
+#: Bytes of the emulated device for each byte of a real device, in :meth:`Machine.bytes`.
 SCALE = 16
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the tests run."""
+    """The machine on which the tests run."""
 
-    #: The environment that leads to its driver.
+    #: The environment variables for its driver.
     env: dict[str, str]
     #: ``c.GPUPool.emulate`` for a broker on it.
     emulate: str
 
     @property
     def real(self) -> bool:
-        """Whether its devices are NVIDIA's."""
+        """Whether its devices are real NVIDIA devices."""
         return not self.emulate
 
     def bytes(self, size: int) -> int:
-        """Return a size (bytes) meant for a real device as this one is to have it."""
+        """Convert a size (bytes) for a real device to the size for this machine."""
         return size if self.real else size // SCALE
 
 
@@ -61,7 +61,7 @@ def machine(emulate: str = EMULATED) -> Iterator[Machine]:
         yield Machine({**os.environ, **environment(emulate, Path(folder) / "machine")}, emulate)
 
 
-#: Calls cuInit and makes no context, so that it takes no device memory.
+#: Calls cuInit without making a context, so it takes no device memory.
 _HOLDER = """
 import ctypes, sys
 try:
@@ -74,10 +74,10 @@ sys.stdin.read()
 
 @contextmanager
 def driver_up(found: Machine) -> Iterator[str]:
-    """Keep a process that has called cuInit; yield what came of it, "0" if it worked.
+    """Keep a process that has called cuInit; yield the result, "0" for success.
 
-    Without persistence mode the driver starts anew for the first process that comes, and that
-    takes seconds: here once, and not for each test.
+    Without persistence mode the driver starts anew for the first process, which takes seconds: this
+    way it starts once, not for each test.
     """
     holder = subprocess.Popen(
         [sys.executable, "-c", _HOLDER],

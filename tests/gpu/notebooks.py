@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Notebooks whose cells print every number that they come to, exactly.
+"""Notebooks whose cells print every number exactly.
 
-The same cells print the same text each time on one device, so that a run that was interrupted can
-be compared with one that was not. Each cell prints something.
+On one device the same cells print the same text each time, so a test can compare an interrupted
+run with an undisturbed run. Each cell prints something.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def train(steps):
 print(sum(p.numel() for p in model.parameters()))
 """
 
-#: The losses as the bits they are.
+#: The exact bits of the losses.
 _TORCH_TRAIN = """
 train(40)
 print(*(loss.hex() for loss in losses[-40:]))
@@ -77,7 +77,7 @@ assert len({*seen}) == len(seen)
 print(len(seen))
 """
 
-#: By workload: the cells. The second half begins with a cell that works on what the first has left.
+#: The cells of each workload. The second half begins with a cell that uses the first half's state.
 NOTEBOOKS = {
     "cuda-core": [_PLAIN_SETUP, _PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_END],
     "torch": [

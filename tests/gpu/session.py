@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Pooled GPU kernels on the machine under test: a private broker, and notebooks that compute.
 
-The broker and the kernels are those of the end-to-end tests (``tests/e2e/kit.py``), with whatever
-driver is here. A framework takes seconds to import, so the kernels of a whole file are started
-together, before its first test, each for the test that is called like it.
+The broker and the kernels are those of the end-to-end tests (``tests/e2e/kit.py``), on this
+machine's driver. A framework takes seconds to import, so all kernels of a file start together
+before its first test; each kernel has the name of its test.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from .workloads import expected
 
 _Result = TypeVar("_Result")
 
-#: Seconds for the start of all kernels of a file, the imports included; for one cell; for a test.
+#: Seconds for the start of all kernels of a file with the imports, for one cell, and for a test.
 START = 100.0
 CELL = 90.0
 TEST = 110.0
 
-#: Bytes of the array of a neighbour, on a real device.
+#: Bytes of a neighbour's array on a real device.
 TAKEN = 64 * MiB
 
-#: Bytes of a device that may still be in use when nobody uses it: less than any context takes.
+#: Bytes that an empty device may still have in use: less than any context takes.
 LEFT = 32 * MiB
 
-#: What is imported before CUDA is used, and takes seconds.
+#: Imports that take seconds and that precede the use of CUDA.
 _IMPORTS = {"cuda-core": "cuda.core", "triton": "torch, triton", "numba": "numba.cuda"}
 
-#: What a framework reads as it is imported.
+#: Variables that a framework reads at its import.
 _VARIABLES = {
     "torch-expandable": "expandable_segments:True",
     "torch-async": "backend:cudaMallocAsync",
@@ -54,7 +54,7 @@ QUIET = 0.3
 
 
 class Notebook:
-    """A Pooled GPU kernel whose cells compute as one of the workloads does."""
+    """A Pooled GPU kernel whose cells run one of the workloads."""
 
     def __init__(self, stage: Stage, label: str, workload: str) -> None:
         self.stage = stage
@@ -65,9 +65,9 @@ class Notebook:
         self.kernel: Kernel
 
     async def start(self, **options: Any) -> Notebook:
-        """Start the kernel and import the framework; nothing of CUDA is touched."""
+        """Start the kernel and import the framework, without any use of CUDA."""
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # Where a driver crashes a process is then in its log.
+        # If a driver crashes the process, its log then shows where.
         env = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONFAULTHANDLER": "1"}
         if self.workload in _VARIABLES:
             for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -89,13 +89,13 @@ class Notebook:
         return (await self.run(code, timeout)).check().text.strip()
 
     async def fails(self, code: str, timeout: float = CELL) -> Cell:
-        """Run a cell that must raise; return how."""
+        """Run a cell that must raise; return the error."""
         cell = await self.run(code, timeout)
         assert not cell.ok, f"nothing was raised by {code!r}; printed: {cell.text}"
         return cell
 
     async def run(self, code: str, timeout: float = CELL) -> Cell:
-        """Return how a cell ended; nobody waits for a kernel that has ended."""
+        """Return how a cell ended; do not wait for a kernel that has ended."""
         cell = asyncio.ensure_future(self.kernel.run(code, timeout=timeout))
         try:
             while not (await asyncio.wait({cell}, timeout=0.5))[0]:
@@ -113,7 +113,7 @@ class Notebook:
     # ------------------------------------------------------------------ the workload
 
     async def begin(self) -> str:
-        """Have the framework make its context; return its version."""
+        """Let the framework make its context; return its version."""
         name = repr(self.workload)
         return await self.cell(
             f"work = workloads.WORKLOADS[{name}][0]()\nprint(workloads.version({name}))"
@@ -126,7 +126,7 @@ class Notebook:
         await self.cell(f"for _ in range({number}):\n    work.work({name!r}, {step})\nwork.sync()")
 
     async def digest(self, name: str) -> str:
-        """Return the SHA-256 of what the device holds now."""
+        """Return the SHA-256 of the bytes on the device now."""
         return await self.cell(f"print(hashlib.sha256(work.get({name!r})).hexdigest())")
 
     async def free(self, name: str) -> None:
@@ -136,7 +136,7 @@ class Notebook:
 
     @property
     def session(self) -> dict[str, Any]:
-        """The session as the broker shows it now."""
+        """The session in the broker's status now."""
         found = self.kernel.session()
         assert found is not None, f"the session of {self.label} has ended"
         return found
@@ -160,7 +160,7 @@ class Notebook:
         )
 
     async def release(self) -> dict[str, Any]:
-        """Give the slice back on demand; return the session, suspended."""
+        """Release the slice on demand; return the session, suspended."""
         self.stage.pool.call("release", session=self.session["id"])
         return await self.suspended()
 
@@ -169,7 +169,7 @@ class Notebook:
 
 
 class Stage:
-    """A broker of a file's own, on the machine under test, and the kernels of its tests."""
+    """A file's own broker on the machine under test, and the kernels of its tests."""
 
     def __init__(self, machine: Machine, pool: Pool) -> None:
         self.machine = machine
@@ -178,11 +178,11 @@ class Stage:
         self._ready: dict[str, Notebook | BaseException] = {}
         self._neighbour: tuple[int, Notebook] | None = None
         self.device = self._device()
-        #: NVML's words on the device before any kernel used it.
+        #: NVML's figures of the device before any kernel used it.
         self.base = self.look()["used"]
 
     def play(self, scenario: Coroutine[Any, Any, _Result], timeout: float = TEST) -> _Result:
-        """Run a coroutine in the loop that all kernels of this stage live in."""
+        """Run a coroutine in the loop of all kernels of this stage."""
         try:
             return self._loop.run_until_complete(asyncio.wait_for(scenario, timeout))
         except BaseException as error:
@@ -206,21 +206,21 @@ class Stage:
 
     @property
     def capacity(self) -> int:
-        """Bytes of the device that can be granted."""
+        """Bytes of the device that the pool can grant."""
         return int(self.device["memory_capacity"])
 
     @property
     def most(self) -> int:
-        """A slice of which no two fit on the device."""
+        """A size of slice that fits on the device only once."""
         return int(self.capacity * 0.6) // (2 * MiB) * (2 * MiB)
 
     def look(self) -> dict[str, Any]:
-        """Return what NVML says of the device now."""
+        """Return NVML's figures of the device now."""
         found = {device["uuid"]: device for device in self.pool.look()}
         return dict(found[self.device["uuid"]])
 
     async def empty(self, *notebooks: Notebook, timeout: float = 15.0) -> int:
-        """Wait until NVML shows nothing of ours on the device; return the bytes left over."""
+        """Wait until NVML shows no memory of the tests on the device; return the bytes left."""
         pids = [str(notebook.kernel.pid) for notebook in notebooks]
 
         def left() -> dict[str, Any] | None:
@@ -234,7 +234,7 @@ class Stage:
     # ------------------------------------------------------------------ kernels
 
     def prepare(self, wanted: Iterable[tuple[str, str]], memory: int) -> None:
-        """Start a kernel for each (label, workload) at once; what fails is kept for its test."""
+        """Start a kernel for each (label, workload) at once; keep each failure for its test."""
 
         async def one(label: str, workload: str) -> Notebook:
             return await asyncio.wait_for(
@@ -247,7 +247,7 @@ class Stage:
 
         pairs = [*wanted]
         if self.device["tier"] != "guarded":
-            # Each import would wait for a slice, as any cell, and these are not for everybody.
+            # Without the guard each import waits for a slice, like any cell, and only one gets it.
             problem = AssertionError(f"there is no guard: {self.device['tier_reason']}")
             self._ready.update({label: problem for label, _ in pairs})
             return
@@ -261,9 +261,9 @@ class Stage:
         return found
 
     async def neighbour(self, age: int) -> Notebook:
-        """Return a notebook that wants most of the device again and again.
+        """Return a notebook that needs most of the device on every call.
 
-        Another one for another ``age``: that of a test that failed is not to be relied on.
+        A new ``age`` gets a new notebook: a failed test may have damaged the old one.
         """
         if self._neighbour is not None and self._neighbour[0] == age:
             return self._neighbour[1]
@@ -276,7 +276,7 @@ class Stage:
         return made
 
     async def taken(self, neighbour: Notebook) -> None:
-        """Have the neighbour take the device and compute, and look whether it did right."""
+        """Let the neighbour take the device and compute, and check its result."""
         neighbour.done += 18
         await neighbour.steps("mine", 2, 9)
         assert neighbour.session["granted_bytes"] == self.most
@@ -284,11 +284,11 @@ class Stage:
         assert found == expected(self.machine.bytes(TAKEN), 1, neighbour.done)
 
     def stop(self, notebook: Notebook) -> None:
-        """End a notebook, and what it held with it."""
+        """End a notebook, which frees what it held."""
         self.play(notebook.stop(), 40)
 
     def close(self, check: bool) -> None:
-        """End everything; ``check``: nothing may be left."""
+        """End everything; with ``check``, fail if anything is left."""
         try:
             self.play(self.pool.stop_kernels(), 40)
         finally:
@@ -300,10 +300,9 @@ class Stage:
 
 @contextmanager
 def stage(machine: Machine, request: pytest.FixtureRequest, **config: Any) -> Iterator[Stage]:
-    """Yield a broker for a file's tests; its logs are shown if one of them failed.
+    """Yield a broker for a file's tests; show its logs if one of them failed.
 
-    Nobody stays longer than needed: there is little time, and what is measured is measured
-    elsewhere.
+    The broker waits for nothing that is not needed: GPU time is short, and other tests measure.
     """
     config = {"quiet_after": QUIET, "max_swap_overhead": 0, "host_memory": "32GiB", **config}
     folder = Path(tempfile.mkdtemp(prefix="gp"))  # sockets need a short path
@@ -324,7 +323,7 @@ def stage(machine: Machine, request: pytest.FixtureRequest, **config: Any) -> It
                 raise
             finally:
                 if request.session.testsfailed != failed:
-                    # What is captured here is shown for a failure of this very fixture only.
+                    # pytest would show this output only for a failure of this fixture.
                     capture = request.config.pluginmanager.getplugin("capturemanager")
                     with capture.global_and_fixture_disabled():
                         print(pool.logs(tail=4000), flush=True)
@@ -333,7 +332,7 @@ def stage(machine: Machine, request: pytest.FixtureRequest, **config: Any) -> It
 
 
 def items(request: pytest.FixtureRequest, fixture: str = "notebook") -> list[tuple[str, str]]:
-    """Return name and workload of each test of this file that is to run and wants a kernel."""
+    """Return name and workload of each selected test of this file that needs a kernel."""
     return [
         (item.name, item.callspec.params["workload"])
         for item in request.session.items
@@ -346,7 +345,7 @@ def items(request: pytest.FixtureRequest, fixture: str = "notebook") -> list[tup
 
 @contextmanager
 def measured(note: Any, name: str) -> Iterator[None]:
-    """Note how many seconds something took."""
+    """Note the seconds that the block takes."""
     begun = time.monotonic()
     yield
     note(**{name: round(time.monotonic() - begun, 2)})

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The tests' end of a process that uses a GPU: every answer with a time-out, and a sure end."""
+"""The tests' end of a process that uses a GPU: each answer has a time-out, and its end is sure."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[2]
 #: Seconds for an answer of a process; torch.compile takes longest. A hang is a failure.
 ANSWER = 120.0
 
-#: Seconds for the end of a process that was sent SIGKILL: the kernel driver frees its memory first.
+#: Seconds for the end of a process after SIGKILL: the kernel driver frees its memory first.
 END = 30.0
 
 
 class Failed(Exception):
-    """What was asked raised in the process; ``kind`` is the exception's name."""
+    """A request raised in the process; ``kind`` is the exception's name."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
@@ -35,7 +35,7 @@ class Failed(Exception):
 
 
 class Target:
-    """A child process in a process group of its own; see ``child.py`` for what it can do."""
+    """A child process in a process group of its own; ``child.py`` lists its functions."""
 
     def __init__(self, workload: str, env: dict[str, str]) -> None:
         self.workload = workload
@@ -59,7 +59,7 @@ class Target:
         return self
 
     def ask(self, name: str, *arguments: Any) -> None:
-        """Send a request and do not wait: for what blocks while the process is suspended."""
+        """Send a request without waiting: it may block while the process is suspended."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
 
@@ -86,12 +86,12 @@ class Target:
         return answer["ok"]
 
     async def do(self, name: str, *arguments: Any, timeout: float = ANSWER) -> Any:
-        """Return what function ``name`` of the process returns."""
+        """Call function ``name`` of the process; return its result."""
         self.ask(name, *arguments)
         return await self.answer(timeout)
 
     async def kill(self) -> None:
-        """SIGKILL the process and all that it has started; return when it is gone."""
+        """Kill the process and all that it has started; return after its end."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         if self.process.stdin is not None:
@@ -103,7 +103,7 @@ class Target:
 async def target(
     workload: str, env: dict[str, str], *, start: bool = True
 ) -> AsyncIterator[Target]:
-    """Yield a process, with its framework started unless told otherwise; kill it at the end."""
+    """Yield a process, by default with its framework started; kill it at the end."""
     found = await Target(workload, env).start()
     try:
         if start:

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Runs the emulated driver's conformance program against the machine's driver.
 
-A case that is not ok on a real driver is a fault of the emulation, and what was built on it may be
-wrong, too. Each case is a process of its own: one that crashes or hangs hides no other.
+A case that is not ok on a real driver is a fault of the emulation, and code that relies on it may
+be wrong, too. Each case is a process of its own, so a crash or a hang hides no other case.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tests.emulated import build
 
 SOURCE = Path(__file__).parents[1] / "emulator" / "conformance.c"
 
-#: In the order of the program: what may strand a process or fill the device is last.
+#: In the order of the program: the last cases may strand a process or fill the device.
 CASES = [name for name in re.findall(r"CASE\((\w+)\)", SOURCE.read_text()) if name != "name"]
 
-#: Emulated they all run in ``tests/emulator``; here a few show that this way of running them works.
+#: ``tests/emulator`` runs all cases; a few run here to test this way of running them.
 EMULATED = {"version", "kernel", "state_machine"}
 
-#: Seconds for a case. The program waits 60 s for an answer, but a driver gives one in a second.
+#: Seconds for a case. The program waits 60 s for an answer, which a driver gives in a second.
 BOUND = 30
 
-#: This one suspends ten processes.
+#: This case suspends ten processes.
 BOUNDS = {"calls_block": 75}
 
 
@@ -45,7 +45,7 @@ def program(tmp_path_factory):
 @pytest.mark.parametrize(
     "case", [n if n in EMULATED else pytest.param(n, marks=pytest.mark.gpu) for n in CASES]
 )
-def test_the_driver_is_as_the_emulated_one(program, machine, case, note):
+def test_real_driver_passes_the_conformance_case(program, machine, case, note):
     others = [name for name in CASES if name != case]
     process = subprocess.Popen(
         [program, *others],
@@ -61,11 +61,11 @@ def test_the_driver_is_as_the_emulated_one(program, machine, case, note):
     except subprocess.TimeoutExpired:
         late = True
     finally:
-        # Its targets and helpers are of its group; they may outlive it.
+        # Its targets and helpers are in its process group and may outlive it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     if late:
-        # One that is stuck inside the kernel driver does not even end: that is a failure, too.
+        # A process that is stuck in the kernel driver does not end: that is a failure, too.
         out, _ = process.communicate(timeout=bound)
     diagnostics = re.findall(r"^# (?!\d+ of)(.*)$", out, re.M)
     skipped = re.search(rf"^ok \d+ - {case} # SKIP (.*)$", out, re.M)

@@ -1,9 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A process that is suspended and resumed again and again keeps its bytes, and nothing grows.
+"""A process keeps its bytes over many suspends and resumes, and no process grows.
 
-On a real driver a test goes on for ``GPUPOOL_GPU_SECONDS`` at most; it notes how many cycles that
-were.
+On a real driver a test takes at most ``GPUPOOL_GPU_SECONDS``; it notes its number of cycles.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from .machine import MiB
 from .target import target
 from .workloads import expected
 
-#: Cycles that are wanted, those that must be done in the time there is, and those after which the
-#: bytes are looked at.
+#: Cycles that are planned, the least that must be done in the given time, and those between two
+#: checks of the bytes.
 CYCLES, LEAST, LOOK = 200, 20, 10
 EMULATED_CYCLES = 20
 
-#: Bytes by which a process of the service may be larger in the end than after its first cycles:
-#: half a MiB a cycle would be more.
+#: Most bytes by which a process of the service may have grown since its first cycles: growth of
+#: half a MiB a cycle exceeds it.
 GROWTH = 32 * MiB
 
 
 @workloads("cuda-core", "torch")
-async def test_nothing_is_lost_and_nothing_grows(machine, workload, note):
+async def test_many_cycles_lose_no_byte_and_grow_no_process(machine, workload, note):
     size, first, step = machine.bytes(256 * MiB), 3, (1 << 31) + 1
     wanted = CYCLES if machine.real else EMULATED_CYCLES
     async with bench(machine) as found:
@@ -37,7 +36,7 @@ async def test_nothing_is_lost_and_nothing_grows(machine, workload, note):
             resumes: list[float] = []
             driver: list[float] = []
             left: list[int] = []
-            # Of the process when suspended and when resumed, of the worker, of the monitor.
+            # The suspended process, the resumed process, the worker, the monitor.
             hosts: list[tuple[int, int, int, int]] = []
             deadline, done, warnings = time.monotonic() + SECONDS, 0, 0
             while done < wanted and (done < LEAST or time.monotonic() < deadline):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The device service on the machine's driver: what it finds, and processes of every kind."""
+"""The device service on the machine's driver: what it finds, and processes of each kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .machine import GiB, MiB
 from .target import target
 from .workloads import expected
 
-#: Seconds of a lock's time-out here, and of the kernel that is in its way.
+#: Seconds of the lock's time-out here, and of the kernel that exceeds it.
 LOCK = 0.5
 SPIN = 3 * LOCK
 
@@ -31,7 +31,7 @@ SPIN = 3 * LOCK
 # ------------------------------------------------------------------ the device
 
 
-async def test_the_service_finds_the_device_and_tests_it(machine, note):
+async def test_service_finds_the_device_and_tests_it(machine, note):
     service = DeviceService(env=machine.env)
     try:
         begin = time.monotonic()
@@ -61,14 +61,14 @@ async def test_the_service_finds_the_device_and_tests_it(machine, note):
         assert service.cuda_version
         assert (device.can_suspend, device.tier) == (True, "unguarded"), device.tier_reason
         assert (tested.can_suspend, service.untested) == (True, set()), tested.tier_reason
-        # It was measured, and not only assumed.
+        # The value is measured, not assumed.
         assert 0 < tested.context_bytes < 2 * GiB
         assert device.emulated is not machine.real
     finally:
         await asyncio.wait_for(service.close(), SETTLED)
 
 
-async def test_the_figures_of_a_device_add_up(machine, note):
+async def test_memory_figures_of_a_device_add_up(machine, note):
     async with bench(machine) as found:
         before = await found.sample()
         async with target("cuda-core", found.env) as process:
@@ -96,8 +96,8 @@ async def test_the_figures_of_a_device_add_up(machine, note):
         note(back_s=round(await found.empty(process), 3))
 
 
-async def test_nvml_is_asked_all_the_time_in_which_the_driver_copies(machine, note):
-    """It may answer only when that is over: then others wait, and no device counts as lost."""
+async def test_samples_during_a_copy_lose_no_device(machine, note):
+    """NVML may answer only after the copy: samples then wait, and no device counts as lost."""
     size = machine.bytes(8 * GiB)
     async with bench(machine) as found, target("cuda-core", found.env) as process:
         await process.do("put", "x", size, 3)
@@ -123,7 +123,7 @@ async def test_nvml_is_asked_all_the_time_in_which_the_driver_copies(machine, no
 # ------------------------------------------------------------------ kinds of processes
 
 
-async def test_a_process_without_cuda_has_nothing_to_suspend(machine, note):
+async def test_process_without_cuda_has_nothing_to_suspend(machine, note):
     async with bench(machine) as found, target("cuda-core", machine.env, start=False) as process:
         outcome = await found.suspend(process)
         assert (outcome.status, outcome.cuda, outcome.freed) == ("nothing", False, {}), outcome
@@ -131,7 +131,7 @@ async def test_a_process_without_cuda_has_nothing_to_suspend(machine, note):
         note(suspend=speeds(outcome))
 
 
-async def test_a_process_that_only_uses_nvml_has_nothing_to_suspend(machine, note):
+async def test_process_that_only_uses_nvml_has_nothing_to_suspend(machine, note):
     async with bench(machine) as found, target("cuda-core", machine.env, start=False) as process:
         assert await process.do("nvml") >= 1
         outcome = await found.suspend(process)
@@ -151,7 +151,7 @@ async def test_process_that_only_called_cuinit_has_no_state(machine, note):
         note(status=outcome.status, cuda=outcome.cuda, message=outcome.message)
         assert outcome.status == "nothing", outcome
         assert await found.state(process) == "none"
-        # It goes on to make its context, untouched.
+        # It then makes its context undisturbed.
         await process.do("start")
         await process.do("put", "a", 4 * MiB, 1)
         assert await process.do("digest", "a") == expected(4 * MiB, 1)
@@ -161,8 +161,8 @@ async def test_process_that_only_called_cuinit_has_no_state(machine, note):
         )
 
 
-async def test_what_the_driver_says_of_each_kind_of_process_is_known(machine, note):
-    """The answers that ``calls.probe`` is built on, from the driver itself and as it has them."""
+async def test_driver_gives_known_answers_for_each_kind_of_process(machine, note):
+    """``calls.probe`` relies on these answers, so they come from the driver itself."""
     async with bench(machine) as found, target("cuda-core", found.env, start=False) as asker:
         for kind, begin in (("none", "pid"), ("nvml", "nvml"), ("cuinit", "init")):
             async with target("cuda-core", found.env, start=False) as process:
@@ -183,7 +183,7 @@ async def test_what_the_driver_says_of_each_kind_of_process_is_known(machine, no
             assert (await found.ask(op, process.root))["outcome"] == "gone"
 
 
-async def test_a_stopped_process_is_not_touched(machine, note):
+async def test_stopped_process_is_not_touched(machine, note):
     async with bench(machine) as found, target("cuda-core", found.env) as process:
         await process.do("put", "a", 4 * MiB, 1)
         os.kill(process.pid, signal.SIGSTOP)
@@ -194,14 +194,14 @@ async def test_a_stopped_process_is_not_touched(machine, note):
         assert "is stopped (SIGSTOP)" in outcome.message
         assert await found.state(process) == "hung"
         note(suspend=speeds(outcome))
-        assert found.worker.pid == worker  # nobody waited for a time-out
+        assert found.worker.pid == worker  # no call reached its time-out
         os.kill(process.pid, signal.SIGCONT)
         assert await process.do("digest", "a") == expected(4 * MiB, 1)
         await found.there_and_back(process)
         assert await process.do("digest", "a") == expected(4 * MiB, 1)
 
 
-async def test_a_long_kernel_is_given_up_on_and_goes_on(machine, note):
+async def test_kernel_that_outlasts_the_lock_keeps_running(machine, note):
     async with (
         bench(machine, lock_timeout=LOCK) as found,
         target("cuda-core", found.env) as process,
@@ -227,7 +227,7 @@ async def test_a_long_kernel_is_given_up_on_and_goes_on(machine, note):
 async def test_work_begun_while_suspended_waits_and_is_done_once(machine, note):
     """A launch waits in the driver.
 
-    To synchronise would be a segmentation fault there: what is asked for begins with a launch.
+    A synchronisation there is a segmentation fault, so the request begins with a launch.
     """
     size = machine.bytes(64 * MiB)
     async with bench(machine) as found, target("cuda-core", found.env) as process:
@@ -251,8 +251,8 @@ async def test_work_begun_while_suspended_waits_and_is_done_once(machine, note):
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-async def test_a_signal_to_a_suspended_process_leaves_nothing_behind(machine, name, note):
-    """Whether it ends at once is the driver's affair and noted; that SIGKILL ends it is not."""
+async def test_signal_to_a_suspended_process_leaves_nothing_behind(machine, name, note):
+    """The test notes whether the process ends at once, and asserts that SIGKILL ends it."""
     async with bench(machine) as found, target("cuda-core", found.env) as process:
         await process.do("put", "a", machine.bytes(256 * MiB), 1)
         there = await found.suspend(process)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Each framework is suspended and resumed, unguarded, and computes on as if nothing had been."""
+"""Each framework is suspended and resumed without the guard, and then computes on undisturbed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEP = 1 << 30
     "cuda-core", "torch", "torch-expandable", "torch-async", "torch-graph", "cupy", "numba",
     "jax", "triton", "torch-compile",
 )  # fmt: skip
-async def test_a_framework_is_suspended_and_resumed(machine, workload, note):
+async def test_framework_is_suspended_and_resumed(machine, workload, note):
     size = machine.bytes(256 * MiB)
     async with bench(machine) as found:
         async with target(workload, found.env, start=False) as process:
@@ -47,7 +47,7 @@ async def test_a_framework_is_suspended_and_resumed(machine, workload, note):
                 processes=len(there.processes),
             )
             assert there.status == "suspended", there
-            # Beyond what the service waited for itself.
+            # This wait follows the service's own.
             note(still_listed_s=round(await found.empty(process), 3))
             left = await found.used()
             note(
@@ -61,7 +61,7 @@ async def test_a_framework_is_suspended_and_resumed(machine, workload, note):
             back = await found.resume(process, there)
             note(resume=speeds(back), resume_status=back.status, resume_message=back.message)
             assert back.status == "resumed", back
-            # A resume that finds less than it needs is fatal: the pool reserves what was freed.
+            # A resume without enough room is fatal: the pool reserves the bytes that were freed.
             reserved = there.freed[found.uuid] + PoolSettings().resume_headroom
             took = await found.used() - left
             note(took_mib=took >> 20, host_after_mib=bytes_of(process.pid) >> 20)

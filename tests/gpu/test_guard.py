@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Frameworks in notebooks under the guard: without a GPU, with one, without, and with one again.
+"""Frameworks in notebooks under the guard: without a GPU, with it, without it, and with it again.
 
-Each notebook asks for most of the device, and so does a neighbour that takes it in between: none of
-them has it unless all others have none of it.
+Each notebook asks for most of the device, and so does a neighbour that takes it in between: only
+one of them can have it at a time.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .conftest import workloads
 from .session import LEFT, measured
 from .workloads import expected
 
-#: Bytes of the two arrays, on a real device.
+#: Bytes of the two arrays on a real device.
 LARGE, SMALL = 192 << 20, 16 << 20
 
 
-def test_the_device_is_guarded(pooled, note):
+def test_device_is_guarded(pooled, note):
     status = pooled.pool.status()
     device = pooled.device
     keys = ("name", "tier", "tier_reason", "context_bytes", "memory_total", "memory_capacity")
@@ -28,7 +28,7 @@ def test_the_device_is_guarded(pooled, note):
     assert (status["settings"]["attach"], status["settings"]["attach_reason"]) == ("lazy", "")
 
 
-def test_frameworks_are_imported_and_nobody_has_a_gpu(pooled, note):
+def test_imports_of_frameworks_take_no_gpu(pooled, note):
     seen, sessions = pooled.look(), pooled.pool.sessions()
     note(left=seen["used"] - pooled.base, kernels=len(sessions))
     assert sessions
@@ -42,7 +42,7 @@ def test_frameworks_are_imported_and_nobody_has_a_gpu(pooled, note):
     "cuda-core", "torch", "torch-expandable", "torch-async", "torch-graph", "triton", "cupy",
     "jax", "numba", "torch-compile",
 )  # fmt: skip
-def test_a_notebook_has_its_bytes_back_after_another_had_the_gpu(pooled, notebook, neighbour, note):
+def test_notebook_gets_its_bytes_back_after_a_neighbour(pooled, notebook, neighbour, note):
     large, small = pooled.machine.bytes(LARGE), pooled.machine.bytes(SMALL)
     pid = str(notebook.kernel.pid)
 
@@ -64,7 +64,7 @@ def test_a_notebook_has_its_bytes_back_after_another_had_the_gpu(pooled, noteboo
         note(counted=session["used_bytes"], nvml=seen)
         assert seen is None or seen >= large + small
 
-        # To host memory, on demand; of the device nothing is left.
+        # The state goes to host memory on demand and leaves nothing on the device.
         process = psutil.Process(int(pid))
         resident = process.memory_info().rss
         with measured(note, "suspend_seconds"):
@@ -73,12 +73,12 @@ def test_a_notebook_has_its_bytes_back_after_another_had_the_gpu(pooled, noteboo
         assert session["suspended_bytes"] >= large + small, session
         note(left=await pooled.empty(notebook, neighbour))
 
-        # Somebody else has the device, most of it, and computes.
+        # A neighbour has most of the device, and computes.
         with measured(note, "neighbour_seconds"):
             await pooled.taken(neighbour)
         assert notebook.session["state"] == "detached"
 
-        # The next call waits for the slice and gets it, and every byte is there.
+        # The next call waits for the slice, and every byte is back.
         with measured(note, "resume_seconds"):
             await notebook.steps("small", 1, 5)
         session = notebook.session
@@ -88,7 +88,7 @@ def test_a_notebook_has_its_bytes_back_after_another_had_the_gpu(pooled, noteboo
         assert await notebook.digest("large") == expected(large, 7, 3 << 31)
         assert neighbour.session["state"] == "detached"
 
-        # And the framework goes on: it computes, allocates, frees.
+        # The framework continues: it computes, allocates and frees.
         await notebook.steps("large", 2, 3)
         assert await notebook.digest("large") == expected(large, 7, (3 << 31) + 6)
         await notebook.free("large")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Notebooks under the guard that wait, are interrupted, take turns, or have processes."""
+"""Notebooks under the guard that wait, are interrupted, take turns, or have child processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .conftest import workloads
 from .session import MiB, Notebook, measured
 from .workloads import expected
 
-#: What it asks of the product, other tests ask of emulated devices, too.
+#: Other tests cover this behaviour of the product on emulated devices.
 pytestmark = pytest.mark.long
 
 
-#: Computes until the file is there, and for a minute at most.
+#: Computes until the file exists, for a minute at most.
 BUSY = """
 import time
 from pathlib import Path
@@ -31,7 +31,7 @@ while not Path({flag!r}).exists() and time.monotonic() < end:
 
 @contextlib.asynccontextmanager
 async def busy(neighbour, flag):
-    """While the neighbour has the device and cannot lose it."""
+    """Let the neighbour keep the device busy inside this block."""
     flag.unlink(missing_ok=True)
     cell = asyncio.create_task(neighbour.cell(BUSY.format(flag=str(flag))))
     try:
@@ -43,7 +43,7 @@ async def busy(neighbour, flag):
 
 
 async def interrupted(notebook, code):
-    """Return how a cell ends whose CUDA call waits, and is interrupted."""
+    """Return how a cell ends that waits in a CUDA call and is interrupted."""
     cell = asyncio.create_task(notebook.run(code))
     await notebook.wait("to wait", lambda s: s["state"] == "queued")
     await notebook.kernel.interrupt()
@@ -51,14 +51,14 @@ async def interrupted(notebook, code):
 
 
 @workloads("cuda-core", "torch", "cupy", "numba", "jax")
-def test_a_wait_can_be_interrupted_and_the_same_call_works_later(
+def test_interrupted_wait_leaves_the_call_usable_later(
     pooled, notebook, neighbour, workload, tmp_path, note
 ):
     size, flag = pooled.machine.bytes(64 * MiB), tmp_path / "go"
     begin = f"work = workloads.WORKLOADS[{workload!r}][0]()\nwork.put('mine', {size}, 1)"
 
     async def scenario():
-        # Before there is a context.
+        # This wait precedes the context.
         async with busy(neighbour, flag):
             with measured(note, "first_seconds"):
                 done = await interrupted(notebook, begin)
@@ -67,7 +67,7 @@ def test_a_wait_can_be_interrupted_and_the_same_call_works_later(
         await notebook.cell(begin)
         assert await notebook.digest("mine") == expected(size, 1)
 
-        # And when the state is in host memory.
+        # This wait comes while the state is in host memory.
         await notebook.release()
         async with busy(neighbour, flag):
             with measured(note, "second_seconds"):
@@ -117,7 +117,7 @@ def test_processes_of_a_notebook_share_and_follow_its_slice(
         session = await notebook.release()
         note(suspended=session["suspended_bytes"])
         assert session["suspended_bytes"] >= 2 * size
-        # A driver takes a little that it shows as nobody's.
+        # A driver takes a little memory that it lists for no process.
         foreign = [device["memory_foreign"] for device in pooled.pool.devices()]
         note(foreign=foreign)
         assert max(foreign) < size // 2, "the other process's memory counted as nobody's"
@@ -144,7 +144,7 @@ for turn in range({turns}):
 
 
 @workloads("cuda-core", "torch")
-def test_two_notebooks_take_turns_in_the_middle_of_their_cells(pooled, notebook, workload, note):
+def test_two_notebooks_take_turns_during_their_cells(pooled, notebook, workload, note):
     size, turns = pooled.machine.bytes(192 * MiB), 2
 
     async def scenario():

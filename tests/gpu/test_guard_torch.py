@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What PyTorch notebooks do besides arithmetic, with the device lent to a neighbour half-way."""
+"""PyTorch features beyond arithmetic, while a neighbour takes the device half-way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .torch_cells import CELLS
 
 @workloads("torch")
 @pytest.mark.parametrize("about", CELLS)
-def test_torch_goes_on_where_it_was(pooled, notebook, neighbour, about, note):
+def test_torch_continues_after_a_neighbour_had_the_gpu(pooled, notebook, neighbour, about, note):
     before, after = CELLS[about]
 
     async def scenario():
@@ -43,9 +43,9 @@ print(free, total, properties.total_memory)
 
 
 @workloads("torch")
-def test_torch_always_sees_a_device_of_the_size_of_the_slice(pooled, notebook, neighbour, note):
+def test_torch_sees_a_device_of_the_size_of_the_slice(pooled, notebook, neighbour, note):
     async def scenario():
-        # To look whether there is a device needs none, and asks nobody.
+        # The question whether a device exists takes no slice and does not reach the broker.
         await notebook.cell(FREE)
         session = notebook.session
         assert (session["state"], session["granted_bytes"]) == ("detached", 0), session
@@ -58,13 +58,13 @@ def test_torch_always_sees_a_device_of_the_size_of_the_slice(pooled, notebook, n
         assert abs(total - free - used) <= pooled.machine.bytes(64 << 20), (free, used)
         summary = await notebook.cell("print(torch.cuda.memory_summary())")
         assert "CUDA OOMs: 0" in summary, summary
-        # The same without the slice, and it does not come back for it.
+        # The same questions without the slice do not bring it back.
         session = await notebook.release()
         await pooled.taken(neighbour)
         await notebook.cell(FREE + "torch.cuda.get_device_name(0)")
         assert notebook.session["state"] == "detached"
         assert notebook.session["resumes"] == session["resumes"]
-        # The guard could answer this one without it, too, if CUDA's runtime asks nothing else.
+        # The guard could answer this without the slice, too, if CUDA's runtime asks nothing else.
         assert int(await notebook.cell("print(torch.cuda.mem_get_info()[1])")) == total
         note(size_asked_for_the_slice=notebook.session["resumes"] > session["resumes"])
         await notebook.cell("assert int(x.sum()) == 1 << 20")

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""SIGKILL at the worst moments: what was on the device is right or said to be lost, and is freed.
+"""SIGKILL at the worst moments: device data is right or reported lost, and its memory is freed.
 
-The middle of a suspend or resume is seen from outside: bytes that move between the process's host
-memory and the device, or else half of the seconds that it usually takes. Each test notes which it
-was, or that the driver had been too fast; what must hold then holds as well.
+The tests see the middle of a suspend or resume from outside: bytes move between the process's host
+memory and the device, or half of the usual seconds have passed. Each test notes which it was, or
+that the driver was too fast; the same assertions hold then.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .machine import GiB, MiB
 from .target import Target, target
 from .workloads import expected, expected_fingerprint
 
-#: What it asks of the product, other tests ask of emulated devices, too.
+#: Other tests cover this behaviour of the product on emulated devices.
 pytestmark = pytest.mark.long
 
 FIRST = 9
 
-#: Seconds for an operation whose process or worker was killed: its call may have to be late first.
+#: Seconds for an operation whose process or worker was killed: its call may be late first.
 SETTLING = 75.0
 
-#: Seconds in the driver that an undisturbed suspend and resume took here.
+#: Driver seconds of an undisturbed suspend and resume here.
 _usual: dict[str, float] = {}
 
 
@@ -41,7 +41,7 @@ def size_of(found: Bench) -> int:
 
 
 async def prepare(found: Bench, process: Target) -> None:
-    """Give a process its bytes, and find out how long suspending and resuming them takes."""
+    """Give a process its bytes, and measure how long their suspend and resume take."""
     await process.do("put", "x", size_of(found), FIRST)
     if not _usual:
         there, back = await found.there_and_back(process)
@@ -49,14 +49,14 @@ async def prepare(found: Bench, process: Target) -> None:
 
 
 async def right(found: Bench, process: Target) -> None:
-    """Look whether a process has its bytes and goes on with them."""
+    """Check that a process has its bytes and continues with them."""
     await process.do("steps", "x", 1, 3)
     found_now = await process.do("fingerprint", "x")
     assert found_now == expected_fingerprint(size_of(found), FIRST, 3)
 
 
 async def middle(found: Bench, process: Target, op: str, task: asyncio.Task[Any]) -> str:
-    """Wait until the driver is in the middle of ``op``; return by what that was seen."""
+    """Wait until the driver is in the middle of ``op``; return the sign that showed it."""
     host, used = bytes_of(process.pid), await found.used()
     part = size_of(found) // 4
     while found.worker.current != op:
@@ -64,7 +64,7 @@ async def middle(found: Bench, process: Target, op: str, task: asyncio.Task[Any]
             return "over"
         await asyncio.sleep(0.001)
     begin = time.monotonic()
-    look = asyncio.create_task(found.used())  # the driver may let it wait until the copy is done
+    look = asyncio.create_task(found.used())  # the driver may delay it until the copy ends
     try:
         while found.worker.current == op:
             if abs(bytes_of(process.pid) - host) >= part:
@@ -83,7 +83,7 @@ async def middle(found: Bench, process: Target, op: str, task: asyncio.Task[Any]
 
 
 async def as_new(found: Bench, *gone: Target) -> float:
-    """Look whether the device is as it was, for a new process, too; return the seconds it took."""
+    """Check that the device is as before, also for a new process; return the seconds until then."""
     seconds = await found.empty(*gone)
     async with target("cuda-core", found.env) as new:
         await new.do("put", "y", 16 * MiB, 1)
@@ -119,8 +119,8 @@ async def test_monitor_killed_during_a_suspend_is_started_again(machine, note):
 
 
 @pytest.mark.parametrize("op", ["checkpoint", "restore"])
-async def test_a_worker_killed_in_the_middle_loses_nothing_unsaid(machine, op, note):
-    """Reported: the driver completes a suspend whose caller died, and leaves a resume locked."""
+async def test_worker_killed_in_the_middle_loses_nothing_silently(machine, op, note):
+    """Reported: if the caller dies, a suspend completes, but a resume leaves the process locked."""
     async with bench(machine) as found:
         async with target("cuda-core", found.env) as process:
             await prepare(found, process)
@@ -165,7 +165,7 @@ async def test_a_worker_killed_in_the_middle_loses_nothing_unsaid(machine, op, n
 
 
 @pytest.mark.parametrize("moment", ["checkpointed", "locked", "checkpoint", "restore"])
-async def test_a_process_killed_at_any_moment_gives_everything_back(machine, moment, note):
+async def test_process_killed_at_any_moment_frees_everything(machine, moment, note):
     async with bench(machine) as found:
         async with target("cuda-core", found.env) as process:
             await prepare(found, process)

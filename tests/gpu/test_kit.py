@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The tests' own means: a process that computes, is known bit by bit, and ends when told."""
+"""The tests' own means: a process that computes, has known bytes, and ends on request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .target import Failed, target
 from .workloads import expected, expected_fingerprint
 
 
-@workloads("cuda-core", "torch")  # the others where they are suspended, too: test_frameworks.py
+@workloads("cuda-core", "torch")  # the others: test_frameworks.py
 async def test_each_framework_computes_what_is_expected(machine, workload, note):
     async with target(workload, machine.env, start=False) as process:
         note(version=await process.do("start"))
@@ -28,15 +28,15 @@ async def test_each_framework_computes_what_is_expected(machine, workload, note)
         assert 0 < free <= total
 
 
-async def test_the_end_of_a_process_is_seen(machine):
+async def test_end_of_a_process_is_seen(machine):
     async with target("cuda-core", machine.env) as process:
         await process.kill()
         with pytest.raises(EOFError, match="-9"):
             await process.do("pid")
 
 
-async def test_a_fingerprint_is_known_without_a_gpu(machine):
-    """Of what is too large to be hashed whole; here the elements pass the end of their range."""
+async def test_fingerprint_is_known_without_a_gpu(machine):
+    """It serves arrays that are too large to hash; here the values wrap past the end of uint32."""
     first, size = (1 << 32) - 1000, 4 * MiB
     async with target("cuda-core", machine.env) as process:
         await process.do("put", "a", size, first)
@@ -49,4 +49,4 @@ async def test_a_fingerprint_is_known_without_a_gpu(machine):
         await process.do("spin", 1_000_000)
         assert (await process.do("info"))[0] <= free - 64 * MiB
         await process.do("give")
-        assert (await process.do("info"))[0] > free - 64 * MiB  # the driver may keep some
+        assert (await process.do("info"))[0] > free - 64 * MiB  # the driver may keep some memory

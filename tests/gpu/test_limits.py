@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Slices are as large as was said, no larger, and change while a notebook runs."""
+"""Slices have exactly the requested size, and change while a notebook runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .conftest import workloads
 from .session import GiB, MiB, Notebook, items, stage
 from .workloads import expected
 
-#: What it asks of the product, other tests ask of emulated devices, too.
+#: Other tests cover this behaviour of the product on emulated devices.
 pytestmark = pytest.mark.long
 
-#: How each framework says that there is no memory: the error's name, and what its text has.
+#: Each framework's error for missing memory: its name, and a part of its text.
 TOLD = {
     "cuda-core": ("CUDAError", "CUDA_ERROR_OUT_OF_MEMORY"),
     "torch": ("OutOfMemoryError", "CUDA out of memory"),
@@ -34,7 +34,7 @@ def slice_(machine):
 
 @pytest.fixture(scope="module")
 def some(machine):
-    """Bytes of an array that is looked at."""
+    """Bytes of an array that the tests check."""
     return machine.bytes(256 * MiB)
 
 
@@ -47,7 +47,7 @@ def pooled(machine, kernelspec, request, slice_):
 
 
 def text(size):
-    """Return a size as people type it."""
+    """Return a size as users type it."""
     return f"{size >> 20}MiB"
 
 
@@ -65,7 +65,7 @@ def test_exceeding_the_slice_raises_the_frameworks_own_error(
         assert failed.ename.endswith(name), failed
         assert words in failed.evalue, failed
         assert "GPU pool:" in failed.traceback + failed.text + " ".join(failed.displays), failed
-        # Nothing is lost by it: neither the bytes nor the room that was left.
+        # The error costs nothing: the bytes and the remaining room are intact.
         await notebook.steps("mine", 2, 5)
         assert await notebook.digest("mine") == expected(some, 3, 10)
         await notebook.put("more", some, 4)
@@ -124,7 +124,7 @@ def test_nine_tenths_of_a_slice_can_be_allocated(pooled, notebook, note):
 
 
 @workloads("cuda-core", "torch", "torch-expandable", "cupy")
-def test_a_slice_changes_its_size_while_the_notebook_runs(pooled, notebook, slice_, some, note):
+def test_slice_changes_its_size_while_the_notebook_runs(pooled, notebook, slice_, some, note):
     more = slice_ // 2 * 3
 
     async def scenario():
@@ -138,7 +138,7 @@ def test_a_slice_changes_its_size_while_the_notebook_runs(pooled, notebook, slic
         assert session["suspends"] == 0, session
         assert await notebook.digest("mine") == expected(some, 1)
 
-        # Less than what is in use is refused, and changes nothing.
+        # A size below the memory in use is refused and changes nothing.
         await notebook.wait("to be measured", lambda s: (s["footprint_bytes"] or 0) >= more)
         refused = await notebook.run(f"%gpu {text(slice_)}")
         said = f"{refused.text} {refused.evalue}"
@@ -146,7 +146,7 @@ def test_a_slice_changes_its_size_while_the_notebook_runs(pooled, notebook, slic
         assert "Free memory first" in said, refused
         assert notebook.session["granted_bytes"] == 2 * slice_
 
-        # When it is free again less is left, and then that is the limit.
+        # Once that memory is free, a smaller size is the new limit.
         await notebook.free("more")
         await notebook.wait("to be measured", lambda s: (s["footprint_bytes"] or 0) < slice_)
         note(smaller_then=await notebook.cell(f"%gpu {text(slice_)}"))
@@ -159,7 +159,7 @@ def test_a_slice_changes_its_size_while_the_notebook_runs(pooled, notebook, slic
 
 
 @workloads("cuda-core", "torch")
-def test_a_slice_grows_by_itself_up_to_its_limit_and_no_further(pooled, notebook, slice_, note):
+def test_slice_grows_by_itself_up_to_its_limit(pooled, notebook, slice_, note):
     async def scenario():
         note(said=await notebook.cell(f"%gpu {text(slice_)} --limit {text(2 * slice_)}"))
         await notebook.begin()
@@ -198,7 +198,7 @@ print(turns)
 
 
 @workloads("cuda-core", "torch")
-def test_who_wants_too_much_does_not_harm_who_is_beside_it(
+def test_excessive_request_does_not_harm_a_neighbour(
     pooled, notebook, workload, slice_, some, note
 ):
     async def scenario():
@@ -215,7 +215,7 @@ def test_who_wants_too_much_does_not_harm_who_is_beside_it(
         assert refused == "20"
         assert await modest.digest("mine") == expected(some, 1, 3 * int(turns))
         assert await notebook.digest("mine") == expected(some, 0)
-        # What is the other's is still there for it.
+        # The neighbour's bytes are intact.
         await modest.put("rest", slice_ // 8, 5)
         for each in (notebook, modest):
             session = each.session

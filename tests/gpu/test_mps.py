@@ -20,7 +20,7 @@ CONTROL = "nvidia-cuda-mps-control"
 
 @pytest.fixture
 def daemon(machine, tmp_path):
-    """Run a control daemon of this test's own, beside any other; yield its clients' variables."""
+    """Run a control daemon for this test, beside any other; yield the variables for its clients."""
     if shutil.which(CONTROL) is None:
         pytest.skip(f"{CONTROL} is not installed")
     mine = {}
@@ -37,8 +37,8 @@ def daemon(machine, tmp_path):
 
 
 @pytest.mark.gpu
-async def test_a_client_is_refused_and_goes_on(machine, daemon, note):
-    """The emulated driver has no such service."""
+async def test_mps_client_is_refused_and_continues(machine, daemon, note):
+    """The emulated driver has no multi-process service."""
     service = DeviceService(env=machine.env)
     try:
         devices = await service.start()

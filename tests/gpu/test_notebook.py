@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whole notebooks: the one of ``make run``, and a training loop that is interrupted half-way."""
+"""Whole notebooks: that of ``make run``, and a training loop that is interrupted half-way."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .session import Notebook, stage
 DEMO, NOTEBOOK = 100.0, 100.0
 
 
-@pytest.mark.long  # where devices are emulated the demo is tested on two of them, too
-async def test_the_demo_attaches_suspends_and_restores_on_one_device(machine, kernelspec, note):
+@pytest.mark.long  # other tests run the demo on two emulated devices
+async def test_demo_attaches_suspends_and_restores_on_one_device(machine, kernelspec, note):
     arguments = ["demo", "--emulate", machine.emulate] if machine.emulate else ["demo"]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "jupyter_gpupool.cli", *arguments),
@@ -47,13 +47,13 @@ async def test_the_demo_attaches_suspends_and_restores_on_one_device(machine, ke
 
 @pytest.fixture(scope="module")
 def pooled(machine, kernelspec, request):
-    """A pool."""
+    """A pool for this file."""
     with stage(machine, request) as made:
         yield made
 
 
 class Running:
-    """A notebook on a kernel of the pool, run cell by cell by nbclient."""
+    """A notebook on a kernel of the pool; nbclient runs it cell by cell."""
 
     def __init__(self, notebook: Notebook, cells: list[str]) -> None:
         self.notebook = notebook
@@ -69,14 +69,14 @@ class Running:
                 await self._client.async_execute_cell(self.document.cells[index], index)
 
     def outputs(self) -> list[str]:
-        """Return what all cells have printed, in order."""
+        """Return the output of all cells, in order."""
         return [
             "".join(o["text"] for o in cell.outputs if o.get("name") == "stdout")
             for cell in self.document.cells
         ]
 
     def close(self) -> None:
-        """Forget the kernel, which is not this client's to end."""
+        """Forget the kernel, which this client must not end."""
         self._client.kc.stop_channels()
 
 
@@ -114,7 +114,7 @@ def test_loop_suspended_half_way_computes_the_same(pooled, workload, note):
         assert all(printed), printed
         assert printed == plain.outputs()
 
-        # Both are idle, and the device is as empty as before anybody came.
+        # Both are idle, and the device is as empty as at the start.
         await notebook.release()
         note(left=await pooled.empty(notebook, neighbour))
         lent.close()

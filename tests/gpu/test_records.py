@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the machine's driver answers without a device, against the emulated one.
+"""Answers of the machine's driver without a device, compared with the emulated driver's.
 
 The records of ``tests/driver_records`` are of drivers that are available without a GPU. On a GPU
-machine the same questions are put to its driver, as far as they neither need nor miss a device;
-the answers are noted, so that they can become a record, too. A difference is a fault of the
-emulation, or belongs to the reasons of ``tests/emulator/parity.py``.
+machine these tests ask its driver the same questions, if they neither need nor miss a device, and
+note the answers for a further record. A difference is a fault of the emulation, or one of the
+reasons in ``tests/emulator/parity.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _record(env: dict[str, str], *options: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(machine):
-    """The record of the machine's driver; of an emulated one no more than shows that it works."""
+    """The record of the machine's driver; that of an emulated driver only shows that this works."""
     return _record(machine.env, *([] if machine.real else ["--quick"]))
 
 
@@ -52,7 +52,7 @@ def differences(found, emulated):
     ]
 
 
-def test_the_driver_is_recorded(machine, found, note):
+def test_driver_is_recorded(machine, found, note):
     note(record=found if machine.real else found["cuda"])
     assert found["cuda"] >= 12000
     assert found["cuda_errors"]["2"] == ["CUDA_ERROR_OUT_OF_MEMORY", "out of memory"]
@@ -63,7 +63,7 @@ def test_the_driver_is_recorded(machine, found, note):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("section", SECTIONS)
-def test_the_emulated_driver_answers_as_this_one(section, differences, note):
+def test_emulated_driver_answers_like_this_driver(section, differences, note):
     here = [str(d) for d in differences if d.section.partition(":")[0] == section]
     note(differences=here)
     assert here == []

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Resuming where somebody else has taken the memory meanwhile.
+"""Resumes after another process has taken the memory.
 
-Reported of the driver: a restore without room loses the process for good. The service therefore
-looks for room first. The last test lets the driver try it without room.
+Reported: a restore without room loses the process permanently. The service therefore checks for
+room first. The last test lets the driver try it without room.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FIRST = 5
 
 
 async def fill(found: Bench, process: Target, part: float, cap: int) -> tuple[int, int]:
-    """Give a process so much of the device; return how much that is, and how much is known of it.
+    """Give a process this part of the device; return its size and the number of known bytes.
 
-    Emulated, most of it is never touched: it costs nothing.
+    An emulated device never touches most of it, so it costs nothing.
     """
     size = share(found.device, part, cap=cap)
     known = size if found.machine.real else min(size, 64 * MiB)
@@ -42,7 +42,7 @@ async def fill(found: Bench, process: Target, part: float, cap: int) -> tuple[in
 async def suspended(
     found: Bench, part: float = 0.4, cap: int = 24 * GiB
 ) -> AsyncIterator[tuple[Target, SuspendOutcome, int]]:
-    """Yield a suspended process, how that went, and how many bytes of it are known."""
+    """Yield a suspended process, the outcome of its suspend, and its number of known bytes."""
     async with target("cuda-core", found.env) as process:
         _, known = await fill(found, process, part, cap)
         there = await found.suspend(process)
@@ -55,7 +55,7 @@ async def still_right(process: Target, known: int, steps: int = 0) -> None:
     assert await process.do("fingerprint", "x") == expected_fingerprint(known, FIRST, steps)
 
 
-async def test_without_room_nothing_is_touched(machine, note):
+async def test_resume_without_room_touches_nothing(machine, note):
     async with bench(machine) as found:
         async with suspended(found) as (process, there, known):
             need = there.freed[found.uuid]
@@ -79,10 +79,10 @@ async def test_without_room_nothing_is_touched(machine, note):
 
 @pytest.mark.parametrize("headroom", [PoolSettings().resume_headroom, 0])
 async def test_state_fits_again_beside_a_foreign_process(machine, headroom, note):
-    """A foreign process may have the rest: what a suspend freed is all that its resume needs.
+    """The memory that a suspend freed is enough for its resume; another process may have the rest.
 
-    The pool reserves some headroom beside, except where a session fills all that it was granted.
-    Too little would be fatal: if this test fails, the pool reserves too little.
+    The pool reserves some headroom besides, unless a session fills its whole slice. Too little
+    would be fatal: if this test fails, the pool reserves too little.
     """
     async with bench(machine) as found:
         async with suspended(found, 0.25, machine.bytes(4 * GiB)) as (process, there, known):
@@ -103,23 +103,23 @@ async def test_state_fits_again_beside_a_foreign_process(machine, headroom, note
                     f"Of {free / MiB:.1f} MiB free, where {need / MiB:.1f} MiB had been freed, "
                     f"a resume was {back.status}: {back.message}"
                 )
-            # Only now: to load a kernel, too, takes memory.
+            # This comes last because the load of a kernel takes memory, too.
             await process.do("steps", "x", 1, 9)
             await still_right(process, known, 9)
         await found.empty(process, other)
 
 
 async def test_restore_without_room_fails_and_leaves_nothing(machine, note):
-    """What the driver makes of it: the design believes that the process is lost for good.
+    """The design assumes that the driver loses the process permanently.
 
-    If it can be resumed after all the service may be kinder; what it must never do is to call a
-    process resumed that is not, or to keep memory of one that has been ended.
+    If the process can be resumed after all, the service may try again; it must never report a lost
+    process as resumed, nor keep memory of an ended process.
     """
     async with bench(machine) as found:
         async with suspended(found, 0.4, machine.bytes(8 * GiB)) as (process, there, known):
             async with target("cuda-core", found.env) as other:
                 await found.leave(other, there.freed[found.uuid] // 2)
-                # No need is named, so that it is tried.
+                # It names no need, so the service tries it.
                 back = await asyncio.wait_for(found.resume(process), 60.0)
                 note(
                     status=back.status,
@@ -132,7 +132,7 @@ async def test_restore_without_room_fails_and_leaves_nothing(machine, note):
                 assert back.status != "resumed", back
             held = await found.held(process)
             note(keeps_mib=None if held is None else held >> 20)
-            # There is room now.
+            # Now the device has room.
             again = await asyncio.wait_for(found.resume(process), 60.0)
             state = await asyncio.wait_for(found.state(process), SETTLED)
             note(again=again.status, again_message=again.message, state=state)

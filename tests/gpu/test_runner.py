@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The runner of ``make gpu``: what hangs is ended with all it started, what ended stays so."""
+"""The runner of ``make gpu``: it ends what hangs with its children, and keeps results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_passes():
     pass
 """
 
-#: While it is imported, where no time-out of a test applies; and its child is in another session.
+#: It hangs in its import, where no time-out of a test applies; its child has its own session.
 HANGS = """
 import pathlib, subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -46,7 +46,7 @@ time.sleep(600)
 
 @pytest.fixture
 def items(tmp_path):
-    """Files of tests as the suite has them: with the suite's conftest."""
+    """Files of tests with the suite's conftest."""
 
     def make(name, text, bound=60):
         path = tmp_path / f"test_{name}.py"
@@ -57,7 +57,7 @@ def items(tmp_path):
     return make
 
 
-def test_what_a_file_of_tests_found_is_in_its_line(items):
+def test_results_of_a_test_file_are_in_its_line(items):
     line = runner.run(items("a", FAILS))
     assert (line["outcome"], line["exit_code"]) == ("failed", 1)
     assert [(t["test"].split("::")[1], t["outcome"]) for t in line["tests"]] == [
@@ -70,8 +70,8 @@ def test_what_a_file_of_tests_found_is_in_its_line(items):
     assert command.told(line).endswith(": 1 failed, 1 passed")
 
 
-def test_what_hangs_is_ended_with_all_it_started(items):
-    """In a process of its own, which adopts orphans: this one has children that are not its."""
+def test_hanging_file_is_ended_with_all_it_started(items):
+    """The runner adopts orphans, so it runs in a process without children of other tests."""
     item = items("h", HANGS)
     program = (
         "import json, sys; from benchmarks.gpu import plan, runner; runner.adopt_orphans(); "
@@ -103,7 +103,7 @@ def test_runner_resumes_with_what_has_not_run(items, tmp_path, capsys, monkeypat
     assert command.go_through((one, two), book, options(minutes=1)) == 2
     assert "Run it again for" in capsys.readouterr().out
     with book.path.open("a") as out:
-        out.write('{"item": "cut o')  # as a machine that was taken away leaves it
+        out.write('{"item": "cut o')  # as a machine leaves it that was taken away
     again = record.Record.at(tmp_path / "out", DEVICE)
     assert again.path == book.path
     assert [*again.ended()] == [one.name]
@@ -113,11 +113,11 @@ def test_runner_resumes_with_what_has_not_run(items, tmp_path, capsys, monkeypat
     assert "2 of 2 have ended, 1 not well" in said
     assert again.ended()[two.name]["outcome"] == "failed"
     assert command.go_through((one, two), again, options(names=[one.name])) == 1
-    assert f"-- {one.name}" in capsys.readouterr().out  # named, so once more
+    assert f"-- {one.name}" in capsys.readouterr().out  # named, so it runs again
     assert record.Record.at(tmp_path / "out", DEVICE, again=True).path != book.path
 
 
-def test_two_runs_at_once_would_measure_each_other(tmp_path):
+def test_second_run_at_the_same_time_is_refused(tmp_path):
     first, second = (record.Record.at(tmp_path, DEVICE) for _ in range(2))
     with first.claimed() as alone, second.claimed() as too:
         assert (alone, too) == (True, False)
@@ -125,7 +125,7 @@ def test_two_runs_at_once_would_measure_each_other(tmp_path):
         assert alone
 
 
-def test_what_cannot_be_written_is_said(items, tmp_path, capsys, monkeypatch):
+def test_write_error_of_the_record_is_reported(items, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runner, "adopt_orphans", lambda: None)
     monkeypatch.setattr(runner, "end_descendants", list)
     book = record.Record.at(tmp_path / "out", DEVICE)
@@ -141,7 +141,7 @@ def test_what_cannot_be_written_is_said(items, tmp_path, capsys, monkeypatch):
     assert '"outcome": "passed"' in said
 
 
-def test_every_item_of_the_plan_is_there():
+def test_every_item_of_the_plan_exists():
     for item in plan.PLAN:
         place = item.name if item.tests else f"benchmarks/gpu/{item.name}.py"
         assert (ROOT / place).is_file(), place
@@ -149,6 +149,6 @@ def test_every_item_of_the_plan_is_there():
     assert files - {item.name for item in plan.PLAN} == {"tests/gpu/test_runner.py"}
 
 
-def test_a_wrong_name_is_answered_with_the_right_ones():
+def test_wrong_name_is_answered_with_the_right_names():
     with pytest.raises(ValueError, match=r"There is no 'swap_sped'; there are .*swap_speed"):
         plan.named(["swap_sped"])

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Two processes that do not fit on the device together, one after the other on it."""
+"""Two processes that do not fit on the device together take turns on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .machine import GiB, MiB
 from .target import Target, target
 from .workloads import expected_fingerprint
 
-#: Swaps that are wanted, and those that must be done in the time there is.
+#: Swaps that are planned, and the least that must be done in the given time.
 SWAPS, LEAST = 20, 4
 EMULATED_SWAPS = 5
 
@@ -20,10 +20,10 @@ FIRST = {"a": 11, "b": 22}
 
 
 async def test_two_that_do_not_fit_together_take_turns(machine, note):
-    """Each has 60 % of the device, as far as that much is copied in the time there is.
+    """Each has 60 % of the device, or as much as the driver copies in the given time.
 
-    Somebody else has what is too much then, so that they do not fit together. Emulated, most of
-    their memory is never touched: it costs nothing.
+    Another process then has the rest, so that they do not fit together. An emulated device never
+    touches most of their memory, so it costs nothing.
     """
     wanted = SWAPS if machine.real else EMULATED_SWAPS
     async with bench(machine) as found:
@@ -74,7 +74,7 @@ async def test_two_that_do_not_fit_together_take_turns(machine, note):
                 last=speeds(out[off[0]]),
                 threads="".join(sorted(threads(off[1].pid))),
             )
-            # And the one that is suspended now, once the other has ended.
+            # The suspended process is intact after the other's end, too.
             await on[1].kill()
             await other.kill()
             await found.empty(on[1], other)

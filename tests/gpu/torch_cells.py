@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Cells with PyTorch: what runs before a notebook is suspended, and what must be right after.
+"""Cells with PyTorch: code before a suspend, and assertions after it.
 
-Those that can are tried without a GPU, too (``GPUPOOL_TEST_TORCH_DEVICE=cpu``).
+Some can also run without a GPU (``GPUPOOL_TEST_TORCH_DEVICE=cpu``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ assert {"matmul", "conv"} <= set(exact), exact
 """,
 )
 
-#: The generator's state goes with the process, the numbers it makes come from the device.
+#: The generator's state is in the process, but the device makes its numbers.
 RANDOM = (
     _DEVICE
     + """
@@ -66,7 +66,7 @@ assert torch.equal(draw(generator), first)
 """,
 )
 
-#: Pinned memory is host memory that the device knows: it must know it again.
+#: The driver registers pinned host memory, and must register it again on a resume.
 PINNED = (
     _DEVICE
     + """
@@ -100,7 +100,7 @@ assert torch.equal(there.cpu(), late)
 """,
 )
 
-#: Events that were recorded, and new ones, on streams from before.
+#: Events recorded before the suspend, and new events, on streams from before it.
 EVENTS = (
     _DEVICE
     + """
@@ -140,7 +140,7 @@ assert kept[0].elapsed_time(kept[1]) == took
 """,
 )
 
-#: Forked worker processes and the thread that pins what they load, half-way through the data.
+#: Forked workers and the thread that pins their batches, half-way through the data.
 LOADER = (
     _DEVICE
     + """
@@ -176,7 +176,7 @@ del batches, loader
 """,
 )
 
-#: A graph with a pool of its own, and torch.compile of more than one line, with its own graphs.
+#: A graph with its own memory pool, and compiled functions with graphs of their own.
 GRAPH = (
     _DEVICE
     + """
@@ -211,7 +211,7 @@ with torch.no_grad():
 """,
 )
 
-#: Autograd has a thread of its own for each device, which makes CUDA calls.
+#: Autograd has a thread for each device, which makes CUDA calls.
 AUTOGRAD = (
     _DEVICE
     + """
@@ -236,7 +236,7 @@ assert torch.allclose(gradient(), first, rtol=1e-4, atol=1e-4)
 """,
 )
 
-#: By what a test is called: (before, after).
+#: For each test's name: (before, after).
 CELLS = {
     "libraries": LIBRARIES,
     "random numbers": RANDOM,

@@ -1,12 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How each framework keeps the same bytes on a device and computes on them.
+"""The workloads: each framework keeps the same bytes on a device and computes on them.
 
-A workload's state is arrays of uint32 by name: ``p[i] = first + i`` at first, and
-``p[i] += step`` with each step of work, modulo 2**32, so that :func:`expected` knows their hash
-without a GPU. Frameworks are imported only where a workload is made, in the child process
-(``child.py``). ``cuda-core`` runs on the emulated driver, too; the others need
-CUDA's runtime, and that a real one.
+A workload's state is named arrays of uint32: ``p[i] = first + i`` at first, and ``p[i] += step``
+for each step of work, modulo 2**32, so :func:`expected` knows their hash without a GPU. Only the
+child process (``child.py``) imports frameworks, when it makes a workload. ``cuda-core`` also
+runs on the emulated driver; the others need CUDA's runtime, and so a real driver.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ import numpy as np
 
 from .machine import MiB
 
-#: Of the last array, in the order of the host.
+#: The type of an array's elements, in the host's byte order.
 U32 = np.dtype("<u4")
 
 
 def expected(size: int, first: int, steps: int = 0) -> str:
-    """Return the SHA-256 of an array of ``size`` bytes after work of ``steps`` in all."""
+    """Return the SHA-256 of an array of ``size`` bytes after work of ``steps`` in total."""
     start = np.uint64((first + steps) % (1 << 32))
     return hashlib.sha256((np.arange(size // 4, dtype=np.uint64) + start).astype(U32)).hexdigest()
 
 
-#: How many pieces of an array, and at most how many bytes each, are in its fingerprint.
+#: The number of pieces of an array in its fingerprint, and the most bytes of a piece.
 PIECES, PIECE = 64, MiB
 
 
 def pieces(size: int) -> tuple[list[int], int]:
-    """Return where the pieces of an array of ``size`` bytes begin, and how long each is."""
+    """Return start and length of each piece of an array of ``size`` bytes."""
     long = min(PIECE, size // PIECES // 4 * 4)
     return [(size - long) * i // (PIECES - 1) // 4 * 4 for i in range(PIECES)], long
 
 
 def expected_fingerprint(size: int, first: int, steps: int = 0) -> list[Any]:
-    """Return what :meth:`CudaCore.fingerprint` must be: for arrays too large to hash whole."""
+    """Return the value for :meth:`CudaCore.fingerprint`, for arrays too large to hash whole."""
     start, number, turn = (first + steps) % (1 << 32), size // 4, 1 << 32
     whole, rest = divmod(number, turn)
     wrapped = max(0, start + rest - turn)
@@ -62,13 +61,13 @@ class Workload(Protocol):
         """Put an array on the device."""
 
     def work(self, name: str, step: int) -> None:
-        """Add ``step`` to each element, in the way this workload is about."""
+        """Add ``step`` to each element, in the way that this workload tests."""
 
     def get(self, name: str) -> Any:
-        """Return the array's elements as a NumPy array of the host."""
+        """Return the array's elements as a NumPy array on the host."""
 
     def free(self, name: str) -> None:
-        """Give the array's memory back to the driver."""
+        """Return the array's memory to the driver."""
 
     def sync(self) -> None:
         """Wait until the device has done all work."""
@@ -121,7 +120,7 @@ class CudaCore:
     def fingerprint(self, name: str) -> list[Any]:
         """Return the sum of all elements, and the SHA-256 of pieces of the array.
 
-        The sum is the device's; hashing 24 GiB would take the host a minute.
+        The device computes the sum; hashing 24 GiB would take the host a minute.
         """
         from cuda.bindings import driver
 
@@ -144,7 +143,7 @@ class CudaCore:
         return [int.from_bytes(out, "little"), sha.hexdigest()]
 
     def spin(self, ns: int) -> None:
-        """Occupy the device for so many nanoseconds, and do not wait for it."""
+        """Occupy the device for this many nanoseconds, without waiting."""
         self._launch(self._stream, self._one, self._spin, np.uint64(ns))
 
     def free(self, name: str) -> None:
@@ -152,7 +151,7 @@ class CudaCore:
 
         self._buffers.pop(name).close(self._stream)
         self.sync()
-        # cuda-core has the driver's pool keep what is freed.
+        # cuda-core lets the driver's pool keep freed memory.
         result, pool = driver.cuDeviceGetMemPool(self._device.device_id)
         assert result == driver.CUresult.CUDA_SUCCESS, result
         (result,) = driver.cuMemPoolTrimTo(pool, 0)
@@ -162,10 +161,10 @@ class CudaCore:
         self._stream.sync()
 
 
-#: Where PyTorch's workloads keep their arrays: another place only to try their code without a GPU.
+#: The device of PyTorch's workloads; another value only tries their code without a GPU.
 TORCH_DEVICE = os.environ.get("GPUPOOL_TEST_TORCH_DEVICE", "cuda")
 
-#: Elements that PyTorch counts in one go.
+#: Most elements that PyTorch fills in one call.
 _PART = 1 << 30
 
 
@@ -180,8 +179,8 @@ class Torch:
         torch.zeros(1, device=TORCH_DEVICE)
 
     def put(self, name: str, size: int, first: int) -> None:
-        # In one allocation: a temporary of the same size would be kept by the caching allocator.
-        # In parts: an array of 8 GiB or more has more elements than its type has numbers.
+        # One allocation: the caching allocator would keep a temporary of the same size. In parts:
+        # an array of 8 GiB or more has more elements than int32 can count.
         array = self.torch.empty(size // 4, dtype=self.torch.int32, device=TORCH_DEVICE)
         for start in range(0, size // 4, _PART):
             part = array[start : start + _PART]
@@ -239,7 +238,7 @@ class TorchGraph(Torch):
     def put(self, name: str, size: int, first: int) -> None:
         super().put(name, size, first)
         step = self.torch.zeros(1, dtype=self.torch.int32, device=TORCH_DEVICE)
-        # What is loaded at a kernel's first use must not be loaded in a capture.
+        # A first use may load code, which a capture does not allow.
         self._arrays[name].add_(step)
         self.sync()
         graph = self.torch.cuda.CUDAGraph()
@@ -321,20 +320,20 @@ class Jax:
     """JAX: compiled by XLA, each step a new array."""
 
     def __init__(self) -> None:
-        # It would take three quarters of the device, and a suspend as much of the host's memory.
+        # By default JAX takes three quarters of the device, and a suspend as much host memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         import jax
 
         self._jax = jax
         self._arrays: dict[str, Any] = {}
-        # It would compute without a GPU, too, and say so in a line that nobody reads.
+        # JAX would compute without a GPU, too, and only log it.
         if TORCH_DEVICE == "cuda":
             assert jax.default_backend() == "gpu", jax.devices()
         jax.numpy.zeros(1).block_until_ready()
         self._make = jax.jit(
             lambda first, number: jax.lax.iota(jax.numpy.uint32, number) + first, static_argnums=1
         )
-        # The old array's memory becomes the new one's: at most one copy is there.
+        # The old array's memory becomes the new array's, so at most one copy exists.
         self._step = jax.jit(lambda array, step: array + step, donate_argnums=0)
 
     def put(self, name: str, size: int, first: int) -> None:
@@ -345,7 +344,7 @@ class Jax:
         self._arrays[name] = self._step(self._arrays[name], np.uint32(step))
 
     def get(self, name: str) -> Any:
-        # An array remembers what was read from it once: a new one, in the same memory, does not.
+        # An array caches its first read: a new array in the same memory does not.
         self.work(name, 0)
         return np.asarray(self._arrays[name])
 
@@ -388,14 +387,14 @@ class Numba:
 
     def free(self, name: str) -> None:
         del self._arrays[name]
-        # Freed memory is in a queue until there is enough of it, or this.
+        # numba frees memory only in batches, or on this call.
         self._cuda.current_context().memory_manager.deallocations.clear()
 
     def sync(self) -> None:
         self._cuda.synchronize()
 
 
-#: By the name that tests use: the class, and the package whose version is what was tested.
+#: For each test name: the class, and the package that gives the version.
 WORKLOADS: dict[str, tuple[type[Any], str]] = {
     "cuda-core": (CudaCore, "cuda-core"),
     "torch": (Torch, "torch"),
@@ -411,7 +410,7 @@ WORKLOADS: dict[str, tuple[type[Any], str]] = {
 
 
 def version(name: str) -> str:
-    """Return the version of what a workload is of, "not installed" without it."""
+    """Return the version of a workload's package, or "not installed"."""
     try:
         return importlib.metadata.version(WORKLOADS[name][1])
     except importlib.metadata.PackageNotFoundError:

@@ -101,27 +101,27 @@ class Child:
         return line.decode()
 
     def reply(self, timeout=TIMEOUT):
-        """Return what the sent statements left in ``_``."""
+        """Wait for the sent statements; return their ``_``."""
         while not (line := self.line(timeout)).startswith("\x01"):
             pass
         return ast.literal_eval(line[1:])
 
     def do(self, code, timeout=TIMEOUT):
-        """Run statements; what they left in ``_``."""
+        """Run statements; return their ``_``."""
         self.send(code)
         return self.reply(timeout)
 
     def answers(self, seconds):
-        """Whether the child writes anything within ``seconds``."""
+        """Return whether the child writes anything within ``seconds``."""
         return bool(select.select([self.process.stdout], [], [], seconds)[0])
 
     def end(self):
-        """Let it end in an orderly way; its status."""
+        """Close its input so that it ends by itself; return its status."""
         self.process.stdin.close()
         return self.process.wait(TIMEOUT)
 
     def kill(self):
-        self.process.send_signal(signal.SIGKILL)  # nothing, if it has ended
+        self.process.send_signal(signal.SIGKILL)  # no effect on a process that has ended
         status = self.process.wait(TIMEOUT)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -130,18 +130,18 @@ class Child:
 
 
 class Broker:
-    """A broker's socket. ``answer`` gets a message and returns a dict, or None to answer never."""
+    """A broker's socket. ``answer`` gets a message and returns a dict, or None for no answer."""
 
     def __init__(self, path):
         self.path = path
         self.messages = []
-        #: The questions before cuInit, answered at once and not among the messages.
+        #: Requests before cuInit; the broker answers them at once, and ``messages`` omits them.
         self.homes = []
-        #: Questions for a page that is lost; ``page`` returns whether it has its name again.
+        #: Requests for a lost page; ``page`` returns whether the page has its name again.
         self.pages = []
         self.page = lambda: False
         self.home = lambda: None
-        self.open = 0  # connections that ask and have not gone away
+        self.open = 0  # connections that wait for an answer
         self.answer = lambda message: None
         self._changed = threading.Condition()
         self._connections = set()
@@ -201,12 +201,12 @@ class Broker:
             assert self._changed.wait_for(lambda: condition(self), TIMEOUT), self.messages
 
     def asked(self, count):
-        """Wait until ``count`` questions have come."""
+        """Wait until ``count`` requests have come."""
         self.wait(lambda b: len(b.messages) >= count)
 
     def stop(self):
-        """End as a broker that is killed."""
-        # close() alone leaves the socket open as long as a thread is in accept().
+        """End like a broker that is killed."""
+        # close() alone leaves the socket open as long as a thread waits in accept().
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -263,13 +263,13 @@ class Session:
         self.page.set_gate(pages.UNUSED)
 
     def attach_on_request(self, message=None):
-        """Answer of the broker: the gate is opened first, as attach does."""
+        """Answer as the broker does: attach opens the gate before it answers."""
         if message["type"] == "attach":
             self.page.set_gate(pages.UNUSED)
         return {"type": "ok", "epoch": 1}
 
     def child(self, command=None, **variables):
-        """Start a process of the session; None removes a variable."""
+        """Start a process of the session; a value of None removes the variable."""
         env = {**self.env, **variables}
         made = Child({k: v for k, v in env.items() if v is not None}, command)
         self.children.append(made)
@@ -288,7 +288,7 @@ class Session:
         return done
 
     def python(self, code, *args, **variables):
-        """Run Python statements in a process of the session; what they print."""
+        """Run Python statements in a process of the session; return what they print."""
         return self.run(sys.executable, "-c", code, *args, **variables).stdout.strip()
 
     def slots(self):
@@ -319,7 +319,7 @@ def compile_c(target, *sources, flags=()):
 
 @pytest.fixture(scope="session")
 def guard_dir(tmp_path_factory):
-    """Compile the guard and the emulated driver if they are stale; the folder of links."""
+    """Compile the guard and the emulated driver if they are stale; return the folder of links."""
     emulator_build.compile()
     guard_build.compile()
     folder = tmp_path_factory.mktemp("guard")

@@ -28,7 +28,7 @@ static int slow, entered, left, answer, failures;
         }                                                         \
     } while (0)
 
-/* As any C function may. */
+/* Changes registers as any C function may. */
 static void overwrite(void)
 {
     __asm__ volatile("movq $-1, %%rax; movq %%rax, %%rdi; movq %%rax, %%rsi; movq %%rax, %%rdx\n"
@@ -82,7 +82,7 @@ void guard_leave(void)
     overwrite();
 }
 
-/* The call that gives something back: its arguments as they would be noted. */
+/* A call that frees: it sees its arguments as the guard would note them. */
 int guard_enter_back(uint32_t entry, const uint64_t *argument);
 int guard_enter_back(uint32_t entry, const uint64_t *argument)
 {
@@ -107,7 +107,7 @@ typedef int (*everything)(long a, long b, long c, long d, long e, long f, double
                           double i, double j, double k, double l, double m, double n, long o,
                           long p, long q, long r, long s, long t, long u, long v, long w, long x);
 
-/* The driver. */
+/* The driver's part: checks its arguments. */
 static int look(long a, long b, long c, long d, long e, long f, double g, double h, double i,
                 double j, double k, double l, double m, double n, long o, long p, long q, long r,
                 long s, long t, long u, long v, long w, long x)
@@ -158,7 +158,7 @@ static void try_back(void)
     guard_real[E_cuBack] = (void *)look_at_three;
     int in = entered, out = left;
     CHECK(call((everything)cuBack) == 4711 && entered == in + 1 && left == out + 1);
-    answer = -1; /* noted: success, and the driver is not called */
+    answer = -1; /* noted: it returns success without a driver call */
     CHECK(call((everything)cuBack) == 0 && left == out + 1);
     answer = 802;
     CHECK(call((everything)cuBack) == 802 && left == out + 1);
@@ -190,7 +190,7 @@ int main(void)
     try(E_cuNever, (void *)cuNever, 0);
     try(E_COUNT + 7, (char *)guard_entry_at + guard_entry_at[E_COUNT + 7], 0);
     CHECK((char *)guard_entry_at + guard_entry_at[E_cuGate] == (char *)cuGate);
-    /* 24 arguments: 10 of integers beyond the registers, so these see all of them. */
+    /* These get 24 arguments, 10 of them on the stack, and must pass all of them on. */
     try(E_cuWait24, (void *)cuWait24, 1);
     try(E_cuWait17, (void *)cuWait17, 1);
     guard_real[E_cuWait3] = (void *)give_rax;

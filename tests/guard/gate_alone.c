@@ -71,7 +71,7 @@ static void step(int number)
         suspended = true;
 }
 
-/* A trap after each instruction, from here to stop(). */
+/* Traps after each instruction from here to stop(). */
 static inline void start(int strike)
 {
     steps = 0;
@@ -86,10 +86,10 @@ static inline void stop(void)
                      "lea 128(%%rsp), %%rsp" ::: "memory", "cc");
 }
 
-/* The session is resumed. */
+/* Resumes the session. */
 static void open_again(void)
 {
-    closing = false; /* first: there is a step after it */
+    closing = false; /* first, because a step follows */
     suspended = false;
     page.gate = GATE_UNUSED;
 }
@@ -103,7 +103,7 @@ CUresult broker_attach(void)
     return answer;
 }
 
-/* Nothing is ever noted, nor owed. */
+/* Notes nothing and owes nothing. */
 bool later_note(uint32_t entry, const uint64_t *argument) { return entry && argument && false; }
 bool later_do(void)
 {
@@ -155,7 +155,7 @@ void cached_fill(void)
 {
 }
 
-/* With an argument: as the thread that counts itself in a word of its own. */
+/* With an argument this is the thread that counts itself in a word of its own. */
 int main(int argc, char **argv)
 {
     (void)argv;
@@ -183,7 +183,7 @@ int main(int argc, char **argv)
                                 : !suspended && counted() == 1);
                     waited += asked - before;
                     tries++;
-                    /* Inside: a closed gate stops no further call of the same thread. */
+                    /* It is inside: a closed gate stops no further call of this thread. */
                     page.gate = GATE_CLOSED;
                     before = asked;
                     if (!error) {
@@ -199,7 +199,7 @@ int main(int argc, char **argv)
     CHECK(tries > 100 && waited > 20);
     page.pause_until = 0;
     answer = 0;
-    /* A wait for the broker inside a call: out, and in only through an open gate. */
+    /* A wait for the broker inside a call steps out, and back in only through an open gate. */
     page.gate = GATE_OPEN;
     CHECK(guard_enter() == 0);
     gate_step_out();
@@ -212,14 +212,14 @@ int main(int argc, char **argv)
     CHECK(gate_step_in() == CUDA_ERROR_SYSTEM_NOT_READY);
     guard_leave();
     CHECK(counted() == 0);
-    guard_leave(); /* once too often: nothing */
+    guard_leave(); /* one leave too many has no effect */
     CHECK(counted() == 0);
-    /* Looking at devices counts as no use, asks for nothing, and is counted. */
+    /* A question about devices is no use and needs no lease, but is counted. */
     page.gate = GATE_UNUSED;
     CHECK(guard_enter_free() == 0 && page.gate == GATE_UNUSED && counted() == 1);
     guard_leave();
-    /* Another thread owes the driver a context, and sleeps: this one counts none of its calls for
-     * that, and makes none for others. */
+    /* Another thread owes the driver a context and sleeps: this thread counts no call because
+     * of that, and makes no call for the other. */
     page.gate = GATE_OPEN;
     gate_arrears(ARREARS_CONTEXTS, true);
     made = steps = 0;

@@ -22,7 +22,7 @@ __thread bool guard_slot_user = true, guard_first;
 
 static uint32_t get(const uint32_t *word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
 
-/* As pwrite() and pread() do, which are no weaker. */
+/* Like pwrite() and pread(), which are no weaker. */
 static void *broker(void *unused)
 {
     while (!get(&over)) {
@@ -50,7 +50,7 @@ CUresult broker_attach(void)
     return CUDA_SUCCESS;
 }
 
-/* Nothing else ever happens. */
+/* These never happen here. */
 CUresult guard_settle(void) { return 0; }
 bool landing_moves(void) { return false; }
 bool landing_aside(void) { return false; }
@@ -72,7 +72,7 @@ void polite_nap(struct polite *p) { (void)p; }
 void nap(int milliseconds) { (void)milliseconds; }
 void cached_fill(void) {}
 
-/* With an argument: as the thread that counts itself in a word of its own. */
+/* With an argument this is the thread that counts itself in a word of its own. */
 int main(int argc, char **argv)
 {
     pthread_t thread;

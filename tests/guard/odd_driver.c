@@ -86,7 +86,7 @@ static int inner_alloc_async_ptsz(unsigned long long *out, size_t bytes, void *s
     return 0;
 }
 
-/* A form with other arguments, of a version later than the guard knows. */
+/* A form with other arguments, newer than the versions that the guard knows. */
 static int newest_stream_create(int a, int b, int c, int d, int e, int f, int g, int h)
 {
     return a + b + c + d + e + f + g + h;
@@ -98,14 +98,14 @@ EXPORT int cuStreamCreate(void **out, unsigned flags)
     return 0;
 }
 
-/* Of CUDA 11: refused through the guard, like all that takes 32-bit addresses. */
+/* From CUDA 11. The guard refuses it, like every call with 32-bit addresses. */
 EXPORT int cuMemAlloc(unsigned *out, unsigned bytes)
 {
     *out = bytes;
     return 0;
 }
 
-/* As NVIDIA's driver: check for cuInit before any argument. */
+/* Like NVIDIA's driver, check for cuInit before the arguments. */
 EXPORT int cuMemAllocManaged(unsigned long long *out, size_t bytes, unsigned flags)
 {
     return !initialised ? 3 : out && bytes && flags ? 0 : 1;
@@ -121,7 +121,7 @@ EXPORT int cuMemPoolCreate(void **out, const void *props)
     return !initialised ? 3 : out && props ? 0 : 1;
 }
 
-/* What shares device memory with other devices: succeeds unless it is given nothing. */
+/* A call that shares device memory with other devices: it fails if it gets no memory. */
 EXPORT int cuMemGetHandleForAddressRange(void *handle, unsigned long long address, size_t bytes, int type,
                                          unsigned long long flags)
 {

@@ -53,7 +53,7 @@ static void *primary;
 static int rounds;
 static uint64_t refusals;
 
-/* Refused is an answer; anything else but success is not. */
+/* Out of memory is an answer; any other error is a failure. */
 static int given(CUresult result, int line)
 {
     if (result == CUDA_ERROR_OUT_OF_MEMORY)
@@ -133,7 +133,7 @@ static void own_context(size_t bytes)
     CUdeviceptr p;
     if (!GIVEN(cuCtxCreate_v2(&context, 0, 0)))
         return;
-    GIVEN(cuMemAlloc_v2(&p, bytes)); /* ends with its context */
+    GIVEN(cuMemAlloc_v2(&p, bytes)); /* its context's end frees it */
     DONE(cuCtxDestroy_v2(context));
     DONE(cuCtxSetCurrent(primary));
 }

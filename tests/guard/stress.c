@@ -53,7 +53,7 @@ struct set_node {
     size_t width, height;
 };
 
-/* The entry points, found as the CUDA runtime finds them. */
+/* The entry points, found in the same way as the CUDA runtime finds them. */
 #define CALLS(X)                                                                                  \
     X(cuInit, (unsigned)) X(cuDevicePrimaryCtxRetain, (void **, int)) X(cuCtxSetCurrent, (void *)) \
     X(cuCtxSynchronize, (void)) X(cuMemGetInfo, (size_t *, size_t *))                             \
@@ -114,7 +114,7 @@ static void load(void)
     CALLS(LOAD)
 }
 
-/* ---- one thread's work ---- */
+/* ---- the work of one thread ---- */
 
 enum kind { NONE, PLAIN, ORDERED, MAPPED };
 
@@ -122,7 +122,7 @@ struct buffer {
     enum kind kind;
     uint64_t at, handle;
     size_t size;      /* bytes */
-    uint32_t *expect; /* what is in it */
+    uint32_t *expect; /* its value */
 };
 
 struct worker {
@@ -142,7 +142,7 @@ static uint64_t draw(struct worker *w, uint64_t below)
     return w->random % below;
 }
 
-/* The ways to wait for one's own work. */
+/* The ways in which a thread waits for its own work. */
 static void wait_for(struct worker *w)
 {
     void *event;
@@ -187,7 +187,7 @@ static bool allocate(struct worker *w, struct buffer *b)
         result = cuMemAllocAsync(&b->at, size, w->stream);
     else
         result = cuMemCreate(&b->handle, size, &prop, 0);
-    if (result == 2) { /* out of memory is an answer */
+    if (result == 2) { /* out of memory is a valid answer */
         w->refused++;
         return false;
     }
@@ -204,7 +204,7 @@ static bool allocate(struct worker *w, struct buffer *b)
     return true;
 }
 
-/* ---- garbage, and its collection ---- */
+/* ---- garbage collection ---- */
 
 #define GARBAGE 4096
 
@@ -213,7 +213,7 @@ static struct {
     struct buffer at[GARBAGE];
     void *event[GARBAGE];
     size_t count;
-    bool complete; /* nothing more is thrown away */
+    bool complete; /* no more garbage follows */
     void *stream;
     uint64_t own, *collected;
 } garbage = {.lock = PTHREAD_MUTEX_INITIALIZER, .collected = &garbage.own};
@@ -249,7 +249,7 @@ static void destroy(struct buffer *b, void *stream)
     }
 }
 
-/* Nothing here may wait for a lease. */
+/* No call here may wait for a lease. */
 static void *collect(void *unused)
 {
     (void)unused;
@@ -258,7 +258,7 @@ static void *collect(void *unused)
         over = garbage.complete && !garbage.count;
         if (garbage.count) {
             size_t last = --garbage.count;
-            /* A query answers 600 in a suspend that has taken more than a second, as on a busy machine. */
+            /* A query answers 600 during a suspend of more than a second, on a busy machine. */
             int result;
             while ((result = cuEventQuery(garbage.event[last])) == 600 ||
                    (!result && (result = cuStreamQuery(garbage.stream)) == 600))
@@ -289,7 +289,7 @@ static void open_collected(void)
     close(fd);
 }
 
-/* Nobody uses it any more. */
+/* Frees a buffer that is no longer in use. */
 static void release(struct worker *w, struct buffer *b)
 {
     if (b->kind != NONE && thrown_away(b)) {
@@ -353,7 +353,7 @@ static void by_graph(struct worker *w, struct buffer *b)
     set(b, fill.value);
 }
 
-/* A graph with memory of its own, left to be freed by hand. */
+/* A graph with its own memory, which the program must free. */
 static void by_graph_memory(struct worker *w)
 {
     void *graph, *run = NULL, *node;
@@ -399,7 +399,7 @@ static void busy(struct worker *w)
     OK(cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, w->stream, params, NULL));
 }
 
-/* A child has no CUDA, whatever its parent was doing at that instant; neither may it hang. */
+/* A child has no CUDA, whatever its parent did at the fork; it must not hang either. */
 static void forks(void)
 {
     int status = 0;

@@ -47,7 +47,7 @@ for line in sys.stdin:
 
 
 class Suspender:
-    """The broker's part."""
+    """The test in the broker's place: it suspends and resumes the processes."""
 
     def __init__(self, session, seed, *, open_gate=True):
         self.session = session
@@ -83,7 +83,7 @@ class Suspender:
                 self.refusals += 1
                 return {"type": "error", "code": "limit", "message": "no"}
             page = self.session.page.read()
-            if not page.granted[0]:  # asked before the suspend
+            if not page.granted[0]:  # requests before the suspend
                 return {"type": "error", "code": "no-memory", "message": "no"}
             granted = page.granted[0] + message["bytes"] + 4 * MIB
             self.session.page.set_grant([granted, granted], 1 << 30, 1)
@@ -91,7 +91,7 @@ class Suspender:
             return {"type": "ok", "granted": granted}
 
     def used(self):
-        """Bytes in use on the device, by any process."""
+        """Return the bytes in use on the device by any process."""
         return self.worker.do("_ = used()", 60)
 
     def suspend(self, pids, until):
@@ -105,7 +105,7 @@ class Suspender:
 
     def resume(self, pids, until, used=True):
         assert self.worker.do(f"_ = resume({pids})", 60) is None
-        with self._granting:  # so that the guard asks for growth again and again
+        with self._granting:  # small, so that the guard often asks for growth
             granted = self.session.page.read().used[0] + MIB
             self.session.page.set_grant([granted, granted], 1 << 30, 1)
         with self.opened:
@@ -113,10 +113,10 @@ class Suspender:
             self.session.page.set_gate(pages.UNUSED)
             self.opened.notify_all()
         if used:
-            until(lambda: self.session.page.gate() == pages.OPEN)  # a call has passed
+            until(lambda: self.session.page.gate() == pages.OPEN)  # a call has passed the gate
 
     def pause(self):
-        """A neighbour's turn: no process asks the broker, and it ends by itself."""
+        """Give a neighbour a turn: no process asks the broker, and the pause ends by itself."""
         until = time.monotonic_ns() + 4_000_000
         self.session.page.set_gate(pages.PAUSED, pause_until=until)
         if self.chance.random() < 0.5:

@@ -85,7 +85,7 @@ static void open_accounts(void)
         die("TABLE_NVML cannot be used");
 }
 
-/* ---- how functions are found */
+/* ---- how a program finds the functions */
 
 enum lookup { BY_SYMBOL, BY_STATIC_CUDART, BY_PROC_ADDRESS, BY_PER_THREAD };
 static enum lookup lookup;
@@ -108,7 +108,7 @@ static void *find(const char *symbol, const char *name, int version)
     case BY_STATIC_CUDART:
     case BY_PER_THREAD:
         if (!through) {
-            /* As the static runtime does: one symbol by name, and even that again through itself. */
+            /* Like the static runtime: find one symbol by name, and the same again through it. */
             void *library = dlopen("libcuda.so.1", RTLD_NOW);
             proc_v2 get = library ? (proc_v2)dlsym(library, "cuGetProcAddress_v2") : NULL;
             if (!get || get("cuGetProcAddress", (void **)&through, 12000, 0, &status) || !through)
@@ -133,7 +133,7 @@ static CUresult alloc(CUdeviceptr *p, uint64_t n)
 static CUresult release(CUdeviceptr p) { return CU(3020, cuMemFree, "_v2", (CUdeviceptr), p); }
 static CUresult synchronise(void) { return CU(2000, cuCtxSynchronize, "", (void), ); }
 
-/* ---- rows. take() leaves what it took here; give() frees it. */
+/* ---- rows: take() stores here what give() frees. */
 
 static CUdeviceptr address;
 static void *handle, *other, *stream;
@@ -149,7 +149,7 @@ static CUresult take_pitch(uint64_t n)
               65536, n / 65536, 4);
 }
 
-/* Rows narrower than what they are aligned to: only the driver's pitch says what it takes. */
+/* Rows narrower than their alignment: only the driver's pitch shows the size. */
 static CUresult take_narrow(uint64_t n)
 {
     size_t pitch;
@@ -190,7 +190,7 @@ static CUresult take_block(uint64_t n)
 
 static CUresult drop_block(void) { return CU(10020, cuMemRelease, "", (CUmemGenericAllocationHandle), block); }
 
-/* Mapped, the handle released at once (as PyTorch's segments do not, but others), then unmapped. */
+/* Mapped, the handle released at once (unlike PyTorch's segments), then unmapped. */
 static CUresult take_mapped(uint64_t n)
 {
     n = (n + 2 * MIB - 1) / (2 * MIB) * (2 * MIB);
@@ -248,7 +248,7 @@ static CUresult take_pooled(uint64_t n)
         CUresult result = CU(11020, cuMemPoolCreate, "", (void **, const CUmemPoolProps *), &other, &props);
         if (result)
             return result;
-        uint64_t all = UINT64_MAX; /* keeps what it has: only a trim gives it back */
+        uint64_t all = UINT64_MAX; /* it keeps its memory: only a trim returns it */
         CU(11020, cuMemPoolSetAttribute, "", (void *, int, void *), other, 4, &all);
     }
     return CU(11020, cuMemAllocFromPoolAsync, "", (CUdeviceptr *, size_t, void *, void *), &address, n, other, NULL);
@@ -273,7 +273,7 @@ static CUresult give_pool(void) /* destroyed with an allocation in it */
     return result ? result : give_async();
 }
 
-/* ---- graphs: one allocation, which stays after the launch; how it is made executable varies */
+/* ---- graphs: one allocation that stays after the launch, for each way to instantiate the graph */
 
 struct alloc_node {
     CUmemPoolProps pool;
@@ -322,7 +322,7 @@ static CUresult run_graph(void)
 {
     uint64_t before = page->granted[0];
     handle = NULL;
-    if (roomy) /* too large only when it is launched: the grant is larger until then */
+    if (roomy) /* too large only at the launch: the grant is larger until then */
         page->granted[0] = 2 * before;
     CUresult result = instantiate();
     page->granted[0] = before;
@@ -383,7 +383,7 @@ GRAPH_ROW(graph_launch, BY_FLAGS, false, true, take_graph)
 GRAPH_ROW(graph_upload, BY_FLAGS, true, true, take_graph)
 GRAPH_ROW(graph_captured, BY_FLAGS, false, false, take_captured)
 
-/* ---- refused whatever the size; not on the device; of somebody else */
+/* ---- refused at any size; host memory; memory of another process */
 
 static CUresult take_managed(uint64_t n)
 {
@@ -429,7 +429,7 @@ typedef struct {
     char data[64];
 } ipc_handle;
 
-/* Another process of the session has the memory, and is charged for it; here it is opened. */
+/* Another process of the session owns the memory and is charged for it; here it is opened. */
 static pid_t exporter;
 static int exporter_end;
 
@@ -554,8 +554,8 @@ static CUresult take_graphics(uint64_t n)
 enum kind {
     COUNTED,   /* refused beyond the limit, the limit fits, a free credits */
     REFUSED,   /* NOT_SUPPORTED always */
-    UNCOUNTED, /* succeeds beyond the limit: host memory */
-    PINNED,    /* takes nothing more than what it shares, and pins the session */
+    UNCOUNTED, /* host memory: succeeds beyond the limit */
+    PINNED,    /* takes only what it shares, and pins the session */
 };
 
 static const struct row {
@@ -604,7 +604,7 @@ static bool absent(CUresult result)
     return result == ABSENT || result == CUDA_ERROR_NOT_FOUND || result == CUDA_ERROR_NOT_SUPPORTED;
 }
 
-/* One cell; what is wrong, or what happened. */
+/* Tests one cell; stores what is wrong, or what happened. */
 static const char *cell(const struct row *row)
 {
     static char text[160];
@@ -651,7 +651,7 @@ static const char *cell(const struct row *row)
             FAIL("free: %d", result);
         SAME("freed");
         for (int i = 0; i < PAGE_SLOTS; i++)
-            page->slot[i].pins = 0; /* for the next row */
+            page->slot[i].pins = 0; /* restored for the next row */
         return "counted once, pinned";
     }
 
@@ -680,7 +680,7 @@ static const char *cell(const struct row *row)
     return "refused (2)";
 }
 
-/* ---- contexts: what is charged for the first one of a process */
+/* ---- contexts: the charge for the first context of a process */
 
 static CUresult primary(void **context)
 {
@@ -741,7 +741,7 @@ static const char *context_cell(const struct context_row *row)
     page->granted[0] = constant;
     result = row->make(&context);
     if (!result)
-        result = row->make(&second); /* the second costs nothing more */
+        result = row->make(&second); /* the second context costs nothing more */
     page->granted[0] = limit;
     if (result)
         FAIL("%d at the limit, which fits", result);
@@ -790,7 +790,7 @@ static int in_thread(void)
 static int in_child(bool executed)
 {
     int status, version;
-    /* The parent has the guard at work, and has not called cuInit. */
+    /* The parent has loaded the guard, but not called cuInit. */
     if (CU(2020, cuDriverGetVersion, "", (int *), &version))
         die("cuDriverGetVersion");
     pid_t child = fork();
@@ -815,7 +815,7 @@ static int export(const char *size)
     char end;
     if (CU(2000, cuInit, "", (unsigned), 0))
         return 1;
-    /* Its context would not fit beside the parent's: the session's grant is for one. */
+    /* Its context does not fit beside the parent's: the session's grant is for one context. */
     uint64_t before = page->granted[0];
     page->granted[0] = before + page->context_bytes;
     if (primary(&context) || CU(4000, cuCtxSetCurrent, "", (void *), context) || alloc(&p, strtoull(size, NULL, 10)) ||

@@ -14,7 +14,7 @@ import pytest
 
 MIB = 1 << 20
 OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_VALUE = 2, 3, 1
-LOCK_AT = 48  # of the page: guard/src/page.h
+LOCK_AT = 48  # offsets in the page: guard/src/page.h
 
 CALLS = """
 def free(p):
@@ -60,7 +60,7 @@ def used(session, device=0):
 
 
 def taken(session, device=0):
-    """Bytes in use on the devices, by any process."""
+    """Return the bytes in use on the devices by any process."""
     code = (
         "import pynvml as n; n.nvmlInit()\n"
         f"h = n.nvmlDeviceGetHandleByIndex({device})\n"
@@ -75,7 +75,7 @@ def taken(session, device=0):
 
 
 def grower(session, step, limit):
-    """A broker that grows by whole steps, and says what it was asked."""
+    """Make the broker grow the grant by whole steps; return the list of its requests."""
     asked = []
 
     def answer(message):
@@ -97,7 +97,7 @@ def test_growth_comes_in_steps_up_to_the_limit(session, process):
     session.grant(session.uuids, each=64 * MIB, limit=256 * MIB)
     asked = grower(session, 64 * MIB, 256 * MIB)
     child = process()
-    assert child.do("p = alloc(32 << 20); _ = p > 802")  # 32 of context and 32: as granted
+    assert child.do("p = alloc(32 << 20); _ = p > 802")  # 32 of context and 32: exactly the grant
     assert asked == []
     assert child.do("q = alloc(2 << 20); _ = q > 802")
     assert asked == [(0, 2 * MIB)]
@@ -107,7 +107,7 @@ def test_growth_comes_in_steps_up_to_the_limit(session, process):
     assert used(session) == 216 * MIB
     assert child.do("_ = alloc(42 << 20)") == OUT_OF_MEMORY
     assert asked[2:] == [(0, 2 * MIB)]
-    assert child.do("s = alloc(40 << 20); _ = s > 802")  # it goes on
+    assert child.do("s = alloc(40 << 20); _ = s > 802")  # the process continues
     assert child.do("_ = [free(x) for x in (p, q, r, s)]") == [0] * 4
     assert used(session) == taken(session) == 32 * MIB
 
@@ -123,7 +123,7 @@ def test_every_refusal_is_out_of_memory(session, process, code):
     assert used(session) == 32 * MIB
 
 
-def test_broker_that_grants_nothing_is_asked_a_few_times_only(session, process):
+def test_broker_that_grants_nothing_gets_only_a_few_requests(session, process):
     session.grant(session.uuids, each=64 * MIB, limit=64 * MIB)
     session.broker.answer = lambda _: {"type": "ok", "granted": 0}
     assert process().do("_ = alloc(100 << 20)") == OUT_OF_MEMORY
@@ -140,7 +140,7 @@ def test_size_that_overflows_the_sum_is_refused(session, process):
     assert used(session) == 32 * MIB
 
 
-def test_a_limit_counts_at_the_next_allocation(session, process):
+def test_limit_counts_at_the_next_allocation(session, process):
     session.grant(session.uuids, each=128 * MIB, limit=128 * MIB)
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
     child = process()
@@ -149,7 +149,7 @@ def test_a_limit_counts_at_the_next_allocation(session, process):
     session.page.set_grant([256 * MIB] * 2, 256 * MIB, 1)
     assert child.do("q = alloc(64 << 20); _ = q > 802")
     assert child.do("_ = info()") == (96 * MIB, 256 * MIB)
-    session.page.set_grant([100 * MIB] * 2, 100 * MIB, 1)  # below what is used
+    session.page.set_grant([100 * MIB] * 2, 100 * MIB, 1)  # below the memory in use
     assert child.do("_ = alloc(1 << 20)") == OUT_OF_MEMORY
     assert child.do("_ = info()") == (0, 100 * MIB)
     assert child.do("_ = C.cuCtxSynchronize()") == 0
@@ -160,7 +160,7 @@ def test_a_limit_counts_at_the_next_allocation(session, process):
 # ---------------------------------------------------------------- processes
 
 
-def test_a_killed_process_gives_its_bytes_back(session, process):
+def test_killed_process_gives_its_bytes_back(session, process):
     session.grant(session.uuids, each=256 * MIB, limit=256 * MIB)
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
     first, second = process(), process()
@@ -169,12 +169,12 @@ def test_a_killed_process_gives_its_bytes_back(session, process):
     first.kill()
     assert second.do("_ = info()[0]") == 224 * MIB
     assert second.do("p = alloc(128 << 20); _ = p > 802")
-    assert session.broker.messages[1:] == []  # no second question
+    assert session.broker.messages[1:] == []  # no second request
     assert len(session.slots()) == 1
     assert used(session) == taken(session) == 160 * MIB
 
 
-def test_a_process_killed_with_the_lock_in_hand(session, process):
+def test_lock_of_a_killed_process_is_taken_over(session, process):
     session.grant(session.uuids, each=256 * MIB, limit=256 * MIB)
     first, second = process(), process()
     assert first.do("p = alloc(180 << 20); _ = p > 802")
@@ -183,7 +183,7 @@ def test_a_process_killed_with_the_lock_in_hand(session, process):
     with open(session.page_path, "r+b") as file:
         file.seek(LOCK_AT)
         file.write(struct.pack("<Q", holder))
-    second.send("p = alloc(180 << 20); _ = p > 802")  # needs the lock, to look for the dead
+    second.send("p = alloc(180 << 20); _ = p > 802")  # needs the lock to find dead processes
     assert not second.answers(0.2)
     first.kill()
     assert second.reply() is True
@@ -191,19 +191,19 @@ def test_a_process_killed_with_the_lock_in_hand(session, process):
     assert process().do("_ = 1") == 1
 
 
-#: Bytes by which one call may make a pool grow beyond what was charged before it: the largest
-#: request of the test, where the guard expected it to fit in a hole. The call itself asks the
-#: driver and undoes it, so there is at most one such step for each thread that is in a call.
+#: Most bytes by which one call can grow a pool beyond its charge: the largest request of the test,
+#: if the guard expected it to fit in a hole. The call then asks the driver and undoes it, so each
+#: thread in a call adds one such step at most.
 GROWTH = 64 * MIB
 
-#: Times at which all threads stop between two calls, with what they hold.
+#: How often all threads stop between two calls and keep what they hold.
 PHASES = 3
 
 
 @pytest.mark.parametrize("ways", ["[(alloc, free)]", "[(alloc, free), (alloc_async, free_async)]"],
                          ids=["allocations", "and pools"])  # fmt: skip
-def test_processes_together_never_have_more_than_is_granted(session, process, ways):
-    """How far a pool grows the driver says only afterwards: what was too much goes back at once."""
+def test_processes_together_never_exceed_the_grant(session, process, ways):
+    """The driver shows the growth of a pool only afterwards: the excess goes back at once."""
     session.grant(session.uuids, each=512 * MIB, limit=512 * MIB)
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
     children = [process() for _ in range(3)]
@@ -251,17 +251,17 @@ def all_threads(rounds):
             )
             busy = [child for child in busy if not child.answers(0)]
         assert [child.reply() for child in children] == [None] * 3
-        # Nobody is in a call, and all hold what they have: what was too much has gone back.
+        # No thread is in a call, and each keeps what it holds: the excess has gone back.
         assert used(session) <= 512 * MIB
         assert taken(session) <= 512 * MIB, "more than is granted, and it stays"
     ends = "_ = [racer.end() for racer in racers]; C.cuCtxSynchronize()"
     results = [result for child in children for result in child.do(ends)]
     assert [bad for _, bad in results if bad] == []
-    assert sum(refused for refused, _ in results) > 0  # it did get full
+    assert sum(refused for refused, _ in results) > 0  # the grant was used up at times
     assert used(session) == taken(session) == 3 * 32 * MIB
 
 
-def test_a_child_of_fork_frees_nothing_of_its_parents(session, process):
+def test_forked_child_frees_nothing_of_its_parent(session, process):
     child = process()
     code = """
 p = alloc(64 << 20)
@@ -279,8 +279,8 @@ _ = ast.literal_eval(os.read(r, 100).decode())
     assert used(session) == 32 * MIB
 
 
-def test_a_fork_while_threads_allocate(session, process):
-    """The child finds no lock of the guard's held by a thread that it does not have."""
+def test_fork_during_allocations_leaves_the_child_usable(session, process):
+    """The child has none of the other threads, so it must inherit no lock that they hold."""
     child = process()
     code = """
 stop = False
@@ -309,7 +309,7 @@ _ = sorted(set(found))
 # ---------------------------------------------------------------- what frees
 
 
-def test_the_end_of_a_context_credits_what_was_in_it(session, process):
+def test_end_of_a_context_credits_its_allocations(session, process):
     child = process(context=False)
     code = """
 assert C.cuInit(0) == 0
@@ -332,7 +332,7 @@ _ = made, fill()
 
 
 @pytest.mark.parametrize("end", ["cuDevicePrimaryCtxReset_v2", "cuDevicePrimaryCtxRelease_v2"])
-def test_the_end_of_the_primary_context(session, process, end):
+def test_end_of_the_primary_context_credits_everything(session, process, end):
     child = process()
     for _ in range(3):
         assert child.do("_ = alloc(64 << 20) > 802")
@@ -343,8 +343,8 @@ def test_the_end_of_the_primary_context(session, process, end):
         assert used(session) == 32 * MIB
 
 
-def test_a_refused_allocation_of_the_driver_costs_nothing(session, process):
-    """The grant would allow it, but another program has taken the device's memory."""
+def test_allocation_that_the_driver_refuses_costs_nothing(session, process):
+    """The grant allows it, but another program has taken the device's memory."""
     session.grant(session.uuids, each=900 * MIB, limit=900 * MIB)
     child = process()
     env = {**os.environ, **session.machine_env}
@@ -359,7 +359,7 @@ print(flush=True); sys.stdin.read()
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"\n"
-        assert child.do("_ = info()") == (868 * MIB, 900 * MIB)  # what is granted stays promised
+        assert child.do("_ = info()") == (868 * MIB, 900 * MIB)  # the grant is unchanged
         for take in ("alloc", "alloc_async", "create"):
             assert child.do(f"_ = {take}(600 << 20)") == OUT_OF_MEMORY
             assert used(session) == 32 * MIB
@@ -368,7 +368,7 @@ print(flush=True); sys.stdin.read()
     assert child.do("_ = alloc(600 << 20) > 802")
 
 
-def test_frees_of_what_is_unknown_go_to_the_driver(session, process):
+def test_frees_of_unknown_pointers_go_to_the_driver(session, process):
     child = process()
     assert child.do("p = alloc(64 << 20); _ = free(p + 512)") == INVALID_VALUE
     assert child.do("_ = free(0)") == 0
@@ -379,7 +379,7 @@ def test_frees_of_what_is_unknown_go_to_the_driver(session, process):
     assert used(session) == 32 * MIB
 
 
-def test_many_pointers_in_any_order(session, process):
+def test_many_pointers_are_freed_in_any_order(session, process):
     child = process()
     order = random.Random(1)
     order_text = repr(order.sample(range(20000), 20000))
@@ -389,8 +389,8 @@ def test_many_pointers_in_any_order(session, process):
     assert used(session) == taken(session) == 32 * MIB
 
 
-def test_one_unmap_of_several_blocks(session, process):
-    """As an allocator with expandable segments works."""
+def test_one_unmap_frees_several_blocks(session, process):
+    """An allocator with expandable segments does this."""
     child = process()
     code = """
 n = 2 << 20
@@ -409,14 +409,14 @@ _ = [call("cuMemMap", at(i), n, 0, h, 0) for i, h in enumerate(handles)]
     assert child.do('_ = [call("cuMemRelease", h) for h in handles[:4]]') == [0] * 4
     assert used(session) == 48 * MIB
     assert child.do('_ = call("cuMemUnmap", at(0), 6 * n)') == 0
-    assert used(session) == taken(session) == 40 * MIB  # two of six have a handle still
+    assert used(session) == taken(session) == 40 * MIB  # two of the six still have a handle
     assert child.do('_ = [call("cuMemRelease", h) for h in handles[4:]]') == [0] * 4
     assert used(session) == taken(session) == 36 * MIB
     assert child.do('_ = call("cuMemUnmap", at(6), 2 * n)') == 0
     assert used(session) == taken(session) == 32 * MIB
 
 
-def test_a_pool_gives_back_at_a_synchronise(session, process):
+def test_pool_returns_memory_at_a_synchronise(session, process):
     child = process()
     assert child.do("p = alloc_async(64 << 20); _ = free_async(p)") == 0
     assert used(session) == taken(session) == 96 * MIB
@@ -424,7 +424,7 @@ def test_a_pool_gives_back_at_a_synchronise(session, process):
     assert used(session) == taken(session) == 32 * MIB
 
 
-def test_an_idle_pool_is_trimmed_before_an_allocation_is_refused(session, process):
+def test_idle_pool_is_trimmed_before_a_refusal(session, process):
     session.grant(session.uuids, each=160 * MIB, limit=160 * MIB)
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
     child = process()
@@ -436,7 +436,7 @@ p = alloc_async(100 << 20)
 _ = free_async(p), C.cuCtxSynchronize()
 """
     assert child.do(code) == (0, 0)
-    assert used(session) == 132 * MIB  # it keeps what it has
+    assert used(session) == 132 * MIB  # the pool keeps its memory
     assert child.do("q = alloc_async(100 << 20); _ = free_async(q), C.cuCtxSynchronize()") == (0, 0)
     assert used(session) == 132 * MIB  # and uses it again
     assert child.do("r = alloc(128 << 20); _ = r > 802")
@@ -445,7 +445,7 @@ _ = free_async(p), C.cuCtxSynchronize()
     assert child.do("_ = alloc_async(2 << 20)") == OUT_OF_MEMORY
 
 
-def test_managed_memory_where_it_is_allowed(session, process):
+def test_allowed_managed_memory_is_counted(session, process):
     session.grant(session.uuids, each=160 * MIB, limit=160 * MIB)
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
     child = process()
@@ -470,12 +470,12 @@ def managed(n):
 # ---------------------------------------------------------------- devices and figures
 
 
-def test_devices_are_counted_each_for_itself(session, process):
+def test_each_device_has_its_own_count(session, process):
     session.page.set_grant([128 * MIB, 96 * MIB], 128 * MIB, 1)
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
     child = process()
     assert child.do("p = alloc(64 << 20); _ = p > 802")
-    assert child.do("h = create(60 << 20, 1); _ = h > 802")  # on the other one
+    assert child.do("h = create(60 << 20, 1); _ = h > 802")  # on the second device
     assert (used(session, 0), used(session, 1)) == (96 * MIB, 60 * MIB)
     assert child.do("_ = create(60 << 20, 1)") == OUT_OF_MEMORY
     assert session.broker.messages[-1]["device"] == 1
@@ -488,7 +488,7 @@ def test_devices_are_counted_each_for_itself(session, process):
     assert (used(session, 0), used(session, 1)) == (32 * MIB, 32 * MIB)
 
 
-def test_a_stream_of_another_device_takes_from_its_device(session, process):
+def test_stream_of_another_device_takes_from_its_device(session, process):
     child = process()
     code = """
 assert context(1) == 0
@@ -509,7 +509,7 @@ _ = p > 802
     assert used(session, 1) == taken(session, 1)
 
 
-def test_devices_that_the_process_sees_in_another_order(session, process):
+def test_devices_in_another_order_are_counted_correctly(session, process):
     one, two = session.uuids
     child = process(CUDA_VISIBLE_DEVICES=f"{two},{one}")
     assert child.do("_ = alloc(64 << 20) > 802")
@@ -525,7 +525,7 @@ def test_total_memory_is_the_limit_before_any_lease(session, process):
     assert session.broker.messages == []
 
 
-def test_free_memory_is_what_the_session_may_take(session, process):
+def test_free_memory_is_what_the_session_can_still_take(session, process):
     session.grant(session.uuids, each=256 * MIB, limit=512 * MIB)
     child = process()
     assert child.do("_ = info()") == (480 * MIB, 512 * MIB)
@@ -536,11 +536,11 @@ def test_free_memory_is_what_the_session_may_take(session, process):
     assert child.do("_ = info()") == (892 * MIB, 1024 * MIB)  # no more than the device has
 
 
-def test_free_memory_ends_where_the_grant_could_not_grow(session, process):
+def test_free_memory_leaves_out_a_neighbours_guarantee(session, process):
     session.grant(session.uuids, each=256 * MIB, limit=768 * MIB)
     child = process()
     assert child.do("_ = info()") == (736 * MIB, 768 * MIB)
-    # The device shows 992 MiB free; a neighbour is guaranteed all but 64 MiB of them.
+    # The device shows 992 MiB free, but a neighbour's guarantee covers all but 64 MiB of them.
     session.page.set_room([64 * MIB, 0])
     assert child.do("p = alloc(100 << 20); _ = info()") == (188 * MIB, 768 * MIB)
     assert child.do("q = C.cuMemFree_v2(ctypes.c_uint64(p)); _ = info()") == (288 * MIB, 768 * MIB)
@@ -550,7 +550,7 @@ def test_free_memory_ends_where_the_grant_could_not_grow(session, process):
     assert child.do("_ = info()") == (736 * MIB, 768 * MIB)
 
 
-def test_figures_while_suspended_ask_nobody(session, process):
+def test_figures_while_suspended_need_no_broker(session, process):
     session.grant(session.uuids, each=256 * MIB, limit=512 * MIB)
     child = process()
     assert child.do("p = alloc(100 << 20); _ = info()") == (380 * MIB, 512 * MIB)
@@ -561,7 +561,7 @@ def test_figures_while_suspended_ask_nobody(session, process):
     assert session.broker.messages == []
 
 
-def test_a_context_that_does_not_fit_is_grown_or_refused(session, process):
+def test_context_that_does_not_fit_is_grown_or_refused(session, process):
     session.grant(session.uuids, each=16 * MIB, limit=128 * MIB)
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
     child = process(context=False)
@@ -573,7 +573,7 @@ def test_a_context_that_does_not_fit_is_grown_or_refused(session, process):
     assert used(session) == taken(session) == 32 * MIB
 
 
-def test_without_a_page_nothing_is_counted(session):
+def test_nothing_is_counted_without_a_page(session):
     code = """
 import ctypes
 L = ctypes.CDLL("libcuda.so.1"); c = ctypes.c_void_p(); p = ctypes.c_uint64()
@@ -589,8 +589,8 @@ print([L.cuInit(0), L.cuDevicePrimaryCtxRetain(ctypes.byref(c), 0), L.cuCtxSetCu
     assert used(session) == 0
 
 
-def test_a_signal_to_the_child_is_no_leak(session, process):
-    """Ends of every kind, one behind the other: nothing is left."""
+def test_process_that_a_signal_ends_leaves_no_bytes(session, process):
+    """Processes end in each way, one after another, and nothing is left."""
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGABRT):
         child = process()
         assert child.do("_ = alloc(400 << 20) > 802")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The slot says how many streams record a graph, whichever way a recording ends."""
+"""The slot counts the streams that record a graph, however a recording ends."""
 
 import pytest
 
@@ -39,11 +39,11 @@ def captures(session):
     return session.page.read().captures
 
 
-def test_each_stream_that_records_is_counted_until_its_end(session, child):
+def test_each_recording_stream_is_counted_until_its_end(session, child):
     assert captures(session) == 0
     assert child.do("_ = begin(a), begin(b)") == (0, 0)
     assert captures(session) == 2
-    assert child.do("_ = begin(a)") != 0  # already
+    assert child.do("_ = begin(a)") != 0  # it records already
     assert captures(session) == 2
     assert child.do("_ = end(a)") == (0, True)
     assert captures(session) == 1
@@ -51,29 +51,29 @@ def test_each_stream_that_records_is_counted_until_its_end(session, child):
     assert captures(session) == 0
 
 
-def test_what_another_thread_must_end_still_records(session, child):
+def test_recording_counts_until_its_own_thread_ends_it(session, child):
     assert child.do("_ = begin(a, 1)") == 0
     error, graph = child.do("_ = elsewhere(lambda: end(a))")
     assert error != 0
     assert not graph
     assert captures(session) == 1
-    assert child.do("_ = end(a)[0] != 0") is True  # the wrong thread has broken it: it is over
+    assert child.do("_ = end(a)[0] != 0") is True  # broken, and now ended
     assert captures(session) == 0
 
 
-def test_a_broken_recording_is_over_when_it_is_ended(session, child):
+def test_broken_recording_counts_until_it_is_ended(session, child):
     assert child.do("_ = begin(a), C.cuStreamSynchronize(a) != 0") == (0, True)
     assert captures(session) == 1
     assert child.do("_ = end(a)[0] != 0") is True
     assert captures(session) == 0
 
 
-def test_a_recording_ends_with_its_stream(session, child):
+def test_recording_ends_with_its_stream(session, child):
     assert child.do("_ = begin(a), C.cuStreamDestroy_v2(a)") == (0, 0)
     assert captures(session) == 0
 
 
-def test_a_recording_ends_with_its_context(session, child):
+def test_recording_ends_with_its_context(session, child):
     child.do("other = V(); C.cuCtxCreate_v2(ctypes.byref(other), 0, 0); s = stream()")
     assert child.do("_ = begin(s), begin(b)") == (0, 0)
     assert captures(session) == 2
@@ -81,15 +81,15 @@ def test_a_recording_ends_with_its_context(session, child):
     assert captures(session) == 1
 
 
-def test_a_recording_that_nobody_can_end_any_more_does_not_count(session, child, until):
-    """Its thread has ended; in the relaxed mode any other thread may end it."""
+def test_recording_without_its_thread_does_not_count(session, child, until):
+    """Only its thread could end it; in the relaxed mode any other thread may."""
     assert child.do("_ = elsewhere(lambda: (begin(a, 1), begin(b, 2)))") == (0, 0)
     until(lambda: captures(session) == 1)
     assert child.do("_ = end(b)") == (0, True)
     assert captures(session) == 0
 
 
-def test_a_forked_child_records_nothing(session, child):
+def test_forked_child_records_nothing(session, child):
     assert child.do("_ = begin(a)") == 0
     child.do("""
 r, w = os.pipe(); r2, w2 = os.pipe()
@@ -104,7 +104,7 @@ os.read(r, 1)
     child.do("os.write(w2, b'1'); os.waitpid(pid, 0)")
 
 
-def test_a_recording_is_use_of_the_gate_like_any_other_call(session, child):
+def test_recording_marks_the_gate_as_used(session, child):
     session.page.set_gate(pages.UNUSED)
     assert child.do("_ = begin(a)") == 0
     assert session.page.gate() == pages.OPEN

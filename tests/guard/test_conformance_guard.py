@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The emulated driver's conformance program under the guard: what a program sees is the same.
+"""The emulated driver's conformance program under the guard: a program sees no difference.
 
 All of the program's processes are in one session, whose gate stays open.
 """
@@ -10,14 +10,14 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "emulator" / "conformance"
 
-#: Cases that ask for what the guard is there to refuse, and the reasons.
+#: Cases that need what the guard refuses, and the reasons.
 LEFT_OUT = {
     "managed_memory": "it is refused: a session that has some cannot be suspended",
     "graph_out_of_memory": "too large a graph is refused when it is made executable already",
     "restore_without_room": "a session cannot take the device's last bytes",
 }
-#: Cases that look for the bytes of a suspended process in cuMemGetInfo. Under the guard that says
-#: how much of the session's slice is free, and a suspended process of the session keeps its share.
+#: Cases that look in cuMemGetInfo for the bytes of a suspended process. Under the guard it shows
+#: the free part of the session's slice, in which a suspended process keeps its share.
 OF_THE_SLICE = {"state_machine", "graph_memory_suspended"}
 
 
@@ -31,5 +31,5 @@ def test_program_sees_the_same_with_and_without_the_guard(make_session, compiled
     assert len(results) >= 40, done.stdout
     assert {name for _, name, skipped in results if skipped} == set(LEFT_OUT)
     assert {name for result, name, _ in results if result == "not ok"} == OF_THE_SLICE, done.stdout
-    # One allocation was larger than the device: the broker was asked, and refused.
+    # One allocation was larger than the device, so the guard asked the broker, which refused.
     assert [message["type"] for message in session.broker.messages] == ["grow"]

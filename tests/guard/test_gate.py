@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The gate, the count of calls inside, slots, and which devices a process sees."""
+"""The gate, the count of calls inside, slots, and the devices that a process sees."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from tests.emulated import library_dir
 
 NOT_READY = 802
 CHOICES = [
-    # What the process has in CUDA_VISIBLE_DEVICES, and the ordinals of the session it then sees.
+    # A value of CUDA_VISIBLE_DEVICES, and the session's ordinals that the process then sees.
     # {0} and {1} are the session's devices, {h0} and {h1} the home devices before the lease.
     (None, [0, 1]),
     ("{h0},{h1}", [0, 1]),
@@ -34,14 +34,14 @@ CHOICES = [
     ("", []),
     ("-1", []),
     ("NoDevFiles", []),
-    ("0,0", []),  # a device that is named twice hides all
+    ("0,0", []),  # a device that is named twice hides all devices
     ("rubbish", []),
     ("0,rubbish,1", [0]),
     (" 1 , 0 ", [1, 0]),
-    ("1st", [1]),  # as strtoul reads it
+    ("1st", [1]),  # strtoul reads 1
 ]
-#: Of these, GPUs that the session does not have: left out, but a session that has none of them
-#: means "a GPU".
+#: Values with GPUs outside the session: the guard leaves these out; if no GPU is left, the process
+#: sees the whole slice.
 OTHERS = [
     ("7", [0, 1]),
     ("2,3", [0, 1]),
@@ -54,12 +54,12 @@ OTHERS = [
 ]
 
 
-def test_the_first_call_after_a_look_marks_the_gate_as_used(session):
+def test_first_call_after_a_sample_marks_the_gate_as_used(session):
     child = session.child()
     assert child.do("_ = context()") == 0
     session.page.set_gate(pages.UNUSED)
     assert child.do("_ = number(C.cuDeviceGetCount)") == 2
-    assert session.page.gate() == pages.UNUSED  # looking at the devices is no use
+    assert session.page.gate() == pages.UNUSED  # a question about devices is no use
     assert child.do("_ = C.cuCtxSynchronize()") == 0
     assert session.page.gate() == pages.OPEN
     session.page.set_gate(pages.UNUSED)
@@ -68,7 +68,7 @@ def test_the_first_call_after_a_look_marks_the_gate_as_used(session):
     assert session.broker.messages == []
 
 
-def test_a_closed_gate_asks_for_the_lease_and_waits(session):
+def test_closed_gate_asks_for_the_lease_and_waits(session):
     session.page.set_gate(pages.CLOSED)
     child = session.child()
     assert child.do("_ = C.cuInit(0)") == 0
@@ -86,14 +86,14 @@ def test_a_closed_gate_asks_for_the_lease_and_waits(session):
     reading = session.page.read()
     assert (reading.waiting, reading.inflight) == (1, 0)
     assert not child.answers(0.1)
-    session.page.set_gate(pages.UNUSED)  # also without an answer
+    session.page.set_gate(pages.UNUSED)  # without an answer, too
     assert child.reply() == 0
-    session.broker.wait(lambda b: b.open == 0)  # the question was taken back
+    session.broker.wait(lambda b: b.open == 0)  # the guard has closed its connection
     reading = session.page.read()
     assert (reading.waiting, reading.inflight) == (0, 0)
 
 
-def test_the_broker_answers_once_the_gate_is_open(session):
+def test_broker_answers_once_the_gate_is_open(session):
     session.page.set_gate(pages.CLOSED)
     session.broker.answer = session.attach_on_request
     child = session.child()
@@ -102,7 +102,7 @@ def test_the_broker_answers_once_the_gate_is_open(session):
     assert len(session.broker.messages) == 1
 
 
-def test_before_cuinit_no_call_asks_for_a_lease(session):
+def test_calls_before_cuinit_ask_for_no_lease(session):
     session.page.set_gate(pages.CLOSED)
     child = session.child()
     assert child.do("_ = C.cuCtxSynchronize(), C.cuMemFreeHost(None)") == (3, 3)
@@ -126,13 +126,13 @@ for t in threads: t.start()
     assert len({m["tid"] for m in session.broker.messages}) == 8
     session.page.set_gate(pages.UNUSED)
     child.do("for t in threads: t.join()")
-    # A thread has no current context of its own.
+    # These threads have no current context.
     assert child.do("_ = results") == [(201, 201)] * 8
     assert session.page.read().waiting == 0
 
 
 def test_calls_inside_are_counted(make_session, until):
-    """A copy that takes long is seen, and a gate that is closed meanwhile does not stop it."""
+    """A long copy counts as inside; a gate that closes meanwhile does not stop it."""
     session = make_session("1x1GiB,context=32MiB,bandwidth=100MB/s")
     child = session.child()
     assert child.do("_ = context()") == 0
@@ -147,8 +147,8 @@ def test_calls_inside_are_counted(make_session, until):
     assert session.broker.messages == []
 
 
-def test_the_answers_about_devices_need_no_lease_while_suspended(session):
-    """Not even of a driver that would block: it is never called."""
+def test_device_queries_need_no_lease_while_suspended(session):
+    """The guard answers by itself, because the driver could block."""
     child = session.child()
     look = """
 name = ctypes.create_string_buffer(64); uuid = ctypes.create_string_buffer(16)
@@ -166,13 +166,13 @@ _ = (C.cuInit(0), number(C.cuDriverGetVersion), number(C.cuDeviceGetCount),
     session.page.set_gate(pages.CLOSED)
     assert child.do(look) == true
     assert session.broker.messages == []
-    # What cannot be answered waits.
+    # A query that the guard cannot answer waits.
     session.broker.answer = session.attach_on_request
     assert child.do("_ = number(C.cuDeviceCanAccessPeer, 0, 1)") == 1
     assert len(session.broker.messages) == 1
 
 
-def test_what_is_known_of_devices_is_renewed_with_the_lease(session):
+def test_known_facts_of_devices_are_renewed_with_the_lease(session):
     child = session.child()
     assert child.do("_ = context()") == 0
     assert child.do("_ = number(C.cuDeviceGetCount)") == 2
@@ -195,7 +195,7 @@ def test_call_waits_out_a_pause_without_asking_the_broker(session):
     assert not child.answers(0.1)
     session.page.set_gate(pages.OPEN)
     assert child.reply() == 0
-    # A pause that became a suspend.
+    # The pause becomes a suspend.
     session.page.set_gate(pages.PAUSED, pause_until=time.monotonic_ns() + 60_000_000_000)
     child.send("_ = C.cuCtxSynchronize()")
     assert not child.answers(0.1)
@@ -209,7 +209,7 @@ def test_call_waits_out_a_pause_without_asking_the_broker(session):
 # ---------------------------------------------------------------------- slots
 
 
-def test_a_process_has_a_slot_from_its_first_call_to_its_end(session):
+def test_process_has_a_slot_from_its_first_call_to_its_end(session):
     child = session.child()
     child.do("_ = 1")
     assert session.slots() == ()
@@ -225,13 +225,13 @@ def test_a_process_has_a_slot_from_its_first_call_to_its_end(session):
     assert session.slots() == ()
 
 
-def test_a_killed_process_is_reaped_when_room_is_needed(session):
+def test_killed_process_is_reaped_when_a_slot_is_needed(session):
     dead = session.child()
     assert dead.do("_ = context()") == 0
     dead.kill()
     (slot,) = session.slots()
     assert slot.pid == dead.pid
-    # Fill the page with processes that cannot be: no slot is free.
+    # Fill all slots with processes that cannot exist.
     data = bytearray(session.page_path.read_bytes())
     for i in range(1, pages.SLOTS):
         at = pages.HEADER_BYTES + i * pages.SLOT_BYTES
@@ -242,8 +242,8 @@ def test_a_killed_process_is_reaped_when_room_is_needed(session):
     assert [slot.pid for slot in session.slots()] == [child.pid]
 
 
-def test_a_context_that_was_made_past_the_guard_is_noticed(session):
-    """At the first allocation at the latest: then the process waits like any other."""
+def test_context_made_around_the_guard_is_noticed(session):
+    """The guard notices it at the first allocation; the process then waits like any other."""
     child = session.child()
     path = str(library_dir() / "libcuda.so.1")
     child.do(f"D = ctypes.CDLL({path!r}); c = ctypes.c_void_p()")
@@ -258,7 +258,7 @@ def test_a_context_that_was_made_past_the_guard_is_noticed(session):
 
 
 def test_process_without_descriptors_reaps_no_living_process(session):
-    """It cannot read /proc: then it says nothing about the living, itself among them."""
+    """It cannot read /proc, so it assumes that all processes live, itself included."""
     other, child = session.child(), session.child()
     assert other.do("_ = context()") == child.do("_ = context()") == 0
     before = session.slots()
@@ -273,19 +273,19 @@ def test_process_without_descriptors_reaps_no_living_process(session):
     assert session.slots() == before
 
 
-def test_a_process_whose_first_thread_has_ended_is_alive(session, until):
+def test_process_whose_first_thread_has_ended_is_alive(session, until):
     odd, child = session.child(), session.child()
     assert odd.do("_ = context()") == child.do("_ = context()") == 0
     odd.do("threading.Thread(target=time.sleep, args=(600,), daemon=True).start()")
-    odd.send("ctypes.PyDLL(None).syscall(60, 0)")  # exit(2): of this thread alone
+    odd.send("ctypes.PyDLL(None).syscall(60, 0)")  # exit(2) ends only this thread
     stat = Path(f"/proc/{odd.pid}/stat")
     until(lambda: stat.read_text().rpartition(") ")[2].startswith("Z"))
     child.do("n = ctypes.c_size_t(); C.cuMemGetInfo_v2(ctypes.byref(n), ctypes.byref(n))")
     assert {slot.pid for slot in session.slots()} == {odd.pid, child.pid}
 
 
-def test_a_slot_is_not_given_back_while_calls_are_inside(make_session, until):
-    """They count themselves out of it later, when it could be another process's."""
+def test_slot_is_kept_while_calls_are_inside(make_session, until):
+    """At their end these calls count in the slot, which another process could have by then."""
     session = make_session("1x1GiB,context=32MiB,bandwidth=10MB/s")
     ending = session.child()
     assert ending.do("_ = context()") == 0
@@ -304,7 +304,7 @@ def test_a_slot_is_not_given_back_while_calls_are_inside(make_session, until):
 
 
 def test_slot_of_a_process_with_other_threads_is_reaped_later(session):
-    """A thread that has looked the slot up may still count itself into it."""
+    """A thread that has found the slot may still count itself in it."""
     ending = session.child()
     assert ending.do("_ = context()") == 0
     ending.do("""
@@ -324,8 +324,8 @@ called.wait()
     assert [slot.pid for slot in session.slots()] == [child.pid]
 
 
-def test_without_room_every_call_fails_and_says_why(session):
-    """256 processes live: the 257th gets an error, not a way around the gate."""
+def test_without_a_free_slot_every_call_fails_with_a_reason(session):
+    """256 processes live: the 257th gets an error instead of a way around the gate."""
     pid = os.getpid()
     start = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     data = bytearray(session.page_path.read_bytes())
@@ -342,7 +342,7 @@ def test_without_room_every_call_fails_and_says_why(session):
     assert done.stderr.count("has no room for a 257th process") == 1
 
 
-def test_the_lock_of_a_dead_process_is_taken_over(session):
+def test_lock_of_a_dead_process_is_taken_over(session):
     holder = session.child(["/bin/sleep", "60"])
     start = int(Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[19])
     with session.page_path.open("r+b") as file:
@@ -355,7 +355,7 @@ def test_the_lock_of_a_dead_process_is_taken_over(session):
     assert child.reply() == 0
 
 
-def test_a_fork_has_its_own_slot_and_only_after_a_call(session):
+def test_fork_gets_its_own_slot_at_its_first_call(session):
     child = session.child()
     assert child.do("_ = context()") == 0
     found = child.do("""
@@ -374,13 +374,13 @@ _ = pid
     slots = {slot.pid: slot for slot in session.slots()}
     assert set(slots) == {child.pid, found}
     assert slots[found].flags == 0
-    # The parent's is untouched by the child's end.
+    # The child's end does not change the parent's slot.
     child.do("os.write(w2, b'1'); os.waitpid(pid, 0)")
     assert slots[child.pid].flags == pages.SLOT_CUDA | pages.SLOT_CONTEXT
     assert child.do("_ = C.cuCtxSynchronize()") == 0
 
 
-def test_a_fork_before_cuda_works_in_both(session):
+def test_fork_before_cuda_works_in_both_processes(session):
     child = session.child()
     assert child.do("""
 r, w = os.pipe()
@@ -393,8 +393,8 @@ _ = os.read(r, 9), context()
 """) == (b"0", 0)  # fmt: skip
 
 
-def test_forks_while_threads_wait_and_call(session):
-    """Locks that another thread holds are never inherited held."""
+def test_forks_are_safe_while_threads_wait_and_call(session):
+    """A child never inherits a lock in the hands of another thread."""
     child = session.child()
     assert child.do("_ = context()") == 0
     session.broker.answer = lambda message: None
@@ -425,8 +425,8 @@ os.close(r); os.close(w)
     assert [s.pid for s in session.slots() if s.pid == child.pid] == [child.pid]
 
 
-def test_more_processes_than_there_is_room_for_come_and_go(session):
-    """None of these ends in an orderly way: their slots are freed as room is needed."""
+def test_slots_of_ended_processes_are_used_again(session):
+    """These processes end without cleaning up; the guard frees their slots when it needs one."""
     found = session.python("""
 import ctypes, os
 C = ctypes.CDLL("libcuda.so.1")
@@ -442,7 +442,7 @@ print(wrong)
     assert found == "0"
 
 
-def test_an_exec_resets_the_slot(session):
+def test_exec_resets_the_slot(session):
     child = session.child()
     assert child.do("_ = context()") == 0
     before = session.slots()[0]
@@ -463,7 +463,7 @@ print("ready", flush=True)
 sys.stdin.read()
 """
 
-# ---------------------------------------------------------------------- the page itself
+# ---------------------------------------------------------------------- the page
 
 
 @pytest.mark.parametrize(
@@ -477,8 +477,8 @@ sys.stdin.read()
         (lambda p: (p.unlink(), os.mkfifo(p)), "is too short, or not a file"),
     ],
 )
-def test_a_page_that_cannot_be_used_fails_calls_clearly(session, spoil, why):
-    """Without the gate the process would run while the broker suspends it."""
+def test_unusable_page_fails_calls_with_a_clear_error(session, spoil, why):
+    """Without the gate the process would run during its suspend."""
     spoil(session.page_path)
     done = session.run(
         sys.executable, "-c",
@@ -491,7 +491,7 @@ def test_a_page_that_cannot_be_used_fails_calls_clearly(session, spoil, why):
 
 
 def test_guard_asks_the_broker_for_a_deleted_page(session, tmp_path):
-    """As at a logout; the broker gives the page its name again, as a link to its descriptor."""
+    """A logout deletes the page. The broker restores its name as a link to its descriptor."""
     first = session.child()
     assert first.do("_ = context()") == 0
     session.page_path.unlink()
@@ -503,15 +503,15 @@ def test_guard_asks_the_broker_for_a_deleted_page(session, tmp_path):
     session.broker.page = back
     second = session.child()
     assert second.do("_ = context()") == 0
-    third = session.child()  # finds the link
+    third = session.child()  # this process finds the link
     assert third.do("_ = context()") == 0
     assert len(session.broker.pages) == 1
     assert {slot.pid for slot in session.page.read().slots} == {first.pid, second.pid, third.pid}
 
 
-def test_link_of_a_broker_that_has_died_is_asked_for_again(session):
+def test_dead_brokers_link_makes_the_guard_ask_again(session):
     session.page_path.unlink()
-    session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/0")  # a number that was used again
+    session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/0")  # another file's number now
 
     def back():
         session.page_path.unlink()
@@ -525,15 +525,15 @@ def test_link_of_a_broker_that_has_died_is_asked_for_again(session):
 
 
 def put_back(session):
-    """Give the page its name again, as the broker does."""
+    """Restore the page's name, as the broker does."""
     link = session.page_path.with_name(f"link-{threading.get_ident()}")
     link.symlink_to(f"/proc/{os.getpid()}/fd/{session.page._fd}")
-    link.replace(session.page_path)  # another thread may be reading it
+    link.replace(session.page_path)  # atomic, because another thread may read it
     return True
 
 
 def test_two_threads_that_hold_the_gil_can_ask_for_a_lost_page(session, until):
-    """The first one gives that lock up while it waits, and needs it again to return."""
+    """The first thread releases the GIL while it waits, and needs it to return."""
     session.page_path.unlink()
     answer = threading.Event()
     session.broker.page = lambda: answer.wait(60) and put_back(session)
@@ -552,7 +552,7 @@ thread.start()
     assert (slot.pid, slot.waiting, slot.inflight) == (child.pid, 0, 0)
 
 
-def test_fork_while_a_thread_asks_for_a_lost_page(session, until):
+def test_fork_during_a_request_for_a_lost_page_works(session, until):
     session.page_path.unlink()
     answer = threading.Event()
     session.broker.page = lambda: answer.wait(60) and put_back(session)
@@ -569,13 +569,13 @@ if not pid:
     os._exit(P.cuInit(0))
 _ = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 """)
-    until(lambda: len(session.broker.pages) == 2)  # the child asks for itself
+    until(lambda: len(session.broker.pages) == 2)  # the child sends its own request
     answer.set()
     assert child.reply() == 0
     assert child.do("thread.join(); _ = results") == [0]
 
 
-def test_interrupt_of_the_wait_for_a_lost_page_is_no_answer(session, until):
+def test_interrupted_wait_for_a_lost_page_is_repeated(session, until):
     session.page_path.unlink()
     answer = threading.Event()
     session.broker.page = lambda: answer.wait(60) and put_back(session)
@@ -589,20 +589,20 @@ def test_interrupt_of_the_wait_for_a_lost_page_is_no_answer(session, until):
     assert child.do("_ = context()") == 0
 
 
-def test_broker_that_refuses_a_lost_page_is_asked_again_later(session, until):
-    """It may have had no room for the link; the kernel need not be started again for that."""
+def test_guard_asks_again_after_a_refusal_of_a_lost_page(session, until):
+    """The broker may have had no room for the link; that is no reason to restart the kernel."""
     session.page_path.unlink()
     child = session.child()
     assert child.do("_ = [C.cuInit(0) for _ in range(100)]") == [NOT_READY] * 100
     asked = len(session.broker.pages)
-    assert asked < 50  # not at each call
+    assert asked < 50  # fewer requests than calls
     session.broker.page = lambda: put_back(session)
     until(lambda: child.do("_ = C.cuInit(0)") == 0)
     assert child.do("_ = context()") == 0
 
 
 def test_guard_asks_for_a_lost_page_with_back_off(session, until):
-    """Each question waits for seconds; a program that goes on calling would do nothing else."""
+    """Each request waits for seconds: without pauses, a program in a loop would only wait."""
     session.page_path.unlink()
     session.broker.stop()
     child = session.child()
@@ -615,10 +615,10 @@ def timed():
         yield time.monotonic() - t
         time.sleep(0.05)
 """)
-    # Within 20 s of calls: at most the first one, and after pauses of 1 and 2 seconds.
+    # In 20 s of calls, at most the first one waits, and one after pauses of 1 and of 2 seconds.
     waits = child.do("_ = [s for _ in range(2) for s in timed() if s > 1]", timeout=60)
     assert 1 <= len(waits) <= 3
-    # A forked child asks for itself, without the pause.
+    # A forked child sends its own request, without the pause.
     forked = child.do("""
 r, w = os.pipe()
 if not os.fork():
@@ -629,7 +629,7 @@ if not os.fork():
 _ = os.read(r, 100).decode()
 """)
     assert float(forked) > 1
-    # The guard finds the page as soon as it has its name again, without asking the broker.
+    # The guard finds the restored page at once, without the broker.
     put_back(session)
     until(lambda: child.do("_ = C.cuInit(0)") == 0)
     assert child.do("_ = context()") == 0
@@ -638,7 +638,7 @@ _ = os.read(r, 100).decode()
 def test_process_without_descriptors_gets_its_slot_later(session, until):
     child = session.child()
     child.do("import resource; limits = resource.getrlimit(resource.RLIMIT_NOFILE)")
-    assert child.do("_ = C.cuGetErrorName(0, ctypes.byref(ctypes.c_void_p()))") == 0  # loaded
+    assert child.do("_ = C.cuGetErrorName(0, ctypes.byref(ctypes.c_void_p()))") == 0  # it is loaded
     child.do("resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))")
     assert child.do("_ = C.cuInit(0)") == NOT_READY
     child.do("resource.setrlimit(resource.RLIMIT_NOFILE, limits)")
@@ -648,7 +648,7 @@ def test_process_without_descriptors_gets_its_slot_later(session, until):
 
 @pytest.mark.parametrize("way", ["link", "file"])
 def test_page_of_another_session_is_not_used(session, way):
-    """A link to a descriptor's number that was used again leads to another session's page."""
+    """A link to a reused descriptor number leads to another session's page."""
     other = pages.Page.create(session.folder / "other", "s-2", os.getuid())
     other.set_devices(session.uuids)
     other.set_gate(pages.OPEN)
@@ -675,7 +675,7 @@ def test_process_keeps_the_page_open_for_the_next_broker(session):
     assert names == [f"{session.page_path} (deleted)"]
 
 
-def test_deleted_page_still_works(session):
+def test_deleted_page_still_serves_its_processes(session):
     child = session.child()
     assert child.do("_ = context()") == 0
     session.page_path.unlink()
@@ -685,7 +685,7 @@ def test_deleted_page_still_works(session):
     assert len(session.broker.messages) == 1
 
 
-def test_without_a_session_the_guard_only_passes_on(session):
+def test_guard_only_passes_calls_on_without_a_session(session):
     child = session.child(GPUPOOL_PAGE=None)
     session.page.set_gate(pages.CLOSED)
     assert child.do("_ = context(), number(C.cuDeviceGetCount)") == (0, 2)
@@ -697,7 +697,7 @@ def test_without_a_session_the_guard_only_passes_on(session):
 
 
 def seen_by(session, visible, **variables):
-    """Return the session's ordinals of the devices that a process sees, its cuInit and stderr."""
+    """Return a process's devices as the session's ordinals, its result of cuInit, and stderr."""
     mine, home = [session.uuids[3], session.uuids[2]], session.uuids[:2]
     session.grant(mine)
     if visible is not None:
@@ -719,7 +719,7 @@ def seen_by(session, visible, **variables):
 
 
 @pytest.mark.parametrize(("visible", "expected"), CHOICES)
-def test_a_process_sees_the_devices_of_its_session(make_session, visible, expected):
+def test_process_sees_the_devices_of_its_session(make_session, visible, expected):
     session = make_session("4x1GiB,context=32MiB")
     error = "0" if expected else "100"
     assert seen_by(session, visible) == (expected, error, "")
@@ -741,14 +741,14 @@ def test_device_order_of_the_driver_does_not_reorder_the_slice(make_session, ord
 
 
 def test_variable_set_after_the_library_was_loaded_counts(session):
-    """Python's os.environ is seen by getenv(); cuInit has not been called yet."""
+    """The guard reads Python's os.environ with getenv() at cuInit, which comes later."""
     child = session.child()
     assert child.do("_ = number(C.cuDriverGetVersion) > 0")
     code = "os.environ['CUDA_VISIBLE_DEVICES'] = '1'; _ = C.cuInit(0), number(C.cuDeviceGetCount)"
     assert child.do(code) == (0, 1)
 
 
-def test_devices_are_settled_at_the_first_cuinit(session):
+def test_devices_are_fixed_at_the_first_cuinit(session):
     child = session.child(GPUPOOL_VISIBLE=session.uuids[0], CUDA_VISIBLE_DEVICES=session.uuids[0])
     session.grant(session.uuids[1:])
     assert child.do("_ = C.cuInit(0), number(C.cuDeviceGetCount)") == (0, 1)
@@ -770,7 +770,7 @@ def test_cuinit_without_a_lease_asks_once_for_the_home_devices(session):
     assert session.broker.messages == []
 
 
-def test_cuinit_with_a_lease_or_without_a_broker_asks_nobody(session):
+def test_cuinit_with_a_lease_or_without_a_broker_sends_nothing(session):
     session.grant(session.uuids)
     assert session.child().do("_ = C.cuInit(0)") == 0
     assert session.broker.homes == []
@@ -780,8 +780,8 @@ def test_cuinit_with_a_lease_or_without_a_broker_asks_nobody(session):
     assert session.broker.homes == []
 
 
-def test_a_context_is_never_made_where_nothing_is_granted(session, capfd):
-    """cuInit before the lease, which is elsewhere; the broker neither moves it nor the lease."""
+def test_context_is_never_made_on_a_gpu_without_a_grant(session, capfd):
+    """After cuInit the lease is on another GPU; the broker moves neither process nor lease."""
     home = session.uuids[0]
     refused = {"message": 'GPU "1" is paused – now.', "next_step": "Ask later."}
     session.broker.answer = lambda _: {"type": "error", "code": "not-moved", **refused}
@@ -799,7 +799,7 @@ def test_a_context_is_never_made_where_nothing_is_granted(session, capfd):
     assert child.do("_ = context()") == 0
 
 
-def test_a_process_with_a_context_moves_with_its_session(session):
+def test_process_with_a_context_moves_with_its_session(session):
     child = session.child()
     session.grant(session.uuids[:1])
     assert child.do("_ = context()") == 0
@@ -808,7 +808,7 @@ def test_a_process_with_a_context_moves_with_its_session(session):
 
 
 def test_child_started_after_a_move_sees_the_current_slice(session):
-    """No agent corrects the environment of a C program: its children must not be left behind."""
+    """A C program has no agent that updates its environment, but its children see the slice."""
     first, second = session.uuids
     child = session.child(GPUPOOL_VISIBLE="GPU-home", CUDA_VISIBLE_DEVICES="GPU-home")
     session.grant([first])
@@ -828,7 +828,7 @@ def test_child_started_after_a_move_sees_the_current_slice(session):
 
 
 def test_bytes_are_counted_on_the_devices_of_the_session(session):
-    """A process that sees only the second device: its device 0 is the session's 1."""
+    """The process sees only the second device: its device 0 is the session's device 1."""
     child = session.child(CUDA_VISIBLE_DEVICES="1")
     assert child.do("_ = context()") == 0
     assert child.do("_ = alloc(4 << 20)") > 1000
@@ -836,12 +836,12 @@ def test_bytes_are_counted_on_the_devices_of_the_session(session):
     assert slot.used[:2] == (0, (32 + 4) << 20)
 
 
-# ---------------------------------------------------------------------- no call slips in
+# ---------------------------------------------------------------------- races at the gate
 
 
 @pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
-def test_a_gate_that_closes_at_the_worst_moment_is_noticed(tmp_path, compiled, thread):
-    """Between the test of the gate and the count of the call, so that the broker counts none."""
+def test_gate_that_closes_at_the_worst_moment_is_noticed(tmp_path, compiled, thread):
+    """It closes between a call's check of the gate and its count: the broker counts no call."""
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
     gate = str(build.SOURCES / "gate.c")
@@ -854,8 +854,8 @@ def test_a_gate_that_closes_at_the_worst_moment_is_noticed(tmp_path, compiled, t
 
 
 @pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
-def test_calls_and_a_closing_gate_never_miss_each_other(tmp_path, compiled, thread):
-    """Neither side reads before what it wrote is seen: a plain store would be too little."""
+def test_no_call_passes_a_gate_unseen_while_it_closes(tmp_path, compiled, thread):
+    """Each side makes its write visible before it reads; a plain store is not enough."""
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
     gate = str(build.SOURCES / "gate.c")
@@ -870,7 +870,7 @@ def test_calls_and_a_closing_gate_never_miss_each_other(tmp_path, compiled, thre
     assert done.returncode == 0
 
 
-#: Who calls CUDA first.
+#: The thread or process that calls CUDA first.
 FIRST = {
     "the other thread": "context()",
     "this thread": "call('context')",
@@ -888,9 +888,9 @@ if os.fork():
 
 
 @pytest.mark.parametrize("first", FIRST)
-def test_call_inside_stays_counted_while_another_thread_leaves(make_session, until, first):
-    """One thread counts in a word of its own, which it sets to zero: it must be one alone."""
-    session = make_session("1x1GiB,context=32MiB,bandwidth=1MB/s")  # a copy outlasts the test
+def test_call_inside_counts_while_another_thread_leaves(make_session, until, first):
+    """One thread alone counts in a word that it resets to zero; no other may use that word."""
+    session = make_session("1x1GiB,context=32MiB,bandwidth=1MB/s")  # the copy outlasts the test
     child = session.child()
     child.do("""
 import queue
@@ -919,8 +919,8 @@ def call(what):
     assert child.do("_ = thread.is_alive()") is True
 
 
-def test_a_closed_and_drained_gate_lets_nobody_in(session, until):
-    """Closing, then waiting for zero: no counted call begins until the gate is opened again."""
+def test_closed_and_drained_gate_lets_no_call_in(session, until):
+    """After the close and a count of zero, no counted call begins until the gate opens again."""
     child = session.child()
     assert child.do("_ = context()") == 0
     child.do("""

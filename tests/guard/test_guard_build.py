@@ -29,7 +29,7 @@ def entries(generator):
 
 
 def tool(*command):
-    """Return what a program of the binutils says."""
+    """Return the output of a program of the binutils."""
     return subprocess.run(
         [str(part) for part in command], check=True, capture_output=True, text=True, timeout=60
     ).stdout
@@ -38,11 +38,11 @@ def tool(*command):
 # ---------------------------------------------------------------------- compiling
 
 
-def test_only_what_is_stale_is_compiled(tmp_path, monkeypatch):
+def test_only_stale_libraries_are_compiled(tmp_path, monkeypatch):
     build.compile(tmp_path)
     target = tmp_path / "libcuda.so.1"
     before = target.stat().st_ino
-    monkeypatch.setenv("CC", f"{sys.executable} -c raise")  # would fail
+    monkeypatch.setenv("CC", f"{sys.executable} -c raise")  # fails if it runs
     build.compile(tmp_path)
     assert target.stat().st_ino == before
     monkeypatch.delenv("CC")
@@ -52,7 +52,7 @@ def test_only_what_is_stale_is_compiled(tmp_path, monkeypatch):
     assert all(path.name in build.libraries() for path in tmp_path.iterdir())
 
 
-def test_without_a_compiler_the_way_to_one_is_told(tmp_path, monkeypatch, capsys):
+def test_missing_compiler_is_reported_with_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(build.CompilerMissing, match="Install gcc or clang"):
         build.compile(tmp_path)
@@ -60,27 +60,27 @@ def test_without_a_compiler_the_way_to_one_is_told(tmp_path, monkeypatch, capsys
     assert "'no-such-compiler' is not on PATH" in capsys.readouterr().err
 
 
-def test_another_processor_is_told_what_works_there(tmp_path, monkeypatch):
+def test_other_processor_gets_the_alternative_in_the_error(tmp_path, monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with pytest.raises(build.CompilerMissing, match=r'aarch64.*attach = "cell"'):
         build.compile(tmp_path)
 
 
-def test_a_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+def test_failing_compiler_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CC", "false")
     assert build.main(["--out", str(tmp_path)]) == 1
     assert "failed with status 1" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unwritable_directory_is_reported(tmp_path, capsys):
+def test_unwritable_directory_is_reported(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert build.main(["--out", str(tmp_path / "file" / "lib")]) == 1
     assert "--out" in capsys.readouterr().err
 
 
 def test_package_build_needs_only_the_standard_library():
-    """What this package requires is not installed while it is built."""
+    """During its build none of the package's requirements is installed."""
     root = str(Path(build.__file__).parents[2])
     code = (
         f"import sys; sys.path.insert(0, {root!r}); "
@@ -107,7 +107,7 @@ def test_impossible_line_of_entries_is_refused(generator, tmp_path, line):
         generator.read(path)
 
 
-def test_functions_and_entries_belong_together(generator, entries):
+def test_each_function_needs_an_entry_and_each_entry_one(generator, entries):
     wraps = {e.symbol for e in entries if e.kind in ("wrap", "peek")}
     assert generator.generate(entries, wraps)
     with pytest.raises(generator.EntriesError, match=r"without a C function: .*cuInit"):
@@ -116,8 +116,8 @@ def test_functions_and_entries_belong_together(generator, entries):
         generator.generate(entries, wraps | {"cuLaunchKernel"})
 
 
-def test_every_entry_has_what_it_needs(entries):
-    """Nothing that waits for the device, allocates or frees is only gated."""
+def test_entries_that_wait_allocate_or_free_have_such_a_kind(entries):
+    """A call that waits for the device, allocates or frees needs more than the gate."""
     kinds = {e.symbol: e.kind for e in entries}
     sync = re.compile(
         r"cu(Ctx|Stream|Event)Synchronize|cu(Stream|Event)Query"
@@ -133,13 +133,13 @@ def test_every_entry_has_what_it_needs(entries):
             assert kind in ("wait", "wrap", "back"), symbol
         if alloc.match(symbol):
             assert kind in ("wrap", "same", "refuse") or symbol == "cuMemFree", symbol
-    assert kinds["cuMemFree"] == "back"  # of 32-bit addresses, which nothing gives out
+    assert kinds["cuMemFree"] == "back"  # takes 32-bit addresses, which no call returns
     assert kinds["cuLaunchKernel"] == "gate"
     assert kinds["cuCheckpointProcessLock"] == "never"
 
 
-def test_every_variant_is_listed(entries):
-    """A call that has a per-thread variant has the same kind in both."""
+def test_per_thread_variants_have_the_kind_of_the_call(entries):
+    """A call and its per-thread variant have the same kind."""
     kinds = {e.symbol: (e.kind, e.arguments) for e in entries}
     for entry in entries:
         if entry.per_thread:
@@ -147,8 +147,8 @@ def test_every_variant_is_listed(entries):
             assert kinds[plain] == kinds[entry.symbol], entry.symbol
 
 
-def test_all_that_nvidia_s_client_asks_for_is_known(entries):
-    """The names in NVIDIA's cuda-bindings, and those that the emulated driver exports."""
+def test_every_name_of_nvidias_client_is_known(entries):
+    """The names come from NVIDIA's cuda-bindings and from the emulated driver's exports."""
     spec = importlib.util.find_spec("cuda.bindings._internal.driver")
     text = Path(spec.origin).read_bytes()
     asked = {
@@ -168,7 +168,7 @@ def test_all_that_nvidia_s_client_asks_for_is_known(entries):
 
 
 def test_arguments_and_registers_reach_the_driver_unchanged(generator, tmp_path):
-    """Registers, stack, alignment, unwinding; open, closed and refused; all kinds."""
+    """It tests registers, stack, alignment and unwinding, for each kind and state of the gate."""
     made = tmp_path / "entries.txt"
     made.write_text(
         "cuGate 1 gate\ncuFree 1 free\ncuNever 1 never\ncuRefuse 1 refuse\ncuWrap 1 wrap\n"
@@ -198,7 +198,7 @@ def library(guard_dir):
     return (guard_dir / "libcuda.so.1").resolve()
 
 
-def test_the_library_is_called_as_the_driver(library):
+def test_library_has_the_drivers_name(library):
     dynamic = tool("readelf", "-dW", library)
     assert "Library soname: [libcuda.so.1]" in dynamic
     assert re.findall(r"NEEDED.*\[(.*)\]", dynamic) in (["libc.so.6"], ["libdl.so.2", "libc.so.6"])
@@ -206,12 +206,12 @@ def test_the_library_is_called_as_the_driver(library):
     assert "NODELETE" in dynamic
     assert "BIND_NOW" not in dynamic
     assert "TEXTREL" not in dynamic
-    # The compiler's own; a constructor of ours would be a second.
+    # This one is the compiler's; a constructor of the guard would be a second.
     assert re.findall(r"INIT_ARRAYSZ\)\s+(\d+)", dynamic) == ["8"]
     assert re.search(r"GNU_STACK .* RW +0x", tool("readelf", "-lW", library))
 
 
-def test_only_the_driver_s_names_are_exported(library, entries):
+def test_only_the_drivers_names_are_exported(library, entries):
     exported = set(re.findall(r" [A-Z] (\w+)", tool("nm", "-D", "--defined-only", library)))
     assert exported == {e.symbol for e in entries} | {"gpupool_guard"}
 
@@ -224,25 +224,25 @@ def test_no_private_symbol_of_the_c_library_is_used(library):
     assert not re.search(r" U (malloc|calloc|realloc|free|strdup)\b", wanted)
 
 
-def test_nothing_is_relocated_for_each_name(library, entries):
-    """A process that inherits LD_PRELOAD and never calls CUDA has no page of ours written to."""
+def test_relocations_do_not_grow_with_the_names(library, entries):
+    """A process with LD_PRELOAD that never calls CUDA writes to no page of the guard."""
     relocations = re.findall(r"^[0-9a-f]+ .*R_X86_64_", tool("readelf", "-rW", library), re.M)
     assert len(relocations) < len(entries) / 4
 
 
-def test_a_process_that_never_calls_cuda_only_maps_it(session):
+def test_process_that_never_calls_cuda_only_maps_the_guard(session):
     done = session.run("/bin/cat", "/proc/self/maps")
     mapped = {line.split()[-1] for line in done.stdout.splitlines() if "libcuda" in line}
     assert mapped == {str((session.directory / "libcuda.so.1").resolve())}
     assert done.stderr == ""
     assert session.slots() == ()
     assert session.page.gate() == pages.UNUSED
-    # The page is not even opened, and nothing is connected to.
+    # It opens no page and makes no connection.
     done = session.run("/bin/ls", "-l", "/proc/self/fd", GPUPOOL_PAGE="/nowhere")
     assert done.stderr == ""
 
 
-def test_the_layouts_of_the_page_agree(tmp_path):
+def test_layouts_of_the_page_agree(tmp_path):
     program = tmp_path / "layout"
     source = tmp_path / "layout.c"
     fields = ("gate", "managed", "devices", "epoch", "pause_until", "limit", "context_bytes",

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Frees, destroys and questions of a suspended session: answered at once, without a lease."""
+"""Frees, destroys and queries of a suspended session: the guard answers without a lease."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from jupyter_gpupool.guard import page as pages
 CONTEXT = 32 * MIB
 DEINITIALIZED, NOT_DONE, NOT_READY = 4, 600, 802
 
-#: Statements of a child: makes one of everything, and a name for what destroys it.
+#: Statements of a child: make one object of each kind, and list the calls that destroy them.
 MAKE = r"""
 import gc
 V, U, Z = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
@@ -80,7 +80,7 @@ def child(session):
 @pytest.fixture
 def suspender(session):
     made = Suspender(session, seed=1, open_gate=False)
-    session.broker.answer = lambda message: None  # no question gets a lease
+    session.broker.answer = lambda message: None  # no request gets a lease
     return made
 
 
@@ -90,7 +90,7 @@ def test_frees_are_answered_at_once_and_made_at_the_resume(session, child, suspe
     assert taken > CONTEXT + 20 * MIB
     suspender.suspend([child.pid], until)
     assert child.do("_ = [call(*rest) for call, *rest in calls]") == [0] * 14
-    # The suspended state still has the bytes, and the driver needs them for the restore.
+    # The suspended state still has the bytes, and the driver needs room for them to restore.
     assert session.page.read().used[0] == taken
     suspender.resume([child.pid], until, used=False)
     assert suspender.used() > CONTEXT + 20 * MIB
@@ -98,7 +98,7 @@ def test_frees_are_answered_at_once_and_made_at_the_resume(session, child, suspe
     assert session.page.read().used[0] == CONTEXT
     assert suspender.used() == CONTEXT
     assert session.broker.messages == []
-    # Each was made once: what is destroyed twice is an error.
+    # The guard made each call once: a second destroy is an error.
     assert child.do("_ = [call(*rest) != 0 for call, *rest in calls[1:3]]") == [True] * 2
     assert session.page.read().used[0] == CONTEXT
 
@@ -111,13 +111,13 @@ def test_gated_call_makes_the_noted_calls_first(session, child, suspender, until
     assert child.do("n = Z(); _ = C.cuCtxGetLimit(ctypes.byref(n), 1)") == 0
     assert session.page.read().used[0] == CONTEXT
     assert suspender.used() == CONTEXT
-    # And now the gate alone decides again.
+    # From now on the gate alone decides again.
     session.page.set_gate(pages.OPEN)
     assert child.do("_ = C.cuCtxGetLimit(ctypes.byref(n), 1)") == 0
 
 
-def test_bytes_of_the_survivors_are_right(session, child, suspender, until):
-    """What was freed while suspended is used again by others, and nothing else is touched."""
+def test_bytes_of_the_remaining_buffers_are_right(session, child, suspender, until):
+    """New buffers get the memory freed while suspended; the other buffers keep their bytes."""
     child.do("""
 data = os.urandom(1 << 20)
 def buffer():
@@ -139,7 +139,7 @@ mine = [buffer() for _ in range(16)]
         assert session.page.read().used[0] == CONTEXT + 32 * MIB
 
 
-def test_questions_about_finished_work_are_answered(session, child, suspender, until):
+def test_queries_about_finished_work_are_answered(session, child, suspender, until):
     child.do("calls = make(); s, e = calls[2][1], calls[1][1]; never = handle(C.cuEventCreate, 0)")
     suspender.suspend([child.pid], until)
     assert child.do("""
@@ -147,7 +147,7 @@ _ = (C.cuStreamQuery(s), C.cuStreamQuery(None), C.cuStreamQuery_ptsz(None), C.cu
      C.cuEventQuery(never))
 """) == (0,) * 5  # fmt: skip
     assert session.broker.messages == []
-    # A synchronise is use: it reports errors, and a program that measures time wants the device.
+    # A synchronise is use: it reports errors, and a program that measures time needs the device.
     child.send("_ = C.cuStreamSynchronize(s)")
     session.broker.asked(1)
     assert session.broker.messages[0]["type"] == "attach"
@@ -155,15 +155,15 @@ _ = (C.cuStreamQuery(s), C.cuStreamQuery(None), C.cuStreamQuery_ptsz(None), C.cu
     assert child.reply() == 0
 
 
-def test_an_event_is_recorded_while_suspended(session, child, suspender, until):
-    """A caching allocator records one where memory is freed that several streams have used."""
+def test_event_is_recorded_while_suspended(session, child, suspender, until):
+    """A caching allocator records an event when it frees memory that several streams have used."""
     child.do("calls = make(); s, e = calls[2][1], calls[1][1]; new = handle(C.cuEventCreate, 0)")
     suspender.suspend([child.pid], until)
     calls = "C.cuEventRecord(new, s), C.cuEventQuery(new), C.cuEventRecordWithFlags(e, s, 0)"
     assert child.do(f"_ = {calls}") == (0,) * 3
     assert session.broker.messages == []
     suspender.resume([child.pid], until, used=False)
-    # Recorded now, both: otherwise there is no time between them.
+    # The driver records both now; otherwise there is no time between them.
     child.do("ms = ctypes.c_float(-1)")
     assert child.do("_ = C.cuEventSynchronize(e)") == 0
     assert child.do("_ = C.cuEventElapsedTime(ctypes.byref(ms), new, e), ms.value >= 0") == (
@@ -173,7 +173,7 @@ def test_an_event_is_recorded_while_suspended(session, child, suspender, until):
 
 
 def test_noted_event_is_not_done_before_the_work_it_follows(session, child):
-    """The suspend is refused, and what was submitted before it still runs."""
+    """The suspend is refused, and the earlier work still runs."""
     child.do("""
 calls = make(); s, module = calls[2][1], calls[11][1]
 spin, new = handle(C.cuModuleGetFunction, module, b"emucuda_spin_ns"), handle(C.cuEventCreate, 2)
@@ -190,7 +190,7 @@ good(C.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, s, args, None))
 
 
 def test_query_during_a_suspend_waits_for_its_end(session, child, suspender):
-    """Until the driver has drained the work the answer is not known."""
+    """The answer is unknown until the driver has drained the work."""
     session.page.set_gate(pages.CLOSED)
     child.send("_ = C.cuStreamQuery(None)")
     assert not child.answers(0.2)
@@ -206,7 +206,7 @@ def test_query_during_a_suspend_waits_for_its_end(session, child, suspender):
 
 
 def test_query_during_a_long_suspend_answers_not_ready(session, child):
-    """The caller keeps the interpreter's lock, so the call returns, and the other threads run."""
+    """The caller keeps the interpreter's lock: the call returns so that other threads can run."""
     child.do("""
 ticks, stop = 0, False
 def tick():
@@ -226,7 +226,7 @@ thread = threading.Thread(target=tick); thread.start()
     assert child.do("_ = P.cuStreamQuery(None)") == 0
     session.grant(session.uuids)
     assert child.do("_ = P.cuStreamQuery(None)") == 0
-    # And the next suspend is waited for again.
+    # The next suspend makes the query wait again.
     session.page.set_gate(pages.CLOSED)
     child.send("_ = P.cuStreamQuery(None)")
     assert not child.answers(0.2)
@@ -237,8 +237,8 @@ thread = threading.Thread(target=tick); thread.start()
 
 
 @pytest.mark.parametrize("call", ["cuMemFree_v2(p)", "cuEventDestroy_v2(e)", "cuEventQuery(e)"])
-def test_a_destructor_that_holds_locks_goes_on(session, child, suspender, until, call):
-    """A framework frees under its mutex and the interpreter's lock; another thread wants both."""
+def test_destructor_that_holds_locks_continues(session, child, suspender, until, call):
+    """A framework frees under its mutex and the interpreter's lock; another thread needs both."""
     child.do("p = U(alloc(4 << 20)); e = handle(C.cuEventCreate, 0)")
     suspender.suspend([child.pid], until)
     assert child.do(f"""
@@ -263,7 +263,7 @@ _ = error, done
 
 
 def test_call_of_another_thread_comes_after_the_noted_calls(session, child, suspender, until):
-    """Each in the context of its own thread, and before the next call of any thread."""
+    """Each call runs in the context of its thread, and before the next call of any thread."""
     child.do("""
 second = handle(C.cuCtxCreate_v2, 0, 0)
 p = alloc(8 << 20)
@@ -299,7 +299,7 @@ t = threading.Thread(target=free); t.start(); t.join()
 def test_end_of_a_context_waits_while_host_memory_is_registered(
     session, child, suspender, until, end
 ):
-    """The program may unmap that memory as soon as the call returns; the driver has it pinned."""
+    """The program may unmap the memory after the call, while the driver still has it pinned."""
     child.do("""
 import mmap
 second = handle(C.cuCtxCreate_v2, 0, 0)
@@ -309,14 +309,14 @@ at = V(ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
     assert child.do("_ = C.cuMemHostRegister_v2(at, Z(1 << 20), 0)") == 0
     suspender.suspend([child.pid], until)
     child.send(f"_ = C.{end}")
-    session.broker.asked(1)  # as cuMemHostUnregister does
+    session.broker.asked(1)  # like cuMemHostUnregister
     assert [message["type"] for message in session.broker.messages] == ["attach"]
     suspender.resume([child.pid], until)
     assert child.reply() == 0
 
 
 def test_end_of_a_context_is_noted_once_nothing_is_registered(session, child, suspender, until):
-    """What is unregistered, or has ended with its context, counts no more."""
+    """Memory that is unregistered, or whose context has ended, no longer counts."""
     assert child.do("""
 import mmap
 buffer, gone = mmap.mmap(-1, 1 << 20), mmap.mmap(-1, 1 << 20)
@@ -338,8 +338,8 @@ _ = again, twice
     assert child.do("good(C.cuDevicePrimaryCtxRetain(ctypes.byref(V()), 0)); _ = 0") == 0
 
 
-def test_the_current_context_is_known_while_suspended(session, child, suspender, until):
-    """A destructor makes its context current and puts the other one back."""
+def test_current_context_is_known_while_suspended(session, child, suspender, until):
+    """A destructor makes its context current and then restores the previous context."""
     child.do("""
 first, device, seen = V(), ctypes.c_int(), V()
 good(C.cuCtxGetCurrent(ctypes.byref(first)))
@@ -360,7 +360,7 @@ _ = a, current()
     assert child.do("good(C.cuCtxSetCurrent(second)); _ = current()") == ("second", 1)
     assert session.broker.messages == []
     suspender.resume([child.pid], until, used=False)
-    # The driver has heard of it by now.
+    # By now the driver knows it, too.
     child.do("r = alloc(1 << 20)")
     assert child.do("_ = current()") == ("second", 1)
     assert session.page.read().used == (CONTEXT + 2 * MIB, CONTEXT + 2 * MIB)
@@ -381,7 +381,7 @@ _ = [C.cuMemFree_v2(U(p)), C.cuMemFree_v2(U(p)), C.cuMemFree_v2(U(12345)),
     assert suspender.used() == CONTEXT
 
 
-def test_very_many_frees_are_noted(session, child, suspender, until):
+def test_large_number_of_frees_is_noted(session, child, suspender, until):
     count = 50_000
     child.do("events = [handle(C.cuEventCreate, 2) for _ in range(2000)]; p = alloc(8 << 20)")
     suspender.suspend([child.pid], until)
@@ -394,10 +394,10 @@ _ = wrong
     suspender.resume([child.pid], until, used=False)
     assert child.do("_ = C.cuCtxSynchronize()", 60) == 0
     assert session.page.read().used[0] == CONTEXT
-    assert child.do("_ = C.cuEventQuery(events[0])") != 0  # it is destroyed
+    assert child.do("_ = C.cuEventQuery(events[0])") != 0  # the context is destroyed
 
 
-def test_a_forked_child_has_nothing_noted(session, child, suspender, until):
+def test_forked_child_has_no_noted_calls(session, child, suspender, until):
     child.do("p = alloc(8 << 20)")
     suspender.suspend([child.pid], until)
     assert (
@@ -415,7 +415,7 @@ _ = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert session.page.read().used[0] == CONTEXT
 
 
-def test_an_interpreter_ends_while_suspended(session, child, suspender, until):
+def test_interpreter_ends_while_suspended(session, child, suspender, until):
     child.do("""
 class Tensor:
     def __init__(self):
@@ -435,7 +435,7 @@ builtins.tensor, tensors = Tensor(), [Tensor(), Tensor()]
 
 
 def test_frees_in_a_pause_go_to_the_driver(session, child):
-    """Nothing is suspended in a pause, and a free does not disturb the neighbour."""
+    """A pause suspends nothing, and a free does not disturb the neighbour."""
     child.do("p = alloc(8 << 20); e = handle(C.cuEventCreate, 0)")
     session.page.set_gate(pages.PAUSED, pause_until=time.monotonic_ns() + 600_000_000_000)
     assert (
@@ -446,7 +446,7 @@ def test_frees_in_a_pause_go_to_the_driver(session, child):
     assert session.broker.messages == []
 
 
-def test_without_a_context_the_driver_answers(session):
+def test_driver_answers_calls_without_a_context(session):
     session.page.set_gate(pages.CLOSED)
     session.page.set_grant([], 1 << 30, 0)
     child = session.child()
@@ -465,14 +465,14 @@ def test_free_during_a_refused_suspend_is_made_afterwards(session, child):
     assert child.do("_ = [C.cuMemFree_v2(a) for a in p[:3]]") == [0] * 3
     assert session.page.read().used[0] == CONTEXT + 8 * MIB
     session.page.set_gate(pages.UNUSED)
-    # Another free is enough to have them made.
+    # Another free makes the guard carry them out.
     assert child.do("_ = C.cuMemFree_v2(p[3])") == 0
     assert session.page.read().used[0] == CONTEXT
     assert session.broker.messages == []
 
 
 def test_threads_wait_until_all_noted_calls_are_made(session, child, suspender, until):
-    """One makes them; the others do not overtake it."""
+    """One thread makes the noted calls; the others do not overtake it."""
     child.do("p = [U(alloc(512 << 10)) for _ in range(600)]")
     taken = session.page.read().used[0]
     suspender.suspend([child.pid], until)

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """NVIDIA's own clients, unchanged, on the emulated driver under the guard.
 
-numba-cuda here means device arrays, streams and events. Its kernels are not run: they need NVRTC or
-NVVM and end as machine code for a GPU, which the emulated driver refuses. cuda-core runs the
-kernels that the emulated driver knows.
+numba-cuda here means device arrays, streams and events. These tests do not run its kernels, which
+need NVRTC or NVVM and end as machine code for a GPU, which the emulated driver refuses. cuda-core
+runs the kernels that the emulated driver knows.
 """
 
 import os
@@ -63,7 +63,7 @@ def equal():
 _ = equal()
 """
 
-#: What each client says of its bytes after a suspend.
+#: Each client's statements to read its bytes after a suspend.
 AGAIN = {NUMBA: "_ = bool((a.copy_to_host() == want).all())", CORE: "_ = equal()"}
 
 
@@ -103,7 +103,7 @@ def test_bytes_survive_a_suspend_that_the_next_call_ends(session, client, until,
     assert child.reply(60) is True
 
 
-def test_numba_meets_the_limit_as_out_of_memory(session, client):
+def test_numba_reports_the_limit_as_out_of_memory(session, client):
     child = client(NUMBA, each=128 * MIB)
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
     found = child.do("b = cuda.device_array(120 << 20, dtype=np.uint8)")
@@ -116,10 +116,10 @@ def test_numba_meets_the_limit_as_out_of_memory(session, client):
 
 
 def test_numba_sees_the_devices_of_the_session(session, client):
-    """numba asks for libcuda.so before libcuda.so.1."""
+    """numba loads libcuda.so before libcuda.so.1."""
     child = client(NUMBA)
     code = "_ = (len(cuda.gpus), str(cuda.get_current_device().uuid), cuda.is_available())"
-    # The page has the first of the machine's two devices; without its list all would be seen.
+    # The page has the first of the machine's two devices; without the page's list all are visible.
     count, uuid, available = child.do(code)
     assert (count, available) == (1, True)
     assert uuid == session.uuids[0]
@@ -127,7 +127,7 @@ def test_numba_sees_the_devices_of_the_session(session, client):
     assert child.do(f"_ = {driver!r} in open('/proc/self/maps').read()") is True
 
 
-def test_numba_streams_events_and_host_memory(session, client):
+def test_numba_streams_events_and_host_memory_work(session, client):
     child = client(NUMBA)
     code = """
     s = cuda.stream()
@@ -145,11 +145,11 @@ def test_numba_streams_events_and_host_memory(session, client):
     _ = (bool((back == pinned).all()), start.elapsed_time(end) >= 0, end.query(), int(mapped.sum()))
     """
     assert child.do(dedent(code), 60) == (True, True, True, 3000)
-    # Whole device pages of 2 MiB; host memory is not counted.
+    # Device memory counts in whole pages of 2 MiB; host memory does not count.
     assert _used(session) == CONTEXT + (4 + 2 + 4) * MIB
 
 
-def test_cuda_core_pools_kernels_and_memory_info(session, client):
+def test_cuda_core_pools_kernels_and_memory_info_work(session, client):
     child = client(CORE, each=128 * MIB)
     code = """
     from emucuda.kernels import PTX

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVML inside a session: the slice's memory on its own devices, everything else as it is."""
+"""NVML inside a session: its own devices show the slice's memory; all else is unchanged."""
 
 import ast
 import json
@@ -30,7 +30,7 @@ print(found)
 
 @pytest.fixture
 def nvml_dir(guard_dir):
-    """The folder that a session's processes have on LD_LIBRARY_PATH, with NVML in it."""
+    """Return the folder with NVML on LD_LIBRARY_PATH of a session's processes."""
     for name in ("libnvidia-ml.so.1", "libnvidia-ml.so"):
         if not (guard_dir / name).is_symlink():
             (guard_dir / name).symlink_to(build.DEFAULT_OUT / "libnvidia-ml.so.1")
@@ -46,7 +46,7 @@ def look(session, **variables):
     return ast.literal_eval(session.python(LOOK, **variables))
 
 
-def test_a_device_of_the_session_has_the_memory_of_the_slice(session):
+def test_device_of_the_session_shows_the_slices_memory(session):
     session.grant(session.uuids[1:], each=256 * MIB, limit=384 * MIB)
     child = session.child()
     assert child.do("_ = context()") == 0
@@ -61,32 +61,32 @@ def test_a_device_of_the_session_has_the_memory_of_the_slice(session):
     assert look(session)[1][1] == 0
 
 
-def test_before_a_lease_and_after_the_limit_was_lowered(session):
+def test_total_memory_follows_limit_grant_and_device(session):
     session.page.set_grant([0], 384 * MIB, 2)
     session.page.set_devices(session.uuids[:1])
     assert look(session)[0][0] == 384 * MIB
     session.page.set_grant([256 * MIB], 128 * MIB, 2)
     assert look(session)[0][0] == 256 * MIB
     session.page.set_grant([256 * MIB], 64 * GIB, 2)
-    assert look(session)[0][0] == GIB  # no more than there is
+    assert look(session)[0][0] == GIB  # no more than the device has
 
 
 @pytest.mark.parametrize("path", [None, "", "/nowhere/page", "/dev/zero", __file__])
-def test_without_a_page_everything_passes_through(session, path):
+def test_everything_passes_through_without_a_page(session, path):
     assert look(session, GPUPOOL_PAGE=path) == look(
         session, LD_LIBRARY_PATH=str(library_dir()), LD_PRELOAD=None
     )
 
 
-def test_the_library_that_answers_is_the_facade(session):
-    """It could be that the tests above look at the driver's."""
+def test_facade_answers_and_not_the_driver(session):
+    """Otherwise the tests above could test the driver's library."""
     code = "import ctypes; ctypes.CDLL('libnvidia-ml.so.1').gpupool_guard; print('ours')"
     assert session.python(code, LD_PRELOAD=None) == "ours"
     with pytest.raises(AssertionError, match="undefined symbol: gpupool_guard"):
         session.python(code, LD_PRELOAD=None, LD_LIBRARY_PATH=str(library_dir()))
 
 
-def test_every_function_of_the_driver_is_there(nvml_dir):
+def test_every_function_of_the_driver_exists(nvml_dir):
     def names(path):
         done = subprocess.run(
             ["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True
@@ -100,14 +100,14 @@ def test_every_function_of_the_driver_is_there(nvml_dir):
     assert len(facade) > 400
 
 
-def test_the_function_that_nvidia_smi_begins_with_is_passed_on(session):
-    """No header has it; nvidia-smi says "function not found" where the library lacks it."""
+def test_first_function_of_nvidia_smi_is_passed_on(session):
+    """No header declares it; without it nvidia-smi prints "function not found"."""
     code = "import ctypes; n = ctypes.CDLL('libnvidia-ml.so.1'); n.nvmlInit_v2(); "
     found = session.python(code + "print(n.nvmlInternalGetExportTable(None, None))")
-    assert int(found) == 13  # the emulated driver's answer, of a function that it has not
+    assert int(found) == 13  # the emulated driver's answer: it lacks the function
 
 
-def test_a_function_that_the_driver_lacks(session):
+def test_missing_function_of_the_driver_has_its_error(session):
     code = """
 import ctypes
 L = ctypes.CDLL("libnvidia-ml.so.1")
@@ -117,8 +117,8 @@ print(L.nvmlDeviceGetPdi(0, 0), L.nvmlErrorString(13).decode())
     assert session.python(code) == "13 Function Not Found"
 
 
-def test_without_a_driver(session, tmp_path):
-    """As pynvml says it where the library itself is missing."""
+def test_missing_driver_has_the_error_of_a_missing_library(session, tmp_path):
+    """pynvml raises this error if the library itself is missing."""
     code = """
 import ctypes, pynvml
 try:
@@ -136,7 +136,7 @@ print(L.nvmlDeviceGetMemoryInfo(0, 0), *(L.nvmlErrorString(n).decode() for n in 
     ]
 
 
-def test_a_driver_that_is_named(session):
+def test_named_driver_is_used(session):
     real = str(library_dir() / "libnvidia-ml.so.1")
     folder = session.env["LD_LIBRARY_PATH"].split(":")[0]
     found = look(session, GPUPOOL_REAL_LIBNVML=real, LD_LIBRARY_PATH=folder)
@@ -144,8 +144,8 @@ def test_a_driver_that_is_named(session):
     assert look(session, GPUPOOL_REAL_LIBNVML="", LD_LIBRARY_PATH=f"{folder}:{library_dir()}")
 
 
-def test_the_facade_does_not_find_itself_again(session, tmp_path):
-    """Neither under another name of its file nor as a copy."""
+def test_facade_does_not_find_itself(session, tmp_path):
+    """It finds neither its file under another name nor a copy."""
     folder = tmp_path / "copies"
     folder.mkdir()
     (folder / "libnvidia-ml.so.1").write_bytes(

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How a process gets at the driver's functions, and what the guard takes for the real driver."""
+"""How a process finds the driver's functions, and which library the guard uses as the driver."""
 
 import json
 import os
@@ -19,7 +19,7 @@ NOT_INITIALIZED, NO_DEVICE, NOT_FOUND, NOT_SUPPORTED = 3, 100, 500, 801
 PER_THREAD = 2
 
 #: Statements of a child: get(name, version, flags) -> (error, address, status), by the five- and
-#: the four-argument form; call(address, ...) -> result; at(symbol) -> what the guard exports.
+#: the four-argument form; call(address, ...) -> result; at(symbol) -> the guard's export.
 HELP = """
 def get(name, version=13000, flags=0, form=C.cuGetProcAddress_v2, with_status=True):
     p, status = ctypes.c_void_p(77), ctypes.c_int(77)
@@ -60,14 +60,14 @@ def odd_as(session, compiled):
 
 @pytest.fixture
 def odd(odd_as):
-    """Return a child on the odd driver, whose names are its own."""
+    """Return a child on the odd driver, with these names as the driver's own."""
     return odd_as("-Wl,-Bsymbolic")
 
 
 # ---------------------------------------------------------------------- cuGetProcAddress
 
 
-def test_the_callers_get_the_guard_s_functions(emulated):
+def test_callers_get_the_guards_functions(emulated):
     names = ["cuInit", "cuMemAlloc", "cuLaunchKernel", "cuStreamSynchronize", "cuCtxCreate"]
     assert emulated.do(f"_ = [get(n)[1] for n in {names}]") == emulated.do(
         "_ = [at(n) for n in ('cuInit', 'cuMemAlloc_v2', 'cuLaunchKernel', 'cuStreamSynchronize',"
@@ -102,7 +102,7 @@ def test_version_and_flags_choose_the_form(emulated, name, version, flags, symbo
 
 
 def test_missing_name_is_answered_as_by_the_driver(emulated, odd):
-    """By NVIDIA's: the form with a status succeeds, the older one leaves the pointer as it was."""
+    """NVIDIA's form with a status succeeds; the older form does not change the pointer."""
     assert odd.do("_ = get('cuNoSuchCall')") == (0, None, 1)
     assert odd.do("_ = get('cuNoSuchCall', with_status=False)") == (0, None, 77)
     assert odd.do("_ = get('cuTooNew')") == (0, None, 2)
@@ -115,17 +115,17 @@ def test_missing_name_is_answered_as_by_the_driver(emulated, odd):
     )
 
 
-def test_before_cuda_12_there_are_four_arguments(odd):
-    """Nothing is read or written where the fifth would be."""
+def test_form_before_cuda_12_has_four_arguments(odd):
+    """The guard reads and writes nothing in the place of a fifth argument."""
     assert odd.do("_ = get('cuStreamCreate', 11080, 1, C.cuGetProcAddress)[2]") == 77
     four = odd.do("_ = get('cuGetProcAddress', 11030)")[1]
     five = odd.do("_ = get('cuGetProcAddress', 12000)")[1]
     assert [four, five] == odd.do("_ = [at('cuGetProcAddress'), at('cuGetProcAddress_v2')]")
 
 
-def test_a_name_that_went_to_another_call_is_that_call(odd):
-    """Told by the address. NVIDIA's drivers of CUDA 12 do no such thing: cuGraphInstantiate is the
-    form with five arguments to the end, whatever cuda.h makes of the name."""
+def test_name_that_moved_to_another_call_is_that_call(odd):
+    """The address shows it. NVIDIA's drivers of CUDA 12 move no name: cuGraphInstantiate stays the
+    form with five arguments, whatever cuda.h makes of the name."""
     flags = odd.do("C.cuInit(0); _ = get('cuGraphInstantiate', 14000)[1]")
     assert flags == odd.do("_ = at('cuGraphInstantiateWithFlags')")
     out = "ctypes.byref(ctypes.c_void_p())"
@@ -143,8 +143,8 @@ def test_a_name_that_went_to_another_call_is_that_call(odd):
         ("C.cuGLRegisterBufferObject({})", 4),
     ],
 )
-def test_memory_that_other_devices_are_given_pins_the_session(odd, session, call, pin):
-    """Only once the driver has given it. (The emulated one never does.)"""
+def test_memory_shared_with_other_devices_pins_the_session(odd, session, call, pin):
+    """It pins only after the driver's success, which the emulated driver never returns."""
     assert odd.do("C.cuInit(0); _ = " + call.format("None" if "Handle" in call else 0)) == 1
     assert session.slots()[0].pins == 0
     assert odd.do("_ = " + call.format("ctypes.c_void_p(8)" if "Handle" in call else 1)) == 0
@@ -152,7 +152,7 @@ def test_memory_that_other_devices_are_given_pins_the_session(odd, session, call
 
 
 def test_driver_that_answers_with_guard_functions_is_called(odd_as):
-    """Its names are looked up in the process, where the guard's come first."""
+    """The driver looks names up in the process, where the guard's come first."""
     odd = odd_as()
     found = odd.do("C.cuInit(0); _ = get('cuStreamCreate')[1]")
     assert found == odd.do("_ = at('cuStreamCreate')")
@@ -175,12 +175,12 @@ def test_version_and_flags_reach_the_driver_unchanged(odd):
     assert odd.reply() == (0, None, 2)
 
 
-def test_a_function_that_is_not_exported_is_known_by_its_name(odd):
-    """Wrapped and counted calls stay so; the driver's own is what it gave out."""
+def test_function_that_is_not_exported_is_known_by_its_name(odd):
+    """Such calls stay wrapped and counted; the driver's own is the address that it returned."""
     alloc = odd.do("_ = get('cuMemAlloc')")[1]
     assert alloc == odd.do("_ = at('cuMemAlloc_v2')")
     assert odd.do(f"C.cuInit(0); _ = value({alloc}, ctypes.c_size_t(8))") == 0x2000 + 8
-    # Per-thread variants that the driver does not export at all.
+    # These are per-thread variants that the driver does not export.
     for flags, symbol, base in (
         (0, "cuMemAllocAsync", 0x2000),
         (2, "cuMemAllocAsync_ptsz", 0x4000),
@@ -193,11 +193,11 @@ def test_a_function_that_is_not_exported_is_known_by_its_name(odd):
     assert odd.do(f"_ = call({wait}, None)") == 0x2001
 
 
-def test_a_name_that_is_not_known_is_recognised_by_its_address(odd):
+def test_unknown_name_is_recognised_by_its_address(odd):
     assert odd.do("_ = get('cuRenamed')")[1] == odd.do("_ = at('cuStreamSynchronize')")
 
 
-def test_a_newer_form_of_a_call_keeps_its_own_arguments(odd):
+def test_newer_form_of_a_call_keeps_its_own_arguments(odd):
     old = odd.do("_ = get('cuStreamCreate', 13000)")[1]
     new = odd.do("_ = get('cuStreamCreate', 14000)")[1]
     assert old == odd.do("_ = at('cuStreamCreate')")
@@ -208,7 +208,7 @@ def test_a_newer_form_of_a_call_keeps_its_own_arguments(odd):
 
 def test_calls_of_later_drivers_are_gated(session, odd):
     first = odd.do("_ = get('cuFuture7')")[1]
-    assert odd.do("_ = get('cuFuture7')")[1] == first  # the same again
+    assert odd.do("_ = get('cuFuture7')")[1] == first  # the same address again
     assert odd.do(f"C.cuInit(0); _ = call({first})") == 1007
     session.page.set_gate(pages.CLOSED)
     odd.send(f"_ = call({first})")
@@ -221,25 +221,25 @@ def test_calls_of_later_drivers_are_gated(session, odd):
 def test_no_pointer_escapes_once_the_spares_are_used(odd):
     found = odd.do("_ = [get('cuFuture%d' % i) for i in range(300)]")
     assert all(item[::2] == (0, 0) for item in found[:256])
-    assert all(item == (0, None, 1) for item in found[256:])  # as for a name that does not exist
+    assert all(item == (0, None, 1) for item in found[256:])  # the answer for an unknown name
     assert odd.do("_ = get('cuFuture299', with_status=False)") == (0, None, 77)
     assert odd.do("_ = get('cuFuture299', form=C.cuGetProcAddress)") == (NOT_FOUND, 77, 77)
     assert len({address for _, address, _ in found[:256]}) == 256
     addresses = [address for _, address, _ in found[:256]]
     assert odd.do(f"_ = [call(a) for a in {addresses}]") == list(range(1000, 1256))
-    # The first ones are still there.
+    # The first addresses remain.
     assert odd.do("_ = get('cuFuture0')") == (0, addresses[0], 0)
     assert odd.do("_ = get('cuFuture0', form=C.cuGetProcAddress)") == (0, addresses[0], 77)
 
 
-def test_calls_that_the_driver_lacks_say_so(odd):
+def test_calls_that_the_driver_lacks_return_not_found(odd):
     assert odd.do("_ = C.cuInit(0), C.cuLaunchKernel(), C.cuEventQuery(None)") == (0, 500, 500)
 
 
-def test_before_cuinit_the_driver_says_what_is_wrong(session, odd):
-    """Also of calls that the guard would refuse: NVIDIA's drivers answer all of them with 3."""
+def test_driver_answers_calls_before_cuinit(session, odd):
+    """This includes calls that the guard refuses: NVIDIA's drivers answer all of them with 3."""
     managed = "_ = C.cuMemAllocManaged(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(8), 1)"
-    wrong = "ctypes.c_void_p(8)"  # NVIDIA's look at no argument before cuInit
+    wrong = "ctypes.c_void_p(8)"  # NVIDIA's drivers check no argument before cuInit
     assert odd.do("v = ctypes.c_uint(); _ = C.cuMemAlloc(ctypes.byref(v), 5), v.value") == (0, 5)
     assert odd.do(managed) == NOT_INITIALIZED
     assert odd.do(f"_ = C.cuMemCreate({wrong}, 1, {wrong}, 0)") == NOT_INITIALIZED
@@ -250,7 +250,7 @@ def test_before_cuinit_the_driver_says_what_is_wrong(session, odd):
     assert session.slots()[0].pins == 0
 
 
-def test_uncountable_calls_are_refused_in_a_session_only(session, odd):
+def test_uncountable_calls_are_refused_only_in_a_session(session, odd):
     code = "C.cuInit(0); v = ctypes.c_uint(); _ = C.cuMemAlloc(ctypes.byref(v), 5)"
     assert odd.do(code) == NOT_SUPPORTED
     real = odd.do("_ = os.environ['GPUPOOL_REAL_LIBCUDA']")
@@ -259,7 +259,7 @@ def test_uncountable_calls_are_refused_in_a_session_only(session, odd):
 
 
 def test_cuda_bindings_run_under_the_guard(session):
-    """NVIDIA's own client: hundreds of look-ups, a context, an allocation, copies."""
+    """NVIDIA's own client looks up hundreds of names, makes a context, allocates and copies."""
     code = """
 import numpy as np
 from cuda.bindings import driver as D
@@ -307,7 +307,7 @@ print("good")
     assert session.slots() == ()
 
 
-# ---------------------------------------------------------------------- ways to the library
+# ---------------------------------------------------------------------- paths to the library
 
 
 def test_every_name_finds_the_one_guard(session, guard_dir):
@@ -324,8 +324,8 @@ def test_every_name_finds_the_one_guard(session, guard_dir):
     assert json.loads(found) == [1, sorted([guard, str(library_dir() / "libcuda.so.1")])]
 
 
-def test_a_second_copy_of_the_guard_hands_over_to_the_first(session, tmp_path):
-    """One gate, one count: a call through the copy is counted once."""
+def test_second_copy_of_the_guard_defers_to_the_first(session, tmp_path):
+    """There is one gate and one count: a call through the copy counts once."""
     copy = tmp_path / "libcuda.so.1"
     shutil.copy(guard_build.DEFAULT_OUT / "libcuda.so.1", copy)
     child = session.child()
@@ -353,7 +353,7 @@ print(*sorted({l.split()[-1] for l in open("/proc/self/maps") if "libcuda" in l}
 
 
 def which(session, **variables):
-    """Return what cuInit says, and the libraries of that name in the process but the guard."""
+    """Return the result of cuInit, and the process's other libraries with the driver's name."""
     error, paths = session.python(WHICH, GPUPOOL_PAGE=None, **variables).splitlines()
     guard = os.path.realpath(session.directory / "libcuda.so.1")
     return int(error), [path for path in paths.split() if path != guard]
@@ -373,7 +373,7 @@ def copies(tmp_path):
     return folders
 
 
-def test_the_driver_is_searched_as_the_loader_does(session, copies):
+def test_driver_is_searched_like_the_loader_does(session, copies):
     guard, one, two = copies
     path = f"{session.directory}:{guard}:/nowhere::{one}:{two}"
     assert which(session, LD_LIBRARY_PATH=path) == (0, [str(one / "libcuda.so.1")])
@@ -384,21 +384,21 @@ def test_the_driver_is_searched_as_the_loader_does(session, copies):
 def test_files_that_the_loader_skips_are_skipped(session, copies):
     guard, one, two = copies
     data = bytearray((one / "libcuda.so.1").read_bytes())
-    data[18] = 3  # for another processor
+    data[18] = 3  # the machine type of another processor
     (guard / "libcuda.so.1").write_bytes(data)
     (one / "libcuda.so.1").write_bytes(b"no library")
     path = f"{session.directory}:{guard}:{one}:{two}"
     assert which(session, LD_LIBRARY_PATH=path) == (0, [str(two / "libcuda.so.1")])
 
 
-def test_the_search_path_is_that_of_the_start_of_the_process(session, copies):
-    """As for the loader: what the program does to its environment is for its children."""
+def test_search_path_is_that_of_the_process_start(session, copies):
+    """The loader does the same: later changes to the environment are for child processes."""
     code = "import os; os.environ.pop('LD_LIBRARY_PATH')\n" + WHICH
     found = session.python(code, LD_LIBRARY_PATH=f"{session.directory}:{copies[1]}")
     assert str(copies[1] / "libcuda.so.1") in found
 
 
-def test_the_driver_can_be_named(session, copies):
+def test_driver_can_be_named(session, copies):
     _, one, two = copies
     path = f"{session.directory}:{one}"
     real = str(two / "libcuda.so.1")
@@ -407,8 +407,8 @@ def test_the_driver_can_be_named(session, copies):
 
 @pytest.mark.parametrize("named", ["", "/nowhere/libcuda.so.1", "the guard"])
 def test_without_a_driver_there_is_no_device(session, named):
-    """What programs know as a machine without a GPU; they go on without one. Names are found, as
-    by a driver that has no device: of a name that is not numba makes an error, and not cuInit's."""
+    """Programs continue as on a machine without a GPU. The guard still finds names: numba raises an
+    error for a missing name, but not for the result of cuInit."""
     if named == "the guard":
         named = str(session.directory / "libcuda.so.1")
     variables = {"LD_LIBRARY_PATH": str(session.directory), "GPUPOOL_REAL_LIBCUDA": named}
@@ -438,8 +438,8 @@ assert C.cuGetErrorName(0, None) == 1
     assert session.slots() == ()
 
 
-def test_the_loader_s_cache_is_read(guard_dir, tmp_path):
-    """The file is the system's: what is tested is the guard's search with another file's name."""
+def test_loaders_cache_is_read(guard_dir, tmp_path):
+    """The file is the system's, so this tests the guard's search with another file name."""
     assert guard_dir.is_dir()  # the emulated driver is compiled
     program = tmp_path / "search"
     source = tmp_path / "search.c"

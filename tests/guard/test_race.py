@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Threads that take memory in all ways at once (``race.c``), also instrumented."""
+"""Threads that allocate in all ways at once (``race.c``), also instrumented."""
 
 import subprocess
 
@@ -10,13 +10,13 @@ from jupyter_gpupool.guard import build
 from tests.emulated import build as emulator_build
 
 MIB = 1 << 20
-#: Less than the largest request, so that some are refused also where threads do not meet.
+#: Less than the largest request, so that the guard refuses some even without contention.
 LIMIT = 96 * MIB
 
 
 @pytest.fixture
 def race(make_session, compiled):
-    """Return a function that runs the program; the refusals."""
+    """Return a function that runs the program and returns the number of refusals."""
     session = make_session("1x1GiB,context=32MiB")
     session.grant(session.uuids, each=LIMIT, limit=LIMIT)
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
@@ -26,7 +26,7 @@ def race(make_session, compiled):
         done = session.run(program, seed, rounds, check=False, **variables)
         assert done.returncode == 0, (done.returncode, done.stdout, done.stderr[-5000:])
         refusals, available, total = map(int, done.stdout.split())
-        assert (available, total) == (LIMIT - 32 * MIB, LIMIT)  # the context is all that is left
+        assert (available, total) == (LIMIT - 32 * MIB, LIMIT)  # only the context is left
         assert session.slots() == ()
         return refusals
 
@@ -35,12 +35,12 @@ def race(make_session, compiled):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_stress_leaves_nothing_behind(race, seed):
-    assert race(seed, 1000) > 0  # it did get full
+    assert race(seed, 1000) > 0  # the grant was used up at times
 
 
 @pytest.fixture(scope="module", params=["address", "thread"])
 def instrumented(request, tmp_path_factory):
-    """Build the guard and the driver instrumented; flags and variables for programs."""
+    """Build guard and driver with instruments; return flags and variables for programs."""
     folder = tmp_path_factory.mktemp(request.param)
     build.compile(folder / "guard", sanitize=request.param)
     emulator_build.compile(folder / "driver", sanitize=request.param)
@@ -52,7 +52,7 @@ def instrumented(request, tmp_path_factory):
     return f"-fsanitize={request.param}", {
         "LD_PRELOAD": f"{found}:{folder / 'guard' / 'libcuda.so.1'}",
         "LD_LIBRARY_PATH": f"{folder / 'guard'}:{folder / 'driver'}",
-        "ASAN_OPTIONS": "halt_on_error=1:detect_leaks=0",  # freed handles of contexts stay
+        "ASAN_OPTIONS": "halt_on_error=1:detect_leaks=0",  # handles of destroyed contexts stay
         "TSAN_OPTIONS": "halt_on_error=1",
     }
 

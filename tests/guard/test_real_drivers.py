@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What NVIDIA's own libraries answered, against the guard's lists and against the guard itself.
+"""Answers of NVIDIA's own libraries, compared with the guard's lists and with the guard.
 
-The libraries are not here: tests/driver_records says what they export and what cuGetProcAddress
-gives, and a driver that is made of it takes their place.
+The libraries are not here: tests/driver_records has their exports and their answers to
+cuGetProcAddress, and these tests make a driver from a record.
 """
 
 import json
@@ -19,8 +19,8 @@ from tests.driver_records.record import functions, records
 
 PLAIN, PER_THREAD = range(2)
 
-#: Called by a debugger in the process that it debugs, or with a breakpoint in them: a debugger
-#: looks for them by name, and must find the driver's.
+#: A debugger calls these in the process that it debugs, or sets breakpoints in them: it looks for
+#: them by name, and must find the driver's.
 OF_DEBUGGERS = {
     "cudbgApiAttach", "cudbgApiDetach", "cudbgApiInit", "cudbgMain", "cudbgReportDriverApiError",
     "cudbgReportDriverInternalError",
@@ -39,7 +39,7 @@ def record(request):
 
 @pytest.fixture(scope="module")
 def driver(record):
-    """Questions to a record; the answer has by name the forms, their versions, and per thread."""
+    """A record's answers: for each name the forms with their versions, and those per thread."""
     table = record["procaddr"]
     return {
         "cuda": record["cuda"],
@@ -55,8 +55,8 @@ def driver(record):
     }
 
 
-def test_a_name_that_is_known_is_found_at_every_later_version(record, driver):
-    """So what ``driver`` leaves out of a record is not needed to make a driver."""
+def test_known_name_is_found_at_every_later_version(record, driver):
+    """So a driver can be made without the parts of a record that ``driver`` leaves out."""
     given = {form for pair in driver["answers"].values() for steps in pair for _, form in steps}
     assert given <= set(driver["exports"])
     assert len(given) > 580
@@ -68,16 +68,16 @@ def test_a_name_that_is_known_is_found_at_every_later_version(record, driver):
     assert record["procaddr_older_form_differs"] == []
 
 
-def test_every_function_that_they_export_is_an_entry(driver, entries):
+def test_every_exported_function_is_an_entry(driver, entries):
     assert set(driver["exports"]) - set(entries) == OF_DEBUGGERS
 
 
-def test_every_function_of_their_nvml_is_an_entry(driver):
+def test_every_function_of_nvml_is_an_entry(driver):
     text = guard_build.NVML_ENTRIES.read_text()
     assert set(driver["nvml"]) <= set(re.findall(r"^nvml\w+", text, re.MULTILINE))
 
 
-def test_entries_say_from_which_version_a_form_is_given(driver, entries):
+def test_entries_have_the_first_version_of_each_form(driver, entries):
     for base, sides in driver["answers"].items():
         for side, steps in enumerate(sides):
             for since, form in steps:
@@ -90,7 +90,7 @@ def test_entries_say_from_which_version_a_form_is_given(driver, entries):
 
 
 def _source(driver, inner):
-    """Return a driver in C. ``inner``: it gives out other addresses than it exports."""
+    """Return a driver's C source; with ``inner`` it gives addresses that it does not export."""
     own = ("cuInit", "cuDriverGetVersion", "cuGetProcAddress", "cuGetProcAddress_v2")
     head = (
         '#include <stddef.h>\n#include <string.h>\n#define X __attribute__((visibility("default")))'
@@ -147,7 +147,7 @@ int cuGetProcAddress(const char *name, void **out, int version, unsigned long lo
     return "\n".join(lines) + "\n"
 
 
-#: Statements of a process: answers to each question of a file, with names in place of addresses.
+#: Statements of a process: answer each question of a file, with names in place of addresses.
 ASK = """
 import ctypes, json, sys
 C = ctypes.CDLL("libcuda.so.1")
@@ -164,7 +164,7 @@ print(json.dumps([ask(*question) for question in questions]))
 
 
 def _questions(driver, names):
-    """Yield each question with NVIDIA's answer to it."""
+    """Yield each question with NVIDIA's answer."""
     for name in names:
         for flags in (0, 1, 2, 3):
             steps = driver["answers"].get(name, [[], []])[flags >> 1]
@@ -182,7 +182,7 @@ def _questions(driver, names):
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["as exported", "other addresses"])
-def test_the_guard_answers_as_they_do_with_its_own_functions(
+def test_guard_answers_like_nvidia_with_its_own_functions(
     driver, inner, session, entries, tmp_path
 ):
     source = tmp_path / "driver.c"

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspends and resumes under random load from many threads (``stress.c``).
 
-The test is the broker: it closes the gate, waits for the calls inside, suspends with the driver's
-own calls from another process, finds the device empty, resumes, opens the gate. It also answers
-what the guard asks meanwhile: for the lease, and for growth, which it sometimes refuses.
+The test acts as the broker: it closes the gate, waits for the calls inside, suspends from another
+process with the driver's own calls, finds the device empty, resumes, and opens the gate. It also
+answers the guard's requests for the lease and for growth, and refuses some growth.
 """
 
 import signal
@@ -31,7 +31,7 @@ def ptx(tmp_path):
 
 
 def _stress(session, until, commands, cycles, **variables):
-    """Run programs, together, through ``cycles``; say what they did."""
+    """Run programs together through ``cycles``; print what they did."""
     suspender = Suspender(session, seed=cycles)
     children = [session.child(command, **variables) for command in commands]
     for child in children:
@@ -39,7 +39,7 @@ def _stress(session, until, commands, cycles, **variables):
     pids = [child.pid for child in children]
     for _ in range(cycles):
         suspender.suspend(pids, until)
-        time.sleep(suspender.chance.random() * 0.003)  # any instant will do
+        time.sleep(suspender.chance.random() * 0.003)  # at a random instant
         suspender.resume(pids, until)
         if suspender.chance.random() < 0.25:
             suspender.pause()
@@ -51,8 +51,8 @@ def _stress(session, until, commands, cycles, **variables):
     assert [word for word, *_ in lines] == ["done"] * len(children)
     operations, checks, refused = (sum(int(line[i]) for line in lines) for i in (1, 2, 3))
     page = session.page.read()
-    assert page.used[0] == CONTEXT * len(children)  # all that was allocated was credited
-    mine = [slot for slot in page.slots if slot.pid in pids]  # the others are of their children
+    assert page.used[0] == CONTEXT * len(children)  # every allocation was credited
+    mine = [slot for slot in page.slots if slot.pid in pids]  # the other slots are their children's
     assert len(mine) == len(pids)
     assert (page.inflight, page.waiting, page.pins) == (0, 0, "")
     assert [child.end() for child in children] == [0] * len(children)
@@ -70,19 +70,19 @@ def _command(program, ptx, mode="all", seed=1):
     return [str(program), mode, str(THREADS), str(seed), ptx]
 
 
-def test_suspends_under_load(make_session, compiled, ptx, until):
+def test_suspends_under_load_lose_nothing(make_session, compiled, ptx, until):
     program = compiled("stress", "-pthread", "-ldl")
     _stress(make_session(), until, [_command(program, ptx)], 100)
 
 
-def test_suspends_of_two_processes_under_load(make_session, compiled, ptx, until):
+def test_suspends_of_two_processes_under_load_lose_nothing(make_session, compiled, ptx, until):
     program = compiled("stress", "-pthread", "-ldl")
     commands = [_command(program, ptx, seed=seed) for seed in (4, 5)]
     _stress(make_session(), until, commands, 40)
 
 
 def test_garbage_is_collected_while_suspended(make_session, compiled, ptx, until, tmp_path):
-    """Collectors free at any time, under a lock that others want, and never wait for a lease."""
+    """Collectors free at any time, under a lock that other threads need, without a lease."""
     session = make_session()
     counter = tmp_path / "collected"
     counter.write_bytes(bytes(8))
@@ -100,10 +100,10 @@ def test_garbage_is_collected_while_suspended(make_session, compiled, ptx, until
         before, charged = collected(), session.page.read().used
         time.sleep(suspender.chance.random() * 0.01)
         suspended += collected() - before
-        assert session.page.read().used == charged  # the suspended state has them
+        assert session.page.read().used == charged  # the suspended state still has the bytes
         suspender.resume([child.pid], until)
         time.sleep(suspender.chance.random() * 0.02)
-    while not suspended:  # a loaded machine: any suspend will do
+    while not suspended:  # on a loaded machine, until one suspend shows it
         suspender.suspend([child.pid], until)
         before = collected()
         time.sleep(0.1)
@@ -121,12 +121,12 @@ def test_garbage_is_collected_while_suspended(make_session, compiled, ptx, until
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_thousand_suspends_under_load(make_session, compiled, ptx, until):
+def test_a_thousand_suspends_under_load_lose_nothing(make_session, compiled, ptx, until):
     program = compiled("stress", "-pthread", "-ldl")
     _stress(make_session(), until, [_command(program, ptx, seed=2)], 1000)
 
 
-# ---- the same, instrumented: the program, the guard and the emulated driver
+# ---- with sanitizers in the program, the guard and the emulated driver
 
 
 @pytest.fixture(scope="session")
@@ -161,7 +161,7 @@ def instrumented(tmp_path_factory, compiled):
 
 
 @pytest.mark.parametrize("kind", ["address", "thread"])
-def test_suspends_under_load_instrumented(make_session, instrumented, ptx, until, kind):
+def test_suspends_under_load_pass_the_sanitizers(make_session, instrumented, ptx, until, kind):
     program, variables = instrumented(kind)
     _stress(make_session(), until, [_command(program, ptx, "collect")], 10, **variables)
 
@@ -169,16 +169,16 @@ def test_suspends_under_load_instrumented(make_session, instrumented, ptx, until
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["address", "thread"])
-def test_a_thousand_suspends_instrumented(make_session, instrumented, ptx, until, kind):
+def test_a_thousand_suspends_pass_the_sanitizers(make_session, instrumented, ptx, until, kind):
     program, variables = instrumented(kind)
     _stress(make_session(), until, [_command(program, ptx, seed=3)], 1000, **variables)
 
 
-# ---- that these tests can fail
+# ---- these tests can fail
 
 
-def test_without_the_guard_a_suspended_process_crashes(make_session, compiled, ptx):
-    """Synchronising while suspended is a segmentation fault of the driver."""
+def test_suspended_process_without_the_guard_crashes(make_session, compiled, ptx):
+    """A synchronise while suspended is a segmentation fault of the driver."""
     session = make_session()
     suspender = Suspender(session, seed=0, open_gate=False)
     program = compiled("stress", "-pthread", "-ldl")
@@ -193,13 +193,13 @@ def test_without_the_guard_a_suspended_process_crashes(make_session, compiled, p
     assert child.process.wait(30) == -signal.SIGSEGV
 
 
-def test_the_same_load_under_the_guard_does_not(make_session, compiled, ptx, until):
+def test_same_load_under_the_guard_does_not_crash(make_session, compiled, ptx, until):
     session = make_session()
     suspender = Suspender(session, seed=0)
     child = session.child(_command(compiled("stress", "-pthread", "-ldl"), ptx, "sync"))
     assert child.line() == f"ready {child.pid}"
     suspender.suspend([child.pid], until)
-    until(lambda: session.page.read().waiting == THREADS)  # each at the gate, none in the driver
+    until(lambda: session.page.read().waiting == THREADS)  # none is in the driver
     suspender.resume([child.pid], until)
     child.process.stdin.write(b"\n")
     child.process.stdin.flush()
@@ -207,7 +207,7 @@ def test_the_same_load_under_the_guard_does_not(make_session, compiled, ptx, unt
     assert child.end() == 0
 
 
-def test_a_wrong_byte_is_found(make_session, compiled, ptx, capfd):
+def test_wrong_byte_is_found(make_session, compiled, ptx, capfd):
     session = make_session()
     session.broker.answer = session.attach_on_request
     child = session.child(_command(compiled("stress", "-pthread", "-ldl"), ptx, "corrupt"))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Every way to take device memory is refused beyond the limit: table.c, and the page of it."""
+"""Every way to take device memory is refused beyond the limit: table.c, and its page in docs."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ SOURCES = Path(__file__).parents[2] / "jupyter_gpupool" / "guard" / "src"
 DOCS = Path(__file__).parents[2] / "docs" / "guard-table.md"
 COLUMNS = ("main", "thread", "fork", "exec", "static", "address", "per-thread")
 
-#: What the page says above the table; `python -m pytest` prints the command that rewrites it.
+#: The page's text above the table; `python -m pytest` prints the command that rewrites it.
 HEAD = """\
 <!-- Written by GPUPOOL_WRITE_TABLE=1 python -m pytest tests/guard/test_table.py -->
 
@@ -54,7 +54,7 @@ def test_every_way_to_allocate_is_counted(table, column):
     assert [cell for cell in cells if cell[1].startswith("FAILED")] == []
 
 
-def test_the_page_shows_this_table(table):
+def test_page_shows_this_table(table):
     done = table()
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
@@ -66,8 +66,8 @@ def test_the_page_shows_this_table(table):
     )
 
 
-def test_without_a_guard_the_program_finds_nothing_refused(table, session, compiled):
-    """The test can fail: on the bare driver most cells do."""
+def test_program_finds_no_refusal_without_a_guard(table, session, compiled):
+    """The test can fail: on the bare driver most cells fail."""
     program = compiled("table", f"-I{SOURCES}", "-ldl", "-pthread")
     env = {**os.environ, **session.machine_env, "GPUPOOL_PAGE": str(session.page_path)}
     env["TABLE_NVML"] = str(library_dir() / "libnvidia-ml.so.1")

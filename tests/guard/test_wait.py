@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How a call waits for the lease: interrupts, the interpreter's lock, a broker that is gone."""
+"""How a call waits for the lease: interrupts, the interpreter's lock, a missing broker."""
 
 import json
 import os
@@ -16,21 +16,21 @@ from jupyter_gpupool.guard import page as pages
 
 NOT_READY, OUT_OF_MEMORY, DEINITIALIZED = 802, 2, 4
 
-#: Seconds within which an interrupt ends a wait: the shortest of some attempts, because a busy
-#: machine adds to some of them.
+#: Seconds within which an interrupt ends a wait: the shortest of several attempts counts, because a
+#: busy machine delays some.
 INTERRUPT, ATTEMPTS = 0.2, 5
 
-#: Seconds after which a call gives up on a broker that is not there, and what a busy machine may
-#: add until the child has answered.
+#: Seconds after which a call stops waiting for a missing broker, and what a busy machine may add
+#: before the child answers.
 AWAY, BUSY = 4.5, 20
 
-#: Statements of a child: an interrupt is noted, and not raised.
+#: Statements of a child: record an interrupt instead of raising it.
 NOTE = "seen = []; signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))"
 
 
 @pytest.fixture
 def waiting(session):
-    """Return a child with a context whose session was suspended."""
+    """Return a child with a context whose gate is closed."""
     child = session.child()
     assert child.do("_ = context()") == 0
     session.page.set_gate(pages.CLOSED)
@@ -41,7 +41,7 @@ def waiting(session):
 
 
 @pytest.mark.parametrize("library", ["C", "P"], ids=["lock released", "lock held"])
-def test_an_interrupt_ends_the_wait_with_an_error(session, waiting, library):
+def test_interrupt_ends_the_wait_with_an_error(session, waiting, library):
     waiting.do(NOTE)
     seconds = []
     for attempt in range(ATTEMPTS):
@@ -55,13 +55,13 @@ def test_an_interrupt_ends_the_wait_with_an_error(session, waiting, library):
     session.broker.wait(lambda b: b.open == 0)
     reading = session.page.read()
     assert (reading.waiting, reading.inflight) == (0, 0)
-    # The next call waits again, and is served.
+    # The next call waits again and gets the lease.
     session.broker.answer = session.attach_on_request
     assert waiting.do("_ = C.cuCtxSynchronize()") == 0
 
 
 @pytest.mark.parametrize("library", ["C", "P"], ids=["lock released", "lock held"])
-def test_an_interrupt_is_raised_as_the_call_returns(session, waiting, library):
+def test_interrupt_is_raised_as_the_call_returns(session, waiting, library):
     waiting.send(f"""
 try:
     {library}.cuCtxSynchronize()
@@ -74,7 +74,7 @@ except KeyboardInterrupt:
     assert waiting.reply() == "interrupted"
 
 
-def test_an_interrupt_ends_the_waits_of_all_threads(session, waiting):
+def test_interrupt_ends_the_waits_of_all_threads(session, waiting):
     waiting.do(NOTE)
     waiting.do("""
 results = []
@@ -103,7 +103,7 @@ for number in (signal.SIGALRM, signal.SIGCHLD, signal.SIGWINCH, signal.SIGUSR1):
     assert len(session.broker.messages) == 1
 
 
-def test_the_handler_of_an_interrupt_is_called_and_put_back(session, compiled):
+def test_handler_of_an_interrupt_is_called_and_put_back(session, compiled):
     program = compiled("waiter", "-ldl")
     session.page.set_gate(pages.CLOSED)
     child = session.child([str(program), "handler"])
@@ -113,7 +113,7 @@ def test_the_handler_of_an_interrupt_is_called_and_put_back(session, compiled):
     assert child.line() == f"{NOT_READY} {int(signal.SIGINT)} 1"
 
 
-def test_a_process_that_ignores_interrupts_waits_on(session, compiled):
+def test_process_that_ignores_interrupts_keeps_waiting(session, compiled):
     program = compiled("waiter", "-ldl")
     session.page.set_gate(pages.CLOSED)
     child = session.child([str(program), "ignore"])
@@ -125,7 +125,7 @@ def test_a_process_that_ignores_interrupts_waits_on(session, compiled):
     assert child.line() == "0 0 1"
 
 
-def test_a_process_without_a_handler_ends(session, compiled):
+def test_interrupt_ends_a_process_without_a_handler(session, compiled):
     program = compiled("waiter", "-ldl")
     session.page.set_gate(pages.CLOSED)
     child = session.child([str(program), "default"])
@@ -135,7 +135,7 @@ def test_a_process_without_a_handler_ends(session, compiled):
     assert child.process.wait(10) == -signal.SIGINT
 
 
-def test_a_handler_that_is_set_during_a_wait_stays(session, waiting):
+def test_handler_that_is_set_during_a_wait_stays(session, waiting):
     waiting.do("""
 t = threading.Thread(target=lambda: C.cuCtxSynchronize()); t.start()
 """)
@@ -146,8 +146,8 @@ t = threading.Thread(target=lambda: C.cuCtxSynchronize()); t.start()
     assert waiting.do("os.kill(os.getpid(), signal.SIGINT); time.sleep(0); _ = seen") == [2]
 
 
-def test_a_handler_that_is_set_anew_during_a_wait_ends_it_too(session, waiting, until):
-    """An IPython kernel sets its own for each cell, while threads of earlier cells wait."""
+def test_new_handler_during_a_wait_ends_the_wait_too(session, waiting, until):
+    """An IPython kernel sets a handler for each cell, while threads of earlier cells wait."""
     waiting.do("""
 results = []
 t = threading.Thread(target=lambda: results.append(C.cuCtxSynchronize())); t.start()
@@ -167,8 +167,8 @@ t = threading.Thread(target=lambda: results.append(C.cuCtxSynchronize())); t.sta
     until(lambda: waiting.do("_ = len(seen)") == before + 1)
 
 
-def test_handlers_that_call_one_another_end(session, waiting, compiled):
-    """A library puts its handler over the guard's during a wait, and calls it, also in the next."""
+def test_handlers_that_call_each_other_terminate(session, waiting, compiled):
+    """During a wait a library installs a handler that calls the guard's, also in the next wait."""
     library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
     waiting.do(f"F = ctypes.CDLL({str(library)!r}); called = ctypes.c_int.in_dll(F, 'called')")
     waiting.do(NOTE)
@@ -190,7 +190,7 @@ t = threading.Thread(target=lambda: C.cuCtxSynchronize()); t.start()
             session.broker.messages.append("the one before")
 
 
-def test_a_pause_is_interrupted_too(session, waiting, until):
+def test_interrupt_ends_a_pause_too(session, waiting, until):
     session.page.set_gate(pages.PAUSED, pause_until=time.monotonic_ns() + 60_000_000_000)
     waiting.do(NOTE)
     waiting.send("_ = C.cuCtxSynchronize()")
@@ -203,7 +203,7 @@ def test_a_pause_is_interrupted_too(session, waiting, until):
 
 
 def test_other_threads_of_the_interpreter_run_meanwhile(session, waiting):
-    """Also where the caller holds the interpreter's lock."""
+    """They run even if the caller holds the interpreter's lock."""
     waiting.send("""
 ticks, stop = 0, False
 def tick():
@@ -225,8 +225,8 @@ stop = True
     assert ticks > 50
 
 
-def test_a_thread_that_the_interpreter_does_not_know_can_wait(session, waiting, compiled):
-    """It is in the process, but this thread has no state to save."""
+def test_thread_unknown_to_the_interpreter_can_wait(session, waiting, compiled):
+    """The process has an interpreter, but this thread has no state to save."""
     library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
     waiting.do(f"F = ctypes.PyDLL({str(library)!r})")
     assert waiting.do("_ = F.begin()") == 0
@@ -237,8 +237,8 @@ def test_a_thread_that_the_interpreter_does_not_know_can_wait(session, waiting, 
     assert waiting.do("_ = F.join()") == 0
 
 
-def test_a_suspended_kernel_shuts_down_without_a_lease(session, waiting):
-    """What destructors free as the interpreter ends is freed by the end of the process."""
+def test_suspended_kernel_shuts_down_without_a_lease(session, waiting):
+    """The end of the process frees what destructors free as the interpreter ends."""
     waiting.do("""
 class Tensor:
     def __del__(self, write=os.write, free=C.cuCtxSynchronize):
@@ -253,7 +253,7 @@ builtins.tensor = Tensor()
     assert session.slots() == ()
 
 
-def test_a_suspended_program_exits_without_a_lease(session, compiled):
+def test_suspended_program_exits_without_a_lease(session, compiled):
     child = session.child([str(compiled("waiter", "-ldl")), "exit"])
     assert child.line() == "ready"
     session.page.set_gate(pages.CLOSED)
@@ -266,14 +266,14 @@ def test_a_suspended_program_exits_without_a_lease(session, compiled):
 # ---------------------------------------------------------------------- the broker
 
 
-def test_without_a_broker_a_call_fails_after_five_seconds(session, waiting):
+def test_call_without_a_broker_fails_after_five_seconds(session, waiting):
     session.broker.stop()
     begun = time.monotonic()
     assert waiting.do("_ = C.cuCtxSynchronize()") == NOT_READY
     assert AWAY - 0.1 < time.monotonic() - begun < AWAY + BUSY
 
 
-def test_a_broker_that_dies_while_a_call_waits(session, waiting):
+def test_call_fails_if_its_broker_dies_meanwhile(session, waiting):
     waiting.send("_ = C.cuCtxSynchronize()")
     session.broker.asked(1)
     begun = time.monotonic()
@@ -282,7 +282,7 @@ def test_a_broker_that_dies_while_a_call_waits(session, waiting):
     assert time.monotonic() - begun < AWAY + BUSY
 
 
-def test_a_restarted_broker_is_asked_again(session, waiting):
+def test_restarted_broker_is_asked_again(session, waiting):
     waiting.send("_ = C.cuCtxSynchronize()")
     session.broker.asked(1)
     session.broker.stop()
@@ -294,7 +294,7 @@ def test_a_restarted_broker_is_asked_again(session, waiting):
 
 @pytest.fixture
 def service(session):
-    """Return the socket of a service of the machine, which leads to the session's broker."""
+    """Return a socket of a machine-wide service, which leads to the session's broker."""
     folder = Path(f"/run/gpupool-test-{os.getpid()}")
     try:
         folder.mkdir()
@@ -306,8 +306,8 @@ def service(session):
     shutil.rmtree(folder)
 
 
-def test_the_machine_s_broker_is_waited_for_and_never_started(session, service):
-    """Only the service manager may start it, and it may take its time."""
+def test_machines_broker_is_awaited_and_never_started(session, service):
+    """Only the service manager may start it, and may take long."""
     Path(f"{service}.start.json").write_text("{}")
     called = session.folder / "called"
     child = session.child(GPUPOOL_SOCKET=str(service), GPUPOOL_REVIVE=f"touch {called}")
@@ -322,8 +322,8 @@ def test_the_machine_s_broker_is_waited_for_and_never_started(session, service):
     assert not called.exists()
 
 
-def test_a_broker_that_died_is_started_by_one_process_at_a_time(session, until):
-    """By a program that is no child of the session's process, in a clean environment."""
+def test_dead_broker_is_started_by_one_process_at_a_time(session, until):
+    """The program that starts it is no child of the process, and has a clean environment."""
     out = session.folder / "out"
     command = f"{{ echo $PPID; env; }} >> {out}; sleep 5 &"
     child = session.child(GPUPOOL_REVIVE=command)
@@ -341,14 +341,14 @@ def test_a_broker_that_died_is_started_by_one_process_at_a_time(session, until):
     assert lines[0] == str(child.pid)
     assert sum(line.startswith("PATH=") for line in lines) == 1
     assert not any(line.startswith(("LD_PRELOAD", "GPUPOOL_")) for line in lines)
-    # The shell has ended, and its background process is no child of this one.
+    # The shell has ended; its background process is no child of this process.
     assert child.do("_ = open('/proc/self/task/%d/children' % os.getpid()).read()") == ""
     session.broker.answer = session.attach_on_request
     session.broker.start()
     assert child.do("for w in waits: w.join()\n_ = C.cuCtxSynchronize()") == 0
 
 
-def test_where_starts_have_failed_a_call_fails_at_once(session, waiting):
+def test_call_fails_at_once_if_starts_have_failed(session, waiting):
     failed = Path(f"{session.broker.path}.start.failed")
     child = session.child(GPUPOOL_REVIVE="true")
     session.page.set_gate(pages.UNUSED)
@@ -361,7 +361,7 @@ def test_where_starts_have_failed_a_call_fails_at_once(session, waiting):
     answers = [child.do(timed) for _ in range(3)]
     assert {error for error, _ in answers} == {NOT_READY}
     assert min(seconds for _, seconds in answers) < AWAY / 2
-    # The next attempt is due: it is made, and waited for.
+    # The next attempt is due: the guard makes it and waits.
     failed.write_text(json.dumps({"count": 3, "due": time.time() - 1, "message": "no"}))
     child.send("_ = C.cuCtxSynchronize()")
     assert not child.answers(AWAY + 1)
@@ -381,7 +381,7 @@ def test_broker_that_keeps_hanging_up_counts_as_away(session, waiting):
     assert 1 < len(session.broker.messages) < 200
 
 
-def test_a_refused_attach_fails_the_call(session, waiting):
+def test_refused_attach_fails_the_call(session, waiting):
     session.broker.answer = lambda message: {
         "type": "error", "code": "quota", "message": 'says "type":"ok" ' + "and more " * 2000
     }  # fmt: skip
@@ -390,7 +390,7 @@ def test_a_refused_attach_fails_the_call(session, waiting):
     assert waiting.do("_ = alloc(1 << 20)") == NOT_READY
 
 
-def test_an_answer_while_the_gate_is_closed_again_is_no_lease(session, waiting):
+def test_answer_behind_a_gate_closed_again_is_no_lease(session, waiting):
     asked = threading.Event()
 
     def answer(message):
@@ -408,7 +408,7 @@ def test_an_answer_while_the_gate_is_closed_again_is_no_lease(session, waiting):
 # ---------------------------------------------------------------------- growth
 
 
-def test_growth_is_asked_in_the_session_s_devices(session):
+def test_growth_names_the_sessions_device(session):
     child = session.child(CUDA_VISIBLE_DEVICES="1")
     assert child.do("_ = context()") == 0
     session.broker.answer = lambda message: {"type": "error", "code": "limit", "message": "no"}
@@ -419,8 +419,8 @@ def test_growth_is_asked_in_the_session_s_devices(session):
     assert (message["session"], message["token"]) == ("s-1", 't"1')
 
 
-def test_refused_growth_is_not_asked_again_until_a_change(session):
-    """The page has the refused total; the guard asks for less, and for all once it is gone."""
+def test_refused_growth_is_not_requested_until_a_change(session):
+    """The page has the refused total: the guard asks only for less, or once the total is gone."""
     child = session.child()
     assert child.do("_ = context()") == 0
     session.broker.answer = lambda message: {"type": "error", "code": "limit", "message": "no"}
@@ -428,15 +428,15 @@ def test_refused_growth_is_not_asked_again_until_a_change(session):
     session.page.set_vain([700 << 20], an_hour)
     assert child.do("_ = [alloc(700 << 20) for _ in range(50)]") == [OUT_OF_MEMORY] * 50
     assert session.broker.messages == []
-    assert child.do("_ = alloc(668 << 20)") == OUT_OF_MEMORY  # with the context's 32 exactly
+    assert child.do("_ = alloc(668 << 20)") == OUT_OF_MEMORY  # the total, with the context
     assert session.broker.messages == []
-    assert child.do("_ = alloc(660 << 20)") == OUT_OF_MEMORY  # that much was not refused
+    assert child.do("_ = alloc(660 << 20)") == OUT_OF_MEMORY  # less than the refused total
     assert len(session.broker.messages) == 1
-    assert child.do("_ = alloc(400 << 20) > 1 << 20") is True  # it fits
+    assert child.do("_ = alloc(400 << 20) > 1 << 20") is True  # it fits in the grant
     session.page.set_vain([], 0)
     assert child.do("_ = alloc(700 << 20)") == OUT_OF_MEMORY
     assert len(session.broker.messages) == 2
-    session.page.set_vain([1 << 20], time.monotonic_ns() - 1)  # over by itself
+    session.page.set_vain([1 << 20], time.monotonic_ns() - 1)  # expired
     assert child.do("_ = alloc(700 << 20)") == OUT_OF_MEMORY
     assert len(session.broker.messages) == 3
 
@@ -452,8 +452,8 @@ def test_remembered_refusal_still_reaps_dead_processes(session):
     assert session.broker.messages == []
 
 
-def test_a_wait_for_growth_holds_no_suspend_up(session, until):
-    """The call is not inside the driver: the session can be suspended, and must then wait."""
+def test_wait_for_growth_delays_no_suspend(session, until):
+    """The call is not inside the driver: the session can be suspended, and the call then waits."""
     child = session.child()
     assert child.do("_ = context()") == 0
     asked, go = threading.Event(), threading.Event()
@@ -480,7 +480,7 @@ def test_a_wait_for_growth_holds_no_suspend_up(session, until):
 
 
 @pytest.mark.parametrize("way", ["interrupted", "no broker"])
-def test_growth_that_cannot_be_asked_is_no_lack_of_memory(session, way):
+def test_failed_request_for_growth_is_not_out_of_memory(session, way):
     child = session.child()
     assert child.do("_ = context()") == 0
     if way == "no broker":
@@ -504,7 +504,7 @@ def test_growth_that_cannot_be_asked_is_no_lack_of_memory(session, way):
         "cuMemAlloc_v2(ctypes.byref(x), ctypes.c_size_t(4096))",
     ],
 )
-def test_without_cuinit_nothing_waits_and_nobody_is_asked(session, call, hidden):
+def test_calls_without_cuinit_neither_wait_nor_ask(session, call, hidden):
     """A user who hides all GPUs, or forgets cuInit, gets the driver's own error."""
     session.page.set_gate(pages.CLOSED)
     child = session.child(**({"CUDA_VISIBLE_DEVICES": ""} if hidden else {}))
@@ -517,8 +517,8 @@ def test_without_cuinit_nothing_waits_and_nobody_is_asked(session, call, hidden)
 # ---------------------------------------------------------------------- a crowded broker
 
 
-def test_a_call_asks_again_when_the_broker_is_busy(session, waiting):
-    """Its user connects too often, which is no reason to fail a CUDA call."""
+def test_call_asks_again_when_the_broker_is_busy(session, waiting):
+    """Its user has too many connections; that is no reason to fail a CUDA call."""
     answers = [{"type": "error", "id": None, "code": "busy", "message": "M."}] * 3
     session.broker.answer = lambda message: (
         answers.pop() if answers else session.attach_on_request(message)

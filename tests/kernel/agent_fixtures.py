@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from harness import ROOT
 
-#: An environment with ipykernel 6 and nothing of ours; made once, kept for the next run.
+#: An environment with ipykernel 6 and without this package; it is made once and kept.
 OLD_VENV = ROOT / ".venv-ipykernel629"
 
 
 @pytest.fixture(scope="session")
 def old_python() -> str:
-    """The interpreter of an environment that has ipykernel 6.29.5 and not this package."""
+    """Return the interpreter of an environment with ipykernel 6.29.5 and without this package."""
     python = OLD_VENV / "bin" / "python"
     done = OLD_VENV / "complete"
-    # Test workers are processes of their own: the first one makes it, the others wait.
+    # Test workers are separate processes: the first makes the environment, the others wait.
     with (Path(sys.prefix) / "old-venv.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():

@@ -47,5 +47,5 @@ def start(broker: ScriptedBroker) -> Iterator[Callable[..., Kernel]]:
 
 @pytest.fixture
 def kernel(start: Callable[..., Kernel], python: str) -> Kernel:
-    """A kernel of the broker, once with each ipykernel."""
+    """Return a kernel of the broker; each test runs once with each ipykernel."""
     return start(python)

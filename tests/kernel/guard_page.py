@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a guard writes into the session's page, written by the test instead.
+"""What a guard writes into the session's page; here the test writes it.
 
-The agent only looks at the page and at what is mapped; so a page and an empty library of the
-guard's name are all it takes to make it believe in a guard.
+The agent only reads the page and the list of mapped files. A page and an empty library with the
+guard's name make it believe that there is a guard.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jupyter_gpupool.guard import page as layout
 from jupyter_gpupool.guard.page import CLOSED, UNUSED, Page
 from jupyter_gpupool.procfs import identify
 
-#: ``struct page_slot``, up to what its contexts are charged.
+#: The fields of ``struct page_slot`` up to the charge for its contexts.
 _SLOT = struct.Struct("<IIQIIII8Q8Q")
 
 
@@ -40,7 +40,7 @@ class GuardPage:
         }
 
     def grant(self, device: str, granted: int, limit: int, epoch: int = 1) -> None:
-        """Open the gate with so much granted."""
+        """Open the gate with this many bytes granted."""
         self.page.set_devices([device])
         self.page.set_grant([granted], limit, epoch)
         self.page.set_gate(UNUSED)
@@ -51,7 +51,7 @@ class GuardPage:
     def process(
         self, pid: int, *, waiting: int = 0, used: int = 0, flags: int = 0, number: int = 0
     ) -> None:
-        """Write what one process says of itself."""
+        """Write the state of one process."""
         found = identify(pid)
         start = found.start_time if found else 0
         data = _SLOT.pack(1, pid, start, 0, waiting, flags, 0, used, *[0] * 15)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A real ipykernel under test, and what it says."""
+"""A real ipykernel under test, and its output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Execution:
         self.idle = False
 
     def until(self, kind: str, timeout: float = 60) -> dict[str, Any]:
-        """Return the first iopub message of this kind, reading on until it comes."""
+        """Return the next iopub message of this kind."""
         deadline = time.monotonic() + timeout
         while True:
             for message in self.messages:
@@ -58,7 +58,7 @@ class Execution:
 
     @property
     def outputs(self) -> list[dict[str, Any]]:
-        """What is left in the cell after ``clear_output`` and ``update_display_data`` messages."""
+        """Return the outputs left after ``clear_output`` and ``update_display_data`` messages."""
         left: list[dict[str, Any]] = []
         for message in self.messages:
             kind = message["msg_type"]
@@ -77,7 +77,7 @@ class Execution:
 
     @property
     def text(self) -> str:
-        """All that is left, as plain text."""
+        """Return the remaining outputs as plain text."""
         parts = []
         for output in self.outputs:
             if "text" in output:
@@ -90,7 +90,7 @@ class Execution:
 
 
 class Kernel:
-    """A started kernel with a client."""
+    """A running kernel with its client."""
 
     def __init__(self, manager: KernelManager) -> None:
         self.manager = manager
@@ -122,7 +122,7 @@ class Kernel:
         return self.start(code, **options).done()
 
     def value(self, expression: str) -> str:
-        """Return the text of an expression, without a cell of its own that would hold."""
+        """Return an expression's text, without a cell that would take a hold."""
         execution = self.run("", user_expressions={"it": expression}, silent=True)
         assert execution.reply is not None
         found = execution.reply["user_expressions"]["it"]
@@ -158,7 +158,7 @@ class Kernel:
 
 
 def private_connection_file() -> str:
-    """Return a path whose folder no other kernel uses: the sockets are made beside it."""
+    """Return a path whose folder no other kernel uses: its sockets are in that folder."""
     folder = tempfile.mkdtemp(prefix="gpk")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return f"{folder}/k.json"
@@ -166,7 +166,7 @@ def private_connection_file() -> str:
 
 def start_kernel(python: str, env: dict[str, str], *, agent: bool = True, **extra: str) -> Kernel:
     """Start ipykernel of the interpreter ``python`` with the agent, and without a provisioner."""
-    # Not TCP: ports are chosen before they are bound, and other tests start kernels meanwhile.
+    # Not TCP: ports are chosen before they are bound, and another test may take one in between.
     manager = KernelManager(
         kernel_name="python3", transport="ipc", connection_file=private_connection_file()
     )

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose answers the test decides: queues, refusals, slowness and death, on demand.
+"""A broker whose answers the test decides: queues, refusals, delays and death, on demand.
 
 It speaks the real protocol on a real socket, checks every request as the real broker does, and
-remembers what it was sent. Left alone it grants everything at once.
+records them. Without a script it grants everything at once.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ScriptedBroker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ start and end
 
     def start(self) -> ScriptedBroker:
         ready = threading.Event()
@@ -90,7 +90,7 @@ class ScriptedBroker:
         asyncio.run(serve())
 
     def die(self) -> None:
-        """End like a killed process: connections cut, the socket file left behind."""
+        """End like a killed process: cut the connections, leave the socket file."""
         if self._thread is None:
             return
         assert self._loop is not None
@@ -105,7 +105,7 @@ class ScriptedBroker:
     # ------------------------------------------------------------------ what tests do
 
     def push(self, kind: str, /, **fields: Any) -> None:
-        """Push to the agent that greeted last."""
+        """Push to the agent that connected last."""
 
         def send() -> None:
             self._agents[-1].write(encode({"type": kind, **fields}))
@@ -117,7 +117,7 @@ class ScriptedBroker:
         self.scripts[kind] = lambda message: None
 
     def grant(self, hold: str) -> None:
-        """Answer a hold that was held back: it has its slice."""
+        """Answer a hold that was held back: grant its slice."""
         self._run(lambda: self.answer(hold, self.lease()))
 
     def refuse(self, hold: str, error: GPUPoolError) -> None:
@@ -132,7 +132,7 @@ class ScriptedBroker:
         writer.write(encode({"type": "ok", "id": request_id, **fields}))
 
     def lease(self) -> dict[str, Any]:
-        """Attach the session and return the fields that say so."""
+        """Attach the session and return the fields that describe its slice."""
         if self.state not in ("active", "idle"):
             self.epoch += 1
         self.state = "active"
@@ -162,7 +162,7 @@ class ScriptedBroker:
     def wait_for(
         self, kind: str, /, *, count: int = 1, timeout: float = 20, **fields: Any
     ) -> Message:
-        """Return the ``count``-th message of this kind and these fields, waiting for it."""
+        """Wait for the ``count``-th message of this kind with these fields; return it."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while True:
@@ -175,7 +175,7 @@ class ScriptedBroker:
                     raise AssertionError(f"no {kind} {fields} (number {count}); got {got}")
 
     def live_holds(self) -> set[str]:
-        """The holds taken and not dropped, as the messages say."""
+        """Return the holds that were taken and not dropped, according to the messages."""
         live: set[str] = set()
         with self._changed:
             for message in self.messages:
@@ -244,7 +244,7 @@ class ScriptedBroker:
             self.messages.append(message)
             self._changed.notify_all()
 
-    # ------------------------------------------------------------------ left alone
+    # ------------------------------------------------------------------ without a script
 
     def _on_open(self, message: Message) -> dict[str, Any]:
         self._opened += 1

@@ -41,7 +41,7 @@ print("good")
 """
 
 
-def test_the_probe_sees_cuinit_and_does_not_call_it(tmp_path: Any) -> None:
+def test_probe_detects_cuinit_and_does_not_call_it(tmp_path: Any) -> None:
     machine = parse_machine("1x1GiB")
     env = environment(machine, tmp_path / "state", base=os.environ)
     done = subprocess.run(
@@ -55,21 +55,21 @@ def test_the_probe_sees_cuinit_and_does_not_call_it(tmp_path: Any) -> None:
     assert done.stdout == "good\n", done.stderr
 
 
-def test_the_devices_are_shown_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_devices_are_named_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     show_devices(())
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"  # never none: the driver would remember it
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"  # not empty: the driver would keep that
     show_devices(("GPU-a", "GPU-b"))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
 
 
-def test_a_cap_leaves_room_for_the_context_and_never_nothing() -> None:
+def test_cap_leaves_room_for_the_context_and_is_never_zero() -> None:
     assert usable_bytes(4 * GiB) == 4 * GiB - CONTEXT_BYTES
     assert usable_bytes(256 << 20) == 128 << 20
 
 
 class FakeTorch(types.ModuleType):
-    """The part of torch.cuda that the caps use, as torch 2.x has it."""
+    """The part of torch.cuda 2.x that the caps use."""
 
     def __init__(self, initialised: bool) -> None:
         super().__init__("torch")
@@ -99,7 +99,7 @@ def caps(cuda: bool = True) -> FrameworkCaps:
     return FrameworkCaps(probe)
 
 
-def test_torch_is_capped_once_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_gets_one_cap_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = FakeTorch(initialised=True)
     monkeypatch.setitem(sys.modules, "torch", torch)
     keeper = caps()
@@ -123,7 +123,7 @@ def test_torch_is_never_initialised_for_a_cap(monkeypatch: pytest.MonkeyPatch) -
     assert torch.fractions == [(3.5 / 16, 0)]
 
 
-def test_cupy_is_capped_once_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cupy_gets_its_cap_when_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[int, int]] = []
     current = [0]
 
@@ -148,7 +148,7 @@ def test_cupy_is_capped_once_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch
     assert limits == [(0, 4 * GiB - CONTEXT_BYTES), (1, 4 * GiB - CONTEXT_BYTES)]
 
 
-def test_a_cap_that_fails_is_remembered_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_cap_is_recorded_and_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = FakeTorch(initialised=True)
     torch.get_device_properties = lambda index: 1 / 0  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -174,13 +174,13 @@ def test_a_cap_that_fails_is_remembered_and_not_raised(monkeypatch: pytest.Monke
         ("OSError", "[Errno 12] Cannot allocate memory", False, 0),
     ],
 )
-def test_which_errors_are_out_of_device_memory(
+def test_out_of_device_memory_errors_are_recognised(
     name: str, text: str, is_oom: bool, tried: int
 ) -> None:
     assert is_out_of_memory(name, text) is is_oom
     assert tried_bytes(text) == tried
 
 
-def test_advice_without_a_slice() -> None:
+def test_advice_without_a_slice_is_to_attach() -> None:
     link = SessionLink("/nowhere/broker.sock", "s1", "token")
     assert "Type %gpu attach" in advice(link, "")

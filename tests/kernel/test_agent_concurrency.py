@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Widget messages, subshells, and what runs beside a cell that runs or waits."""
+"""Widget messages, subshells, and other work beside a cell that runs or waits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_widget_callback_needs_no_slice_while_detached(
     assert kernel.value("seen") == "[{'n': 1}]"
 
 
-def test_a_widget_callback_waits_if_its_state_is_in_host_memory(
+def test_widget_callback_waits_while_its_state_is_suspended(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
     kernel.run(COMM)
@@ -84,9 +84,7 @@ def subshell(kernel: Kernel) -> str:
     return kernel.control("create_subshell_request")["subshell_id"]
 
 
-def test_a_subshell_has_a_hold_of_its_own(
-    broker: ScriptedBroker, start: Callable[..., Kernel]
-) -> None:
+def test_subshell_has_its_own_hold(broker: ScriptedBroker, start: Callable[..., Kernel]) -> None:
     kernel = start()
     other = subshell(kernel)
     main = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(20)")
@@ -119,7 +117,7 @@ def test_slice_is_kept_while_another_shell_runs(
 def test_an_interrupt_ends_the_wait_of_a_subshell(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
-    """ipykernel ignores SIGINT while the main shell is idle; the wait must hear it all the same."""
+    """ipykernel ignores SIGINT while the main shell is idle, but SIGINT must end the wait."""
     kernel = start()
     other = subshell(kernel)
     broker.hold_back()
@@ -133,7 +131,7 @@ def test_an_interrupt_ends_the_wait_of_a_subshell(
     assert [o["ename"] for o in side.outputs] == ["GPUWaitInterrupted"]
     assert kernel.value("'ran' in globals()") == "False"
     assert kernel.value("__import__('signal').getsignal(2).__name__") in (
-        "'default_int_handler'",  # of the request that asks
+        "'default_int_handler'",  # of the request itself
     )
 
 
@@ -158,7 +156,7 @@ def test_the_main_shell_serves_widgets_while_a_cell_waits(
     assert cell.done().status == "ok"
 
 
-def test_the_end_of_a_forked_child_does_not_cut_the_connection(
+def test_end_of_a_forked_child_keeps_the_connection(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()

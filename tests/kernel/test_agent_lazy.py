@@ -21,7 +21,7 @@ from jupyter_gpupool.kernel import waits
 
 MiB = 1 << 20
 
-#: Waits for the file, as a thread inside a CUDA call waits: without the interpreter's lock.
+#: Waits for the file as a thread inside a CUDA call does: without the interpreter's lock.
 INSIDE = """
 import time
 from pathlib import Path
@@ -33,7 +33,7 @@ while not Path({flag!r}).exists():
 
 @pytest.fixture
 def page(broker: ScriptedBroker, tmp_path: Path) -> GuardPage:
-    """Make the broker's kernels guarded ones."""
+    """Run the broker's kernels under a guard."""
     page = GuardPage(tmp_path)
     broker.attach = "lazy"
     broker.env = page.env(DEVICE)
@@ -54,7 +54,7 @@ def kinds(broker: ScriptedBroker) -> list[str]:
 
 
 def queued(broker: ScriptedBroker, position: int = 1, reason: str = "") -> None:
-    """What the broker tells the agent when a thread at the gate has to queue."""
+    """Push the message that the broker sends when a thread at the gate has to queue."""
     broker.push("lease", state="queued", epoch=0, slices=[], reason="", pinned_reason="")
     broker.push("queue", position=position, length=3, eta=40.0, reason=reason)
 
@@ -66,7 +66,7 @@ def granted(broker: ScriptedBroker, device: str = DEVICE, epoch: int = 1) -> Non
 
 
 def inside(flag: Path) -> None:
-    """Return when the cell has begun: ipykernel publishes its input before that."""
+    """Wait until the cell has begun: before that ipykernel publishes its input."""
     begun = flag.with_name(f"{flag.name}.in")
     deadline = time.monotonic() + 60
     while not begun.exists():
@@ -76,7 +76,7 @@ def inside(flag: Path) -> None:
 
 
 def read_pushes(kernel: Kernel) -> None:
-    """Return when the agent has read all pushes so far: an answer comes behind them."""
+    """Wait until the agent has read all pushes so far: the answer to a request comes after them."""
     assert kernel.run("%gpu pool").status == "ok"
 
 
@@ -87,7 +87,7 @@ def gone(cell: Execution, what: str, timeout: float = 20) -> None:
         cell.kernel.read(deadline, cell)
 
 
-# ---------------------------------------------------------------------- nothing is sent
+# ---------------------------------------------------------------------- cells send nothing
 
 
 def test_cells_and_widgets_send_nothing(
@@ -103,7 +103,7 @@ def test_cells_and_widgets_send_nothing(
     kernel.run("x = 2", metadata={"tags": ["no-gpu"]})
     kernel.run("x", metadata={"tags": ["gpu"]}, silent=True)
     assert kernel.value("seen") == "[{'n': 1}]"
-    # The state in host memory changes nothing: a CUDA call would wait by itself.
+    # Suspended state makes no difference: a CUDA call would wait in the guard.
     page.process(pid_of(kernel), flags=SLOT_CUDA | SLOT_CONTEXT, used=1 << 20)
     comm_done(kernel, send_comm(kernel, "comm_msg", data={"n": 2}))
     kernel.run("x = 3", silent=True)
@@ -135,14 +135,14 @@ def test_cell_that_asks_for_a_slice_gets_it_first(
         ("LD_PRELOAD", "off: LD_PRELOAD of this process does not name it"),
     ],
 )
-def test_without_a_guard_in_the_process_lazy_means_cell(
+def test_lazy_kernel_without_a_guard_behaves_like_cell(
     broker: ScriptedBroker,
     page: GuardPage,
     start: Callable[..., Kernel],
     missing: str,
     reason: str,
 ) -> None:
-    """Whatever the broker believes: without the guard a CUDA call would not wait."""
+    """The broker believes in a guard, but without one a CUDA call would not wait."""
     kernel = start(**{missing: ""})
     kernel.run("x = 1")
     assert broker.wait_for("hold")["wait"] is True
@@ -161,7 +161,7 @@ def test_the_brokers_reason_for_no_guard_is_shown(
     assert "off: its self-test failed" in kernel.run("%gpu").text
 
 
-def test_a_yield_is_answered_at_once_in_the_middle_of_a_cell(
+def test_agent_answers_a_yield_at_once_during_a_cell(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -181,7 +181,7 @@ def test_a_yield_is_answered_at_once_in_the_middle_of_a_cell(
 # ---------------------------------------------------------------------- another kernel waits
 
 
-def test_wanted_idle_kernel_reports_rest_at_once(
+def test_idle_kernel_reports_at_once_when_a_session_waits(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -191,7 +191,7 @@ def test_wanted_idle_kernel_reports_rest_at_once(
     broker.wait_for("resting")
 
 
-def test_wanted_kernel_reports_rest_after_each_cell(
+def test_kernel_reports_after_each_cell_while_a_session_waits(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -199,7 +199,7 @@ def test_wanted_kernel_reports_rest_after_each_cell(
     cell = kernel.start(INSIDE.format(flag=str(flag)))
     inside(flag)
     broker.push("wanted")
-    # Told with a lease that is not new: what is behind it has been read.
+    # A push with an old epoch: after its answer the agent has read the push before it.
     broker.push("yield", epoch=0)
     assert broker.wait_for("yielded")["yielded"] is False
     assert not broker.seen("resting")
@@ -210,7 +210,7 @@ def test_wanted_kernel_reports_rest_after_each_cell(
     broker.wait_for("resting", count=2)
 
 
-def test_wanted_kernel_counts_a_widget_callback_as_a_cell(
+def test_kernel_reports_after_a_widget_callback_too(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -223,7 +223,7 @@ def test_wanted_kernel_counts_a_widget_callback_as_a_cell(
     broker.wait_for("resting", count=2)
 
 
-def test_when_the_lease_is_over_cells_send_nothing_again(
+def test_cells_send_nothing_after_the_end_of_the_lease(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -240,7 +240,7 @@ def test_when_the_lease_is_over_cells_send_nothing_again(
     assert len(broker.seen("resting")) == 2
 
 
-def test_without_a_broker_cells_run_and_say_nothing(
+def test_cells_run_without_a_broker_and_show_no_message(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -248,13 +248,13 @@ def test_without_a_broker_cells_run_and_say_nothing(
     assert kernel.run("print(1)").outputs == [{"name": "stdout", "text": "1\n"}]
 
 
-# ---------------------------------------------------------------------- what is set in the process
+# ---------------------------------------------------------------------- variables of the process
 
 
 SEE = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['GPUPOOL_VISIBLE'])"
 
 
-def test_children_are_shown_the_devices_of_the_lease(
+def test_children_see_the_devices_of_the_lease(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -287,7 +287,7 @@ def test_guarded_kernel_sets_no_framework_cap(
     assert kernel.run("calls").text == "[]"
 
 
-def test_a_tooltip_does_not_touch_what_is_in_host_memory(
+def test_tooltip_does_not_touch_suspended_state(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -299,7 +299,7 @@ def test_a_tooltip_does_not_touch_what_is_in_host_memory(
 
     kernel.run("kernel_pid = 7")
     assert "int" in tooltip()
-    page.process(os.getpid(), flags=SLOT_CONTEXT)  # a child's state is not ours
+    page.process(os.getpid(), flags=SLOT_CONTEXT)  # the state of a child does not count
     assert "int" in tooltip()
     page.process(pid_of(kernel), flags=SLOT_CONTEXT)
     assert tooltip().startswith("The GPU state of this kernel is in host memory")
@@ -311,7 +311,7 @@ def test_a_tooltip_does_not_touch_what_is_in_host_memory(
 # ---------------------------------------------------------------------- the wait inside a call
 
 
-def test_the_wait_of_a_call_is_shown_and_leaves_no_trace(
+def test_wait_of_a_call_is_shown_and_leaves_no_trace(
     broker: ScriptedBroker,
     page: GuardPage,
     start: Callable[..., Kernel],
@@ -354,7 +354,7 @@ def test_output_of_the_cell_stays_after_a_wait(
     granted(broker)
     emptied = cell.until("update_display_data")["content"]
     assert emptied["data"] == {"text/plain": "", "text/html": ""}
-    # A second wait of the same cell uses the same place again.
+    # A second wait in the same cell uses the same display.
     page.shut()
     page.process(pid_of(kernel), waiting=1)
     broker.push("lease", state="queued", epoch=1, slices=[], reason="", pinned_reason="")
@@ -372,7 +372,7 @@ def test_output_of_the_cell_stays_after_a_wait(
     assert last["content"]["data"]["text/plain"] == ""
 
 
-def test_a_cell_that_ends_while_a_thread_of_its_waits_ends_clean(
+def test_cell_ends_without_a_trace_while_its_thread_waits(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -386,22 +386,22 @@ def test_a_cell_that_ends_while_a_thread_of_its_waits_ends_clean(
     assert kernel.run("print(1)").outputs == [{"name": "stdout", "text": "1\n"}]
 
 
-def test_nothing_is_shown_without_a_wait_or_without_a_cell(
+def test_no_wait_is_shown_without_a_cell_or_a_waiting_thread(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
     page.process(pid_of(kernel), waiting=1)
     queued(broker)
-    read_pushes(kernel)  # a widget callback waits: nothing runs that could show it
+    read_pushes(kernel)  # a widget callback waits: no cell runs that could show it
     page.process(pid_of(kernel), waiting=0)
     cell = kernel.start(INSIDE.format(flag=str(flag)) + "print(1)")
     inside(flag)
-    queued(broker)  # granted at once: no thread waits any more
+    queued(broker)  # granted at once: no thread waits now
     page.grant(DEVICE, 4 * GiB, 4 * GiB)
     page.process(pid_of(kernel), waiting=1)
     queued(broker)  # the gate is open: a thread waits for its turn, not for the slice
-    # Longer than a wait goes unshown. That nothing comes takes time to see: a slow machine makes
-    # the test weaker here, and fails nothing.
+    # Longer than the delay of the display. Only time can show that nothing comes: on a slow
+    # machine the test checks less, but does not fail.
     time.sleep(2 * waits.PATIENCE + waits.TICK)
     flag.touch()
     assert cell.done().outputs == [{"name": "stdout", "text": "1\n"}]
@@ -422,11 +422,11 @@ def test_an_interrupt_ends_the_cell_and_the_display(
     assert [o.get("ename") for o in cell.outputs if "ename" in o] == ["KeyboardInterrupt"]
     assert "position" not in cell.text
     assert "GPU pool" not in cell.text
-    page.process(pid_of(kernel), waiting=0)  # as the call does that the interrupt has ended
+    page.process(pid_of(kernel), waiting=0)  # as the interrupted call does
     assert kernel.run("1 + 1").text == "2"
 
 
-def test_a_broker_that_is_away_is_named_while_a_call_waits(
+def test_waiting_call_names_a_broker_that_is_away(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -443,11 +443,11 @@ def test_a_broker_that_is_away_is_named_while_a_call_waits(
     assert cell.done().outputs == [{"name": "stdout", "text": "hi\n"}]
 
 
-# ---------------------------------------------------------------------- what was refused
+# ---------------------------------------------------------------------- refusals
 
 
 def raising(kernel: Kernel, broker: ScriptedBroker, flag: Path, text: str, push: Any) -> str:
-    """Run a cell that ends with this error after ``push`` has been called; return its lines."""
+    """Run a cell that fails with this error after ``push``; return the lines of its output."""
     cell = kernel.start(INSIDE.format(flag=str(flag)) + f"raise RuntimeError({text!r})")
     inside(flag)
     if push is not None:
@@ -464,7 +464,7 @@ OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 6.00 GiB"
 NOT_READY = "CUDA_ERROR_SYSTEM_NOT_READY: 802"
 
 
-def test_a_refused_allocation_is_explained_with_figures(
+def test_refused_allocation_is_explained_with_figures(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -527,7 +527,7 @@ def test_refusal_is_shown_under_the_error_it_caused(
     def push() -> None:
         broker.push("refused", what=what, code="x", message="no, because", next_step="Do that.")
         broker.push("yield", epoch=0)
-        broker.wait_for("yielded")  # it has been read
+        broker.wait_for("yielded")  # the agent has read the push
 
     line = raising(kernel, broker, flag, text, push)
     assert line == "GPU pool: No, because. Do that.\n"
@@ -535,7 +535,7 @@ def test_refusal_is_shown_under_the_error_it_caused(
     assert raising(kernel, broker, flag, "later", None) == ""
 
 
-def test_refused_managed_memory_is_explained_where_it_is_refused(
+def test_refused_managed_memory_is_explained_in_its_cell(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -583,7 +583,7 @@ def test_error_waits_a_moment_for_the_brokers_reason(
     assert cell.outputs[-1]["text"] == "GPU pool: You have waited 1 s.\n"
 
 
-def test_a_call_that_found_no_broker_is_explained(
+def test_error_of_a_call_without_a_broker_is_explained(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -595,12 +595,12 @@ def test_a_call_that_found_no_broker_is_explained(
     broker.start()
     broker.wait_for("hello", count=2)
     flag.unlink()
-    line = raising(kernel, broker, flag, NOT_READY, None)  # it is back, too late for the call
+    line = raising(kernel, broker, flag, NOT_READY, None)  # the broker is back, but too late
     assert str(broker.path) in line
     assert "Run the cell again." in line
 
 
-def test_nothing_is_explained_after_an_interrupt_or_a_success(
+def test_no_explanation_follows_an_interrupt_or_a_success(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -643,7 +643,7 @@ def test_gpu_shows_the_figures_of_the_guard(
     assert "3.5 GiB of 4 GiB, may grow to 8 GiB" in shown["data"]["text/html"]
     page.process(os.getpid(), waiting=2, number=1)
     assert "2 threads wait for the slice" in kernel.run("%gpu").text
-    broker.die()  # the page still tells
+    broker.die()  # the page still has the figures
     assert "3.5 GiB of 4 GiB" in kernel.run("%gpu").text
 
 
@@ -657,7 +657,7 @@ def test_a_new_size_takes_effect_on_the_next_allocation(
     )
 
 
-def test_unloading_leaves_the_kernel_as_it_was(
+def test_unloading_restores_the_kernel(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start(this_python())

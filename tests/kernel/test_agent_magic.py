@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``%gpu`` and ``%%gpu`` in a real kernel, every way to get them wrong included."""
+"""``%gpu`` and ``%%gpu`` in a real kernel, with every wrong use of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def error_of(cell: Any) -> str:
     return cell.reply["evalue"]
 
 
-def test_status(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_gpu_shows_the_status(broker: ScriptedBroker, kernel: Kernel) -> None:
     cell = kernel.run("%gpu")
     (output,) = cell.outputs
     assert "no slice now" in output["data"]["text/plain"]
@@ -40,7 +40,7 @@ def test_status(broker: ScriptedBroker, kernel: Kernel) -> None:
     assert len(broker.seen("hold")) == 1
 
 
-def test_the_pool_and_the_help(calm: Kernel) -> None:
+def test_gpu_shows_the_pool_and_the_help(calm: Kernel) -> None:
     (pool,) = calm.run("%gpu pool").outputs
     assert "Scripted GPU" in pool["data"]["text/plain"]
     assert "this kernel" in pool["data"]["text/html"]
@@ -62,7 +62,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_a_new_request(broker: ScriptedBroker, start: Callable[..., Kernel]) -> None:
+def test_gpu_sends_a_new_request(broker: ScriptedBroker, start: Callable[..., Kernel]) -> None:
     kernel = start()
     for number, (line, fields) in enumerate(REQUESTS, 1):
         cell = kernel.run(f"%gpu {line}")
@@ -98,19 +98,19 @@ def test_a_new_request(broker: ScriptedBroker, start: Callable[..., Kernel]) -> 
         ("memory 12GiB --compute 101", "compute must be a share from 1 to 100, not '101'."),
     ],
 )
-def test_bad_input(one_kernel: Kernel, line: str, message: str) -> None:
+def test_wrong_arguments_get_one_message(one_kernel: Kernel, line: str, message: str) -> None:
     assert message in error_of(one_kernel.run(f"%gpu {line}"))
 
 
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ("%%gpu", "%%gpu needs the device memory for its cell."),
+        ("%%gpu", "%%gpu needs the size of its cell's device memory."),
         ("%%gpu 12 parsecs", "'12 parsecs' is not a size."),
         ("%%gpu release", "write %gpu release, with one per cent sign"),
     ],
 )
-def test_a_bad_cell_header_does_not_run_the_cell(
+def test_cell_with_a_wrong_header_does_not_run(
     one_kernel: Kernel, header: str, message: str
 ) -> None:
     cell = one_kernel.run(f"{header}\nran = True")
@@ -119,7 +119,7 @@ def test_a_bad_cell_header_does_not_run_the_cell(
     assert one_kernel.value("'ran' in globals()") == "False"
 
 
-def test_a_refusal_says_the_rule(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_refusal_names_its_rule(broker: ScriptedBroker, kernel: Kernel) -> None:
     def refuse(message: Any) -> None:
         raise RefusedError(
             "You asked for 99 GiB and may have 16 GiB (c.GPUPool.max_memory_per_kernel).",
@@ -134,7 +134,7 @@ def test_a_refusal_says_the_rule(broker: ScriptedBroker, kernel: Kernel) -> None
     )
 
 
-def test_release_and_keep(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_gpu_releases_and_keeps_a_slice(broker: ScriptedBroker, kernel: Kernel) -> None:
     assert kernel.run("%gpu release").text == "The slice goes back to the pool now.\n"
     assert kernel.run("%gpu keep 10m").text == "The GPU slice is kept for 10 min, even when idle.\n"
     assert broker.wait_for("keep")["seconds"] == 600
@@ -150,7 +150,7 @@ def test_release_and_keep(broker: ScriptedBroker, kernel: Kernel) -> None:
     assert "given back after 5 min" in text
 
 
-def test_attach_waits_with_a_display_and_can_be_interrupted(
+def test_attach_shows_its_wait_and_can_be_interrupted(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
     broker.hold_back()
@@ -171,7 +171,7 @@ def test_attach_waits_with_a_display_and_can_be_interrupted(
     assert broker.live_holds() == set()
 
 
-def test_one_cell_with_more(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_one_cell_gets_a_larger_slice(broker: ScriptedBroker, kernel: Kernel) -> None:
     cell = kernel.run("%%gpu 16GiB\nx = 1\nprint(In[-1][:5])\n1/0")
     assert cell.status == "error"
     assert cell.reply is not None
@@ -187,21 +187,21 @@ def test_one_cell_with_more(broker: ScriptedBroker, kernel: Kernel) -> None:
     assert kernel.value("get_ipython().history_manager.input_hist_raw[1][:11]") == "'%%gpu 16GiB'"
 
 
-def test_one_cell_with_more_of_another_magic(calm: Kernel) -> None:
+def test_larger_slice_for_a_cell_works_with_another_magic(calm: Kernel) -> None:
     cell = calm.run("%%gpu 16GiB\n%%capture out\nprint('hidden')")
     assert cell.status == "ok"
     assert calm.value("out.stdout") == repr("hidden\n")
 
 
-def test_one_cell_with_top_level_await(calm: Kernel) -> None:
+def test_cell_with_a_larger_slice_may_use_top_level_await(calm: Kernel) -> None:
     cell = calm.run("%%gpu 16GiB\nimport asyncio\nawait asyncio.sleep(0)\nprint('done')")
     assert cell.text == "done\n"
 
 
-def test_one_cell_takes_a_larger_slice_than_it_has(
+def test_attached_kernel_gets_a_larger_slice_for_one_cell(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
-    """Attached with too little: the slice is given back, and the cell waits for the larger one."""
+    """It has too small a slice: it gives that back, and the cell waits for the larger one."""
     kernel = start()
     kernel.run("pass")
 
@@ -235,7 +235,7 @@ def test_a_request_that_cannot_be_met_does_not_run_the_cell(
     assert broker.seen("hold") == []
 
 
-def test_deep_inside_a_cell_the_magic_says_where_it_belongs(calm: Kernel) -> None:
+def test_misplaced_cell_magic_says_where_it_belongs(calm: Kernel) -> None:
     cell = calm.run("%%time\n%%gpu 16GiB\nx = 1")
     assert "works only as the first line of a cell" in cell.text
 
@@ -250,19 +250,19 @@ def test_deep_inside_a_cell_the_magic_says_where_it_belongs(calm: Kernel) -> Non
         ("%%gpu ", ["16GiB"]),
     ],
 )
-def test_completion(one_kernel: Kernel, text: str, expected: list[str]) -> None:
+def test_arguments_are_completed(one_kernel: Kernel, text: str, expected: list[str]) -> None:
     reply = one_kernel.client.complete(text, len(text), reply=True, timeout=20)["content"]
     assert reply["status"] == "ok"
     found = {m.strip() for m in reply["matches"]}
     assert found.issuperset(expected), found
 
 
-def test_documentation(one_kernel: Kernel) -> None:
+def test_inspection_shows_the_help_of_gpu(one_kernel: Kernel) -> None:
     reply = one_kernel.client.inspect("%gpu", reply=True, timeout=20)["content"]
     assert "Show and change this kernel's share" in reply["data"]["text/plain"]
 
 
-def test_with_the_broker_gone(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_gpu_without_a_broker_names_its_socket(broker: ScriptedBroker, kernel: Kernel) -> None:
     kernel.run("pass")
     broker.die()
     message = error_of(kernel.run("%gpu 12GiB"))
@@ -274,7 +274,7 @@ def test_with_the_broker_gone(broker: ScriptedBroker, kernel: Kernel) -> None:
     assert str(broker.path.with_suffix(".log")) in message
     cell = kernel.run("%gpu")
     assert cell.status == "ok"
-    assert f"4 GiB on {DEVICE}" in cell.text  # what the agent knows by itself
+    assert f"4 GiB on {DEVICE}" in cell.text  # what the agent knows without the broker
     assert str(broker.path) in cell.text
 
 
@@ -287,7 +287,7 @@ def test_names_of_devices_outlive_the_broker(broker: ScriptedBroker, kernel: Ker
     assert "EMULATED" in text
 
 
-def test_without_a_session(python: str) -> None:
+def test_gpu_in_a_kernel_without_a_session_says_so(python: str) -> None:
     kernel = start_kernel(python, {})
     try:
         assert "has no GPU pool session" in error_of(kernel.run("%gpu"))
@@ -297,7 +297,7 @@ def test_without_a_session(python: str) -> None:
         kernel.stop()
 
 
-def test_it_can_be_unloaded_and_loaded_again(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_extension_can_be_unloaded_and_loaded_again(broker: ScriptedBroker, kernel: Kernel) -> None:
     assert kernel.run("%unload_ext jupyter_gpupool.kernel").status == "ok"
     assert kernel.run("%gpu").status == "error"
     before = len(broker.seen("hold"))
@@ -311,7 +311,7 @@ def test_it_can_be_unloaded_and_loaded_again(broker: ScriptedBroker, kernel: Ker
 
 @contextmanager
 def alone(python: str) -> Iterator[Kernel]:
-    """A kernel beside a broker that grants everything."""
+    """Start a kernel with a broker that grants everything."""
     with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:
         broker = ScriptedBroker(Path(folder) / "broker.sock").start()
         opened = broker._on_open({"type": "open", "kernel_id": "test"})
@@ -325,14 +325,14 @@ def alone(python: str) -> Iterator[Kernel]:
 
 @pytest.fixture(scope="module")
 def one_kernel() -> Iterator[Kernel]:
-    """One kernel for all cases that leave it as it was."""
+    """Return one kernel for all cases that do not change it."""
     with alone(this_python()) as kernel:
         yield kernel
 
 
 @pytest.fixture(scope="module", params=["ipykernel 7", "ipykernel 6"])
 def calm(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """The same with each ipykernel, for cells that are granted what they ask for."""
+    """Return a kernel of each ipykernel, for cells that get all that they ask for."""
     old = request.param == "ipykernel 6"
     with alone(request.getfixturevalue("old_python") if old else this_python()) as kernel:
         yield kernel

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The agent when the broker dies, comes back, is slow, forgets, or loses the session."""
+"""The agent when the broker dies, comes back, is slow, or loses the session."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_attached_cells_run_without_a_broker(broker: ScriptedBroker, kernel: Ker
     assert broker.wait_for("hello", count=2)["holds"] == []
 
 
-def test_a_waiting_cell_asks_the_new_broker(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_waiting_cell_asks_the_new_broker(broker: ScriptedBroker, kernel: Kernel) -> None:
     broker.hold_back()
     cell = kernel.start("print('hi')")
     hold = broker.wait_for("hold")["hold"]
@@ -76,14 +76,14 @@ def test_cpu_cells_run_without_a_broker_with_one_notice(
     )
     assert str(broker.path.with_suffix(".log")) in notice["text"]
     assert kernel.run("print('again')").outputs == [{"name": "stdout", "text": "again\n"}]
-    # When it is back, cells wait for their slice again, and the next outage has its notice.
+    # When the broker is back, cells wait for a slice again, and the next outage has its notice.
     broker.start()
     broker.wait_for("hello", count=2)
     assert kernel.run("1").text == "1"
     assert broker.wait_for("hold")["wait"] is True
 
 
-def test_one_cell_with_more_waits_for_a_broker_that_comes_back(
+def test_cell_with_a_larger_slice_waits_for_the_brokers_return(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
     broker.die()
@@ -95,7 +95,7 @@ def test_one_cell_with_more_waits_for_a_broker_that_comes_back(
     assert (first["memory"], second["memory"]) == (16 * GiB, 4 * GiB)
 
 
-def test_the_old_request_is_owed_to_a_broker_that_comes_back(
+def test_agent_sends_the_old_request_when_the_broker_returns(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
     cell = kernel.start("%%gpu 16GiB\nimport threading; print('in'); threading.Event().wait(60)")
@@ -106,7 +106,7 @@ def test_the_old_request_is_owed_to_a_broker_that_comes_back(
     broker.start()
     broker.wait_for("hello", count=2)
     assert broker.wait_for("request", count=2)["memory"] == 4 * GiB
-    # The kernel has what it asked for when the broker's answer has come, not before.
+    # The request is in force when the broker's answer has come, not before.
     deadline = time.monotonic() + 60
     while "This kernel asks for 4 GiB" not in (text := kernel.run("%gpu help").text):
         assert time.monotonic() < deadline, text
@@ -128,7 +128,7 @@ def test_manual_policy_reports_a_released_state_once(
 def test_cell_of_a_suspended_kernel_fails_without_a_broker(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    """It could only hang: a CUDA call would wait for a resume that never comes."""
+    """Otherwise it would hang: a CUDA call would wait for a resume that never comes."""
     kernel.run(USED_CUDA)
     assert broker.ask_back() == {
         **broker.seen("yielded")[-1],
@@ -147,7 +147,7 @@ def test_cell_of_a_suspended_kernel_fails_without_a_broker(
     assert kernel.run("'ran' in globals()", metadata={"tags": ["no-gpu"]}).text == "False"
 
 
-def test_a_new_broker_that_took_the_slice_is_asked_for_it(
+def test_agent_asks_a_new_broker_for_a_slice_that_it_lost(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
     cell = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(20)")
@@ -178,10 +178,10 @@ def test_user_is_told_of_a_forgotten_session(broker: ScriptedBroker, kernel: Ker
     assert cell.text.endswith("ran\n")
 
 
-def test_a_refused_hello_and_another_version_are_no_crash(
+def test_refused_hello_or_another_version_does_not_end_the_agent(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    broker.push("lease", state="active")  # misses fields: ignored or taken, never fatal
+    broker.push("lease", state="active")  # fields are missing: that must not end the agent
     broker.push("whatever", of="the future")
     broker.push("yield", epoch=99)
     assert broker.wait_for("yielded")["yielded"] is True
@@ -204,7 +204,7 @@ def test_user_is_told_of_lost_state_at_once_and_again(
     assert "could not restore this kernel: device lost" in after.text
 
 
-def test_resized_while_attached(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_agent_shows_the_new_size_of_its_slice(broker: ScriptedBroker, kernel: Kernel) -> None:
     kernel.run("pass")
     broker.push(
         "lease",
@@ -214,7 +214,7 @@ def test_resized_while_attached(broker: ScriptedBroker, kernel: Kernel) -> None:
         reason="resized",
         pinned_reason="",
     )
-    # The push is read before the answer to a request that is sent after it.
+    # The agent reads the push before the answer to a later request.
     kernel.run("%gpu pool")
     broker.die()
     assert "6 GiB on" in kernel.run("%gpu").text
@@ -243,7 +243,7 @@ def test_resized_while_attached(broker: ScriptedBroker, kernel: Kernel) -> None:
         ("ValueError", "out of ideas", ""),
     ],
 )
-def test_out_of_memory_gets_one_line(
+def test_out_of_memory_error_gets_one_line_of_advice(
     broker: ScriptedBroker, start: Callable[..., Kernel], name: str, text: str, line: str
 ) -> None:
     kernel = start()
@@ -258,7 +258,7 @@ def test_out_of_memory_gets_one_line(
     assert added["text"].count("\n") == 1
 
 
-def test_out_of_memory_at_the_most_that_may_be_asked(
+def test_out_of_memory_at_the_limit_offers_no_larger_size(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     broker.limits = {"memory": 4 * GiB}

@@ -118,7 +118,7 @@ def test_two_kernels_take_turns_and_keep_their_data(pool_of: Callable[..., Pool]
     assert pool.session(first)["resumes"] == 1
 
 
-def test_a_busy_slice_is_waited_for(pool_of: Callable[..., Pool]) -> None:
+def test_cell_waits_for_a_busy_slice(pool_of: Callable[..., Pool]) -> None:
     pool = pool_of()
     first, second = pool.kernel(), pool.kernel()
     busy = first.start("import threading; print('in'); threading.Event().wait(60)")
@@ -147,7 +147,7 @@ def test_an_interrupted_wait_leaves_the_queue(pool_of: Callable[..., Pool]) -> N
     assert second.run("'ran' in globals()").text == "False"
 
 
-def test_one_cell_with_more_grows_and_shrinks(pool_of: Callable[..., Pool]) -> None:
+def test_slice_grows_for_one_cell_and_shrinks_after_it(pool_of: Callable[..., Pool]) -> None:
     pool = pool_of(default_memory=1 * GiB, default_limit=1 * GiB)
     kernel = pool.kernel()
     kernel.run(ALLOCATE.format(size=64 * MiB))
@@ -157,7 +157,7 @@ def test_one_cell_with_more_grows_and_shrinks(pool_of: Callable[..., Pool]) -> N
     assert pool.until(kernel, granted_bytes=1 * GiB)["request"]["memory"] == 1 * GiB
 
 
-def test_one_cell_with_more_than_is_free_waits(pool_of: Callable[..., Pool]) -> None:
+def test_cell_that_asks_for_more_than_is_free_waits(pool_of: Callable[..., Pool]) -> None:
     pool = pool_of(default_memory=1 * GiB, default_limit=1 * GiB)
     kernel, other = pool.kernel(), pool.kernel(memory="2GiB")
     kernel.run("pass")
@@ -188,7 +188,7 @@ def test_out_of_memory_names_the_next_size(pool_of: Callable[..., Pool]) -> None
     assert "Type: %gpu 2GiB" in cell.text
 
 
-def test_the_broker_is_killed_and_comes_back(pool_of: Callable[..., Pool]) -> None:
+def test_kernel_survives_the_kill_of_its_broker(pool_of: Callable[..., Pool]) -> None:
     pool = pool_of()
     kernel = pool.kernel()
     kernel.run(ALLOCATE.format(size=64 * MiB))
@@ -208,7 +208,7 @@ def test_the_broker_is_killed_and_comes_back(pool_of: Callable[..., Pool]) -> No
     assert kernel.run(stream).status == "ok"
 
 
-def test_release_and_attach(pool_of: Callable[..., Pool]) -> None:
+def test_kernel_releases_its_slice_and_attaches_again(pool_of: Callable[..., Pool]) -> None:
     pool = pool_of(attach="manual")
     kernel = pool.kernel()
     kernel.run("pass")

@@ -34,7 +34,7 @@ def test_an_attached_cell_makes_no_round_trip(broker: ScriptedBroker, kernel: Ke
     broker.wait_for("drop", count=2)
 
 
-def test_the_wait_is_shown_and_leaves_no_trace(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_wait_in_a_cell_is_shown_and_removed(broker: ScriptedBroker, kernel: Kernel) -> None:
     broker.hold_back()
     cell = kernel.start("print('hi')")
     hold = broker.wait_for("hold")["hold"]
@@ -44,7 +44,7 @@ def test_the_wait_is_shown_and_leaves_no_trace(broker: ScriptedBroker, kernel: K
         "Waiting for a GPU slice of 4 GiB: position 2 of 3, about 40 s. Alice has it."
     )
     assert "position 2 of 3" in shown["data"]["text/html"]
-    assert shown["metadata"] == {"gpupool": {"wait": True}}  # JupyterLab finds it by that
+    assert shown["metadata"] == {"gpupool": {"wait": True}}  # JupyterLab finds it by this field
     broker.push("queue", position=1, length=2, eta=None, reason="")
     update = cell.until("update_display_data")["content"]
     assert update["transient"] == shown["transient"]
@@ -54,7 +54,7 @@ def test_the_wait_is_shown_and_leaves_no_trace(broker: ScriptedBroker, kernel: K
     assert cell.outputs == [{"name": "stdout", "text": "hi\n"}]
     kinds = [m["msg_type"] for m in cell.messages]
     assert kinds.count("display_data") == 1
-    assert kinds.count("update_display_data") == 1  # only when it changed
+    assert kinds.count("update_display_data") == 1  # only after a change
 
 
 def test_an_interrupted_wait_does_not_run_the_cell(broker: ScriptedBroker, kernel: Kernel) -> None:
@@ -65,7 +65,7 @@ def test_an_interrupted_wait_does_not_run_the_cell(broker: ScriptedBroker, kerne
     broker.push("queue", position=1, length=1, eta=None, reason="")
     cell.until("display_data")
     kernel.manager.interrupt_kernel()
-    broker.wait_for("cancel", hold=hold)  # which is never granted; how soon: e2e/test_policy
+    broker.wait_for("cancel", hold=hold)  # never granted; e2e/test_policy tests how soon
     cell.done()
     assert cell.status == "error"
     assert cell.reply is not None
@@ -73,14 +73,14 @@ def test_an_interrupted_wait_does_not_run_the_cell(broker: ScriptedBroker, kerne
     assert [o.get("ename") for o in cell.outputs] == ["GPUWaitInterrupted"]
     assert behind.done().status == "aborted"
     assert kernel.value("sorted(n for n in globals() if n.endswith('ran'))") == "[]"
-    # And the kernel goes on.
+    # And the kernel continues.
     del broker.scripts["hold"]
     assert kernel.run("1 + 1").text == "2"
     broker.wait_for("drop", hold=broker.seen("hold")[-1]["hold"])
     assert broker.live_holds() == set()
 
 
-def test_a_refusal_is_the_cells_error(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_refusal_becomes_the_error_of_the_cell(broker: ScriptedBroker, kernel: Kernel) -> None:
     def refuse(message: object) -> None:
         raise RefusedError(
             "You have waited 60 s, the longest allowed here.", next_step="Try again later."
@@ -114,7 +114,7 @@ def test_tagged_and_silent_cells_need_no_hold(
     assert broker.seen("hold") == []
 
 
-def test_in_manual_policy_no_cell_waits(
+def test_cells_do_not_wait_under_the_manual_policy(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     broker.attach = "manual"
@@ -163,7 +163,7 @@ def test_an_old_yield_is_refused(broker: ScriptedBroker, kernel: Kernel) -> None
     broker.push("lease", state="detached", epoch=1, slices=[], reason="", pinned_reason="")
     broker.state = "detached"
     broker.push("yield", epoch=1)
-    broker.wait_for("yielded")  # pushes are taken in order: it knows that it is detached
+    broker.wait_for("yielded")  # the agent reads pushes in order: it knows that it is detached
     kernel.run("pass")
     assert broker.wait_for("hold", count=2)["wait"] is True
     broker.wait_for("drop", count=2)
@@ -181,7 +181,7 @@ def test_a_new_device_is_made_visible(broker: ScriptedBroker, kernel: Kernel) ->
     assert kernel.run(see).text.strip() == "0"  # the user's own choice stays
 
 
-def test_nested_cells_are_one_hold(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_nested_cells_take_one_hold(broker: ScriptedBroker, kernel: Kernel) -> None:
     kernel.run("get_ipython().run_cell('x = 1'); get_ipython().run_cell('%time x = 2')")
     broker.wait_for("drop")
     assert len(broker.seen("hold")) == 1
@@ -203,7 +203,7 @@ def test_errors_syntax_errors_and_exits_drop_the_hold(
     assert broker.live_holds() == set()
 
 
-def test_the_state_in_host_memory_keeps_silent_requests_waiting(
+def test_silent_requests_wait_while_the_state_is_suspended(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     """A CUDA call on suspended state would block the kernel for good."""
@@ -237,7 +237,7 @@ def beats(kernel: Kernel) -> None:
         time.sleep(0.05)
 
 
-def test_requests_while_a_cell_waits(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_kernel_answers_requests_while_a_cell_waits(broker: ScriptedBroker, kernel: Kernel) -> None:
     broker.hold_back()
     cell = kernel.start("x = 1")
     hold = broker.wait_for("hold")["hold"]
@@ -247,8 +247,8 @@ def test_requests_while_a_cell_waits(broker: ScriptedBroker, kernel: Kernel) -> 
     assert cell.done().status == "ok"
 
 
-def test_more_than_one_line_of_history(broker: ScriptedBroker, kernel: Kernel) -> None:
-    """An aborted cell keeps its number, as an interrupted one does."""
+def test_interrupted_cell_keeps_its_number(broker: ScriptedBroker, kernel: Kernel) -> None:
+    """A refused cell gets its number as an interrupted one does."""
     broker.hold_back()
     cell = kernel.start("x = 1")
     broker.wait_for("hold")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the agent reports of the cells of an attached session, and when."""
+"""What the agent reports about cells of an attached session, and when."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Reported:
 
 @pytest.fixture
 def by_hand(monkeypatch):
-    """Return one whose thread never comes to speak."""
+    """Return a ``Reported`` whose thread sends nothing during the test."""
     monkeypatch.setattr(module, "BRIEF", 3600)
     reported = Reported()
     with reported.lock:
@@ -52,7 +52,7 @@ def by_hand(monkeypatch):
     reported.reports.close()
 
 
-def test_short_cells_are_reported_once_for_all(by_hand):
+def test_many_short_cells_make_one_report(by_hand):
     assert all(by_hand.cell(f"c{n}") for n in range(20))
     assert by_hand.words == []
     by_hand.reports.send()
@@ -61,7 +61,7 @@ def test_short_cells_are_reported_once_for_all(by_hand):
     assert len(by_hand.words) == 1
 
 
-def test_end_of_a_reported_hold_is_left_to_the_caller(by_hand):
+def test_caller_reports_the_end_of_a_reported_hold(by_hand):
     by_hand.reports.begin("c1", "cell")
     by_hand.reports.send()
     assert by_hand.words == [("lasting", "c1")]
@@ -71,7 +71,7 @@ def test_end_of_a_reported_hold_is_left_to_the_caller(by_hand):
     assert by_hand.words == [("lasting", "c1")]
 
 
-def test_lasting_cell_is_reported_once(by_hand):
+def test_long_cell_is_reported_once(by_hand):
     by_hand.cell("short")
     by_hand.reports.begin("long", "cell")
     by_hand.reports.begin("longer", "cell")
@@ -79,7 +79,7 @@ def test_lasting_cell_is_reported_once(by_hand):
     assert by_hand.words == [("lasting", "long"), ("lasting", "longer")]
 
 
-def test_holds_told_in_the_hello_are_not_reported_again(by_hand):
+def test_holds_of_the_greeting_are_not_reported_again(by_hand):
     by_hand.cell("short")
     by_hand.reports.begin("long", "cell")
     by_hand.reports.forget()
@@ -88,7 +88,7 @@ def test_holds_told_in_the_hello_are_not_reported_again(by_hand):
     assert by_hand.reports.end("long") is False
 
 
-def test_thread_reports_by_itself_and_again():
+def test_thread_sends_one_report_after_another():
     reported = Reported()
     with reported.lock:
         reported.cell("c1")
@@ -102,17 +102,17 @@ def test_thread_reports_by_itself_and_again():
     assert not thread.is_alive()
 
 
-def test_a_request_comes_after_the_cells_that_were_before_it(
+def test_earlier_cells_are_reported_before_a_request(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    """Else a release would be refused for a cell that is over."""
+    """Otherwise the broker would refuse a release because of a cell that has ended."""
     kernel.run("pass")
     kernel.run(
         "import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600\n"
         "from jupyter_gpupool.kernel import _agents\n"
         "reported = next(iter(_agents.values())).link._reports"
     )
-    # The thread may have begun to wait with the time of before.
+    # The thread may have begun to wait with the old interval.
     broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
     kernel.run("pass")
     assert kernel.value("reported._over[0][:5]") == "'cell-'"
@@ -124,13 +124,13 @@ def test_a_request_comes_after_the_cells_that_were_before_it(
     assert "release" in kinds[2:]
 
 
-def test_a_short_cell_that_is_over_is_told_and_keeps_no_slice(
+def test_finished_short_cell_is_reported_before_a_yield(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    """Otherwise a stream of short cells would keep the slice from a waiting kernel."""
+    """Otherwise a series of short cells would keep the slice from a waiting kernel."""
     kernel.run("pass")
     kernel.run("import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600")
-    # The thread may have begun to wait with the time of before.
+    # The thread may have begun to wait with the old interval.
     broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
     kernel.run("pass")
     before = len(broker.messages)

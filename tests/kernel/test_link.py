@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The link by itself: what a real kernel would show too late or not at all."""
+"""The link alone: cases that a real kernel would show too late or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def link_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("gpupool-")]
 
 
-def test_closing_ends_its_threads(broker: ScriptedBroker) -> None:
+def test_closing_a_link_ends_its_threads(broker: ScriptedBroker) -> None:
     link = SessionLink(broker.path, "s1", "token")
     link.start()
     broker.wait_for("hello")
@@ -25,7 +25,7 @@ def test_closing_ends_its_threads(broker: ScriptedBroker) -> None:
     assert link_threads() == []
 
 
-def test_closing_while_there_is_no_broker_ends_its_threads(broker: ScriptedBroker) -> None:
+def test_closing_a_link_without_a_broker_ends_its_threads(broker: ScriptedBroker) -> None:
     broker.die()
     link = SessionLink(broker.path, "s1", "token")
     link.start()
@@ -34,7 +34,7 @@ def test_closing_while_there_is_no_broker_ends_its_threads(broker: ScriptedBroke
 
 
 def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each hold's answer there before the request returns."""
+    """Make each hold's answer arrive before the request returns."""
     start = Client.start
 
     def started(self, kind, /, **fields):
@@ -46,7 +46,7 @@ def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Client, "start", started)
 
 
-def test_all_waits_are_asked_again_after_a_reconnect(
+def test_link_repeats_all_waiting_requests_after_a_reconnect(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick_answers(monkeypatch)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The words of ``%gpu`` and of a waiting cell, without a kernel."""
+"""The texts of ``%gpu`` and of a waiting cell, without a kernel."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def rows(session: dict[str, Any], snapshot: dict[str, Any] | None = None) -> dic
         ("manual", "no slice now; type %gpu attach to get one"),
     ],
 )
-def test_how_to_get_a_slice_depends_on_the_policy(attach: str, words: str) -> None:
+def test_advice_on_getting_a_slice_depends_on_the_policy(attach: str, words: str) -> None:
     assert rows({"state": "detached", "attach": attach})["GPU slice"] == words
 
 
-def test_a_kernel_without_a_slice_reads_why_no_gpu_is_in_service() -> None:
+def test_kernel_without_a_slice_shows_why_no_gpu_is_in_service() -> None:
     paused = {"devices": [{"uuid": f"G{i}", "drained_reason": "paused: noon"} for i in range(2)]}
     detached = {"state": "detached", "attach": "lazy"}
     assert rows(detached, paused)["no GPU now"] == "paused: noon"
@@ -107,7 +107,7 @@ def pool(can_suspend: bool) -> dict[str, Any]:
     return {"devices": [device], "settings": {"idle_timeout": 300.0}}
 
 
-def test_how_long_an_idle_slice_stays() -> None:
+def test_display_says_how_long_an_idle_slice_stays() -> None:
     assert rows(IDLE, pool(True))["idle"] == "for 3 s; given back after 5 min"
     kept = rows({**IDLE, "kept_until": time.time() + 600}, pool(True))
     assert kept["idle"] == "for 3 s"
@@ -116,7 +116,7 @@ def test_how_long_an_idle_slice_stays() -> None:
     assert over == rows(IDLE, pool(True))
 
 
-def test_a_slice_where_nothing_can_be_suspended_stays() -> None:
+def test_slice_on_a_gpu_without_suspend_stays() -> None:
     shown = rows(IDLE, pool(False))
     assert shown["idle"] == "for 3 s"
     assert "until the kernel ends" in shown["stays"]
@@ -132,7 +132,7 @@ def test_a_slice_where_nothing_can_be_suspended_stays() -> None:
         ("%gpu compute ", ["25", "50", "100"]),
     ],
 )
-def test_completion_offers_what_may_be_asked_for(line: str, offered: list[str]) -> None:
+def test_completion_offers_sizes_up_to_the_limit(line: str, offered: list[str]) -> None:
     limits = {"memory": 12 << 30, "devices": 1, "priorities": ["batch", "notebook"]}
     found = complete_gpu(None, SimpleNamespace(line=line), limits)
     assert [word for word in found if not word.startswith("--")] == offered
@@ -141,7 +141,7 @@ def test_completion_offers_what_may_be_asked_for(line: str, offered: list[str]) 
 def test_pool_shows_why_a_gpu_is_out_of_service() -> None:
     why = "paused by the administrator: new driver"
     device = {"index": 0, "name": "A", "memory_granted": 0, "memory_capacity": 8 << 30}
-    for free in (None, 8 << 30):  # an older broker tells a figure
+    for free in (None, 8 << 30):  # an older broker sends a figure
         shown = PoolDisplay(
             {"devices": [{**device, "memory_free": free, "drained_reason": why}]}, ""
         )

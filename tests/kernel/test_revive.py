@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a kernel makes of a broker that is away: whether it waits, for how long, what it says."""
+"""What a kernel does while the broker is away: whether and how long it waits, and its message."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def socket(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Path:
-    """The file that the command of these tests makes, a line for each call."""
+    """Return the file to which the command of these tests adds a line for each call."""
     return tmp_path / "started"
 
 
@@ -34,7 +34,7 @@ def reviver(socket: Path, started: Path) -> Reviver:
     return Reviver(socket, {REVIVE_VARIABLE: f"echo called >> {started}"})
 
 
-def test_a_broker_that_died_is_started_once_and_waited_for(socket: Path, started: Path) -> None:
+def test_kernel_starts_a_dead_broker_once_and_waits_for_it(socket: Path, started: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
     one = reviver(socket, started)
     for _ in range(3):  # each failed attempt to connect
@@ -45,7 +45,7 @@ def test_a_broker_that_died_is_started_once_and_waited_for(socket: Path, started
     assert one.describe() == "The GPU pool's broker ended; it is being started again."
 
 
-def test_broker_that_keeps_dying_is_described_with_its_log(socket: Path, started: Path) -> None:
+def test_message_about_a_dying_broker_names_its_log(socket: Path, started: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
     for _ in range(startrecord.MANY_STARTS):
         startrecord.note_start(socket, startrecord.read_failures(socket))
@@ -75,14 +75,14 @@ def test_broker_is_started_from_the_copy_of_its_record(socket: Path, started: Pa
     assert started.read_text() == "called\n"
 
 
-def test_without_the_command_nothing_is_started(socket: Path) -> None:
+def test_no_broker_is_started_without_the_command(socket: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
     one = Reviver(socket, {})
     one.away(AWAY)
     assert not one.expected
 
 
-def test_start_by_another_process_is_waited_for(socket: Path, started: Path) -> None:
+def test_kernel_waits_for_a_start_by_another_process(socket: Path, started: Path) -> None:
     one = reviver(socket, started)
     with only_one(socket, time.monotonic() + 5):
         one.away(AWAY)
@@ -93,7 +93,7 @@ def test_start_by_another_process_is_waited_for(socket: Path, started: Path) -> 
     assert not one.expected
 
 
-def test_failed_start_is_reported_without_waiting(socket: Path, started: Path) -> None:
+def test_failed_start_is_reported_at_once(socket: Path, started: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
     known = startrecord.read_failures(socket)
     for _ in range(ATTEMPTS):
@@ -106,7 +106,7 @@ def test_failed_start_is_reported_without_waiting(socket: Path, started: Path) -
     assert not started.exists()
 
 
-def test_the_machine_s_broker_is_waited_for_and_never_started(started: Path) -> None:
+def test_kernel_waits_for_the_machines_broker_without_a_start(started: Path) -> None:
     one = reviver(Path("/run/gpupool/broker.sock"), started)
     assert one.away(AWAY) is AWAY
     assert not started.exists()

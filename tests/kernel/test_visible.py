@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a notebook's CUDA_VISIBLE_DEVICES means in a session."""
+"""The meaning of a notebook's CUDA_VISIBLE_DEVICES in a session."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEVICES = ("GPU-1111", "GPU-2222")
         ("0,0,7", None),
         ("GPU-2", None),
         ("gpu-1111", None),
-        ("GPU-", None),  # the beginning of two
+        ("GPU-", None),  # two names begin with it
         ("GPU-abbb", None),
         ("1st", None),
         ("2", HOME),
@@ -41,7 +41,7 @@ DEVICES = ("GPU-1111", "GPU-2222")
         ("GPU-2222,GPU-ffff", "1"),
     ],
 )
-def test_gpu_of_others_means_the_own_gpu(text, expected):
+def test_gpu_outside_the_slice_selects_the_slices_own_gpu(text, expected):
     assert corrected(text, DEVICES, HOME) == expected
 
 
@@ -72,7 +72,7 @@ def test_valid_choice_of_the_user_stays_without_a_message(environ, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_deleted_variable_gets_the_pools_value_back(environ):
+def test_deleted_variable_gets_the_value_of_the_pool_again(environ):
     environ["CUDA_VISIBLE_DEVICES"] = "1"
     assert environ.pop("CUDA_VISIBLE_DEVICES") == "1"
     assert environ["CUDA_VISIBLE_DEVICES"] == HOME

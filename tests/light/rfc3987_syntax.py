@@ -1,5 +1,5 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Stands before the package of this name, see README.md."""
+"""Hides the package of this name, see README.md."""
 
 raise ImportError("the tests do without rfc3987_syntax")

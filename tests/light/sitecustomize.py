@@ -6,7 +6,7 @@ import sys
 
 
 class _Checkpoint:
-    """Finds ``cuda.core`` as a package of which nothing has been imported."""
+    """Finds ``cuda.core`` as an empty package, without importing it."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "cuda.core":

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Sentences for the tests of the pool: ``lab.open("a")``, ``lab.hold("a")``, ``Attach & {...}``.
+"""Short forms for the tests of the pool: ``lab.open("a")``, ``lab.hold("a")``, ``Attach & {...}``.
 
-Sizes are bytes in the small: a device has 16 of them.
+Sizes are a few bytes: a device has 16.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def device(index: int, memory: int = 16, **kwargs: Any) -> Device:
 
 
 class Lab:
-    """A pool and the clock; each method is one event and returns the actions that follow."""
+    """A pool and the clock; each method sends one event and returns the actions that follow."""
 
     def __init__(self, *devices: Device, **rules: Any) -> None:
         self.now = 0.0
@@ -56,7 +56,7 @@ class Lab:
         return actions
 
     def after(self, seconds: float) -> list[ev.Action]:
-        """Let the clock run; the broker ticks when the pool asked for it, and at the end."""
+        """Let the clock run; send a tick when the pool asked for one, and at the end."""
         end = self.now + seconds
         actions: list[ev.Action] = []
         while (at := self.pool.next_wakeup()) is not None and at <= end:
@@ -123,7 +123,7 @@ class Lab:
         return self.send(ev.RequestChanged, session=name, request=request, rid=rid)
 
     def grow(self, name: str, more: int, device: str = "", rid: str = "g") -> list[ev.Action]:
-        """An allocation of ``more`` bytes than granted does not fit (on its first device)."""
+        """Report that ``more`` bytes do not fit in the slice (on its first device)."""
         slices = self.record(name).slices if name in self.pool else ()
         where = device or (slices[0].device if slices else "G0")
         return self.send(ev.GrowAsked, session=name, device=where, bytes=more, rid=rid)
@@ -140,18 +140,18 @@ class Lab:
     # ------------------------------------------------------------------ shortcuts
 
     def running(self, name: str, memory: int = 10, **fields: Any) -> None:
-        """Open a session and let a cell of it run."""
+        """Open a session and start a cell in it."""
         self.open(name, memory, **fields)
         got(self.hold(name), ev.Attach, session=name)
         got(self.done(name), ev.HoldGranted, session=name)
 
     def idle(self, name: str, memory: int = 10, **fields: Any) -> None:
-        """Open a session, run a cell in it, and let that end."""
+        """Open a session, run a cell in it, and end the cell."""
         self.running(name, memory, **fields)
         self.drop(name)
 
     def parked(self, name: str, used: int, memory: int = 10, **fields: Any) -> None:
-        """Let a session have suspended state of ``used`` bytes."""
+        """Open a session and suspend ``used`` bytes of state."""
         self.idle(name, memory, **fields)
         got(self.release(name), ev.Suspend, session=name)
         where = self.record(name).slices[0].device
@@ -176,7 +176,7 @@ class Lab:
 
 
 def all_of(actions: list[ev.Action], kind: type[ev.Action], **fields: Any) -> list[Any]:
-    """Return the actions of ``kind`` whose named fields are as given."""
+    """Return the actions of ``kind`` whose fields have the given values."""
     return [
         a for a in actions if type(a) is kind and all(getattr(a, k) == v for k, v in fields.items())
     ]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What must be true of a pool after every event, asked through its public door."""
+"""What must be true of a pool after every event, checked through its public methods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jupyter_gpupool.states import HAS_LEASE
 def check_pool(pool: Pool, now: float, *, deep: bool = True) -> dict[str, Explanation]:
     """Check the accounts and every record, and that planning again changes nothing.
 
-    ``deep``: nor any explanation.
+    With ``deep``, planning again must not change an explanation either.
     """
     assert pool.self_check() == []
     records = pool.records()

@@ -20,7 +20,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture
 def make() -> Iterator[type[Lab]]:
-    """Labs of other machines or rules, checked like ``lab``."""
+    """Make labs with other devices or settings; they are checked like ``lab``."""
     made: list[Lab] = []
 
     class Made(Lab):

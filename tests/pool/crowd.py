@@ -108,7 +108,7 @@ class Crowd:
             found[k.owner.name] = found.get(k.owner.name, 0.0) + (k.computed + more) * k.size
         return found
 
-    # ------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ the simulated world
 
     def ask(self, k: Kernel) -> None:
         k.number += 1

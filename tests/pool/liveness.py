@@ -1,15 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""By brute force: no session waits without need, and no backfilled session delays the head.
+"""Brute-force checks: no session waits without need, and no backfilled session delays the head.
 
-A plan for a waiting session is a set of idle leases that it may preempt (possibly none) and a place
-for each of its slices. It is feasible if the places have the bytes once the suspends under way and
-those of the set are done, host memory has room for the set, and no quota is exceeded. It is
-harmless if it takes nothing that is promised, nothing on the devices that the head of the queue has
-reserved except what it can spare, and no host memory or quota that the head is going to need.
+A plan for a waiting session is a set of idle leases to preempt (possibly none) and a place for each
+of its slices. It is feasible if the places have enough bytes once the suspends under way and those
+of the set are done, if host memory has room for the set, and if it exceeds no quota. It is harmless
+if it takes no promised bytes, nothing that the head of the queue has reserved and cannot spare,
+and no host memory or quota that the head is going to need.
 
-Everything here is what ``Pool.explain``, ``Pool.view`` and ``Pool.record`` tell, or what the naive
-model knows.
+The checks use only what ``Pool.explain``, ``Pool.view`` and ``Pool.record`` return, and the naive
+model.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from jupyter_gpupool.pool.requests import SETTLE
 
 from .naive import Naive, NaiveSession
 
-#: Larger pools have too many subsets.
+#: Larger pools have too many subsets to try.
 MOST_IDLE = 6
 
 
 @dataclass
 class Look:
-    """What can be seen of a pool after an event."""
+    """What the pool shows after an event."""
 
     pool: Pool
     naive: Naive
     told: dict[str, Explanation]
-    #: Bytes that neither a lease nor a process outside the pool has, by device.
+    #: Bytes that no lease and no process outside the pool uses, by device.
     free: dict[str, int]
     promised: dict[str, int]
     head: str = ""
@@ -60,7 +60,7 @@ class Look:
         return sum(s.lease.get(uuid, 0) for s in sessions if s.state == "detaching")
 
     def leases(self, uuid: str) -> list[int]:
-        """The leases on a device that may end for the head: all but its own."""
+        """Return the leases on a device whose end helps the head: all except the head's own."""
         sessions = self.naive.sessions
         return [s.lease[uuid] for n, s in sessions.items() if uuid in s.lease and n != self.head]
 
@@ -98,7 +98,7 @@ def check_liveness(look: Look) -> None:
 
 
 def _may_be_preempted(look: Look, name: str, s: NaiveSession) -> bool:
-    """Return whether a lease may be preempted; for residence and retries by the pool's word."""
+    """Return whether a lease may be preempted; ask the pool about residence and retries."""
     naive, now = look.naive, look.naive.now
     if s.state != "idle" or now < s.idle_since + naive.settings.reclaim_after:
         return False
@@ -117,7 +117,7 @@ def _may_be_preempted(look: Look, name: str, s: NaiveSession) -> bool:
 
 
 def _check_growth(look: Look) -> None:
-    """While a session waits, no lease keeps grown bytes that a sample has shown to be unused."""
+    """Check that no lease keeps unused grown bytes, as shown by a sample, while a session waits."""
     reasons = [e.reason for e in look.told.values() if e.position is not None]
     if all(why is not None and why.rule == "retry" for why in reasons):
         return
@@ -257,8 +257,8 @@ def _charge(s: NaiveSession, count: int) -> int:
 def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
     """Return whether the wait for ``wanted`` ends no later if ``more`` is given away.
 
-    In every order in which the leases may end. If their ends are not enough, something else must
-    change first, and that is not known: then it is not.
+    This must hold in every order in which the leases may end. If their ends do not free enough,
+    something else must change first, which nobody can predict: the answer is no.
     """
     sizes = list(leases)
     if free + sum(sizes) < wanted:
@@ -272,9 +272,9 @@ def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
 def check_backfill(look: Look, before: dict[str, Explanation], actions: list[ev.Action]) -> None:
     """Check that no session that was attached from behind the head delays it.
 
-    It must leave the head as well off in every order in which the leases on the reserved devices
-    may end. To keep a promise needs no proof: it was given before. Only where class and age alone
-    make the order: what usage has made of it is not known here.
+    The attached session must not make the head start later, in any order in which the leases on the
+    reserved devices end. The pool checks a promise when it makes it, and may keep it without this.
+    Nothing is checked where usage changes the order: this module knows class and age alone.
     """
     rules = look.naive.settings
     if rules.half_life or rules.groups or any(q.daily for q in rules.quotas.values()):
@@ -300,6 +300,6 @@ def check_backfill(look: Look, before: dict[str, Explanation], actions: list[ev.
 
 
 def _rank(look: Look, name: str) -> float:
-    """Return the place of a session in the order, by its class and its age."""
+    """Return a session's place in the order, from its class and its age."""
     settings, record = look.naive.settings, look.pool.record(name)
     return record.queued_at / settings.ageing - settings.priority_classes[record.request.priority]

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A second, simple-minded bookkeeping: what a runner sees, from events and actions alone.
+"""A second, simple model of the pool: what a runner knows from events and actions alone.
 
-It knows none of the pool's data structures. Each action is checked against it at the moment at
-which it is asked for: no grant without room, no suspend of a busy session, no two effects at once,
-epochs that grow, quotas and host memory, every waiting hold answered exactly once.
+It uses none of the pool's data structures. It checks each action at the moment when the pool asks
+for it: no grant without room, no suspend of a busy session, no two effects at once, growing epochs,
+quotas and host memory, and exactly one answer to every waiting hold.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class NaiveSession:
     lease: dict[str, int] = field(default_factory=dict)
     suspended: dict[str, int] = field(default_factory=dict)
     bound: tuple[str, ...] = ()
-    #: The guard can move its processes to another device of the model at their first context.
+    #: The guard can move its processes, at their first context, to another device of this model.
     lands: bool = False
-    #: The driver refused to move it.
+    #: The driver refused to move its state.
     immovable: bool = False
-    #: ``suspended`` names what a pause has set aside.
+    #: ``suspended`` names the state that a pause has set aside.
     aside: bool = False
     effect: str = ""
     host: int = 0
@@ -39,20 +39,20 @@ class NaiveSession:
     sampled_at: float = float("-inf")
     idle_since: float = 0.0
     keep_until: float = 0.0
-    #: Seconds that its suspends and resumes took, weighted; and the end of the last resume.
+    #: Weighted mean of the seconds of its suspends and resumes; and the end of the last resume.
     suspend_mean: float = 0.0
     resume_mean: float = 0.0
     resumed_at: float = float("-inf")
-    #: When the lease last grew, and the last sample by device while it was more than guaranteed.
+    #: When the lease last grew, and the last sample of each device on which it has grown.
     grown_at: float = float("-inf")
     sampled: dict[str, float] = field(default_factory=dict)
-    #: A suspend was refused, or the broker restarted: it may be left alone for a while.
+    #: A suspend was refused, or the broker restarted: the pool may leave it alone for a while.
     refused: bool = False
     asked: dict[str, Request] = field(default_factory=dict)
     position: int = 0
 
     def forget(self) -> None:
-        """The lease is gone, and what was known about it."""
+        """Forget what was known about a lease that has ended."""
         self.footprints, self.sampled_at, self.sampled = {}, float("-inf"), {}
         self.grown_at = self.resumed_at = float("-inf")
 
@@ -67,10 +67,10 @@ class Naive:
         self.devices: dict[str, Device] = {}
         self.faulty: set[str] = set()
         self.paused: set[str] = set()
-        #: Sessions for which host memory is short.
+        #: Sessions on whose host memory is short.
         self.pressed: frozenset[str] = frozenset()
         self.foreign: dict[str, int] = {}
-        #: Bytes that the host could give when last seen, and that suspends have taken since.
+        #: Bytes that the host could give at the last sample, and that suspends took since.
         self.available: int | None = None
         self.taken = 0
         self.sessions: dict[str, NaiveSession] = {}
@@ -105,14 +105,14 @@ class Naive:
         return s.charge if s.lease else 0
 
     def stays_until(self, s: NaiveSession) -> float:
-        """Until when its state may not be moved again for a waiting session, by the clock."""
+        """Return until when the pool may not move its state again for a waiting session."""
         share = self.settings.max_swap_overhead
         if not share or self.settings.residence != "clock":
             return float("-inf")
         return s.resumed_at + min(600.0, (s.suspend_mean + s.resume_mean) / share)
 
     def due(self, s: NaiveSession) -> int:
-        """What the owner is charged for the lease: all of it, without the headroom of a resume."""
+        """Return what the lease costs its owner: all of it, without the headroom of a resume."""
         memory, limit = s.request.memory, s.request.limit
         state = s.suspended if s.effect == "attach" else {}
         if state:
@@ -200,7 +200,7 @@ class Naive:
             if event.bound and s.state in ("detached", "queued") and not s.suspended:
                 s.bound = event.bound
             if s.state in ("active", "idle"):
-                s.holds[event.hold] = False  # to be answered again
+                s.holds[event.hold] = False  # the pool must answer it again
         elif isinstance(event, ev.DevicesSettled):
             if s.state in ("detached", "queued") and not s.suspended:
                 s.bound = event.bound
@@ -219,7 +219,7 @@ class Naive:
             if s.holds.pop(event.hold, None) is not None:
                 self._bind(s, event.cuda)
                 if s.state == "detaching" and not s.holds:
-                    s.idle_since = self.now  # if the suspend is refused
+                    s.idle_since = self.now  # in case the agent refuses the suspend
         elif isinstance(event, ev.HoldsReplaced):
             before = bool(s.holds)
             kept = {name: answered for name, answered in s.holds.items() if name == "device"}
@@ -345,7 +345,7 @@ class Naive:
         if s.suspended:
             assert len(a.slices) == len(s.suspended)
             for x, (origin, size) in zip(a.slices, s.suspended.items(), strict=True):
-                # A state that came from a device out of service asks for no more than there is.
+                # State from a device out of service asks for no more than the others have.
                 there = {x.device, origin} - self.drained
                 most = max(self.capacity(u) - self.foreign.get(u, 0) for u in there)
                 enough = min(size + self.settings.resume_headroom, self.capacity(x.device), most)
@@ -391,7 +391,7 @@ class Naive:
         assert s.state in ("active", "idle"), a
         assert a.epoch == s.epoch
         assert [x.device for x in a.slices] == list(s.lease)
-        # The answer to a request comes after the resize that it leads to.
+        # The answer to a request comes after the resize that the request causes.
         request = next(iter(s.asked.values()), s.request)
         for x in a.slices:
             more = x.bytes - s.lease[x.device]

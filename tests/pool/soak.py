@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Random events by the million: ``python -m tests.pool.soak --events 1000000 --seed 0``.
 
-After every event: every action checked by the naive model, all accounts recomputed, and liveness
-by brute force. Prints a JSON summary; a violation ends with the seed and the events that led to it.
+After every event the naive model checks every action, ``check_pool`` recomputes all accounts, and
+``liveness`` tries all plans. Prints a JSON summary; a violation prints its seed and last events.
 """
 
 from __future__ import annotations

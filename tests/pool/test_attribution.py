@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whose GPU memory is whose; the driver's own, overhead, overuse, state. Plain values only."""
+"""How GPU memory is attributed to sessions, driver and others; overhead, overuse, state."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from jupyter_gpupool.pool.model import GiB, MiB, Slice
 
 # ---------------------------------------------------------------------- attribution
 
-#: What the driver keeps beyond what it calls reserved, and what a context takes.
+#: What the driver uses beyond what it reports as reserved, and what a context takes.
 DRIVER, CONTEXT = 80, 100
 
 
 def observed(used, /, *, hidden=(), driver=DRIVER, **listed):
-    """Return an observed device; ``stranger`` is no session's process."""
+    """Return an observed device; ``stranger`` is a process of no session."""
     entries = [Listed(n, None if name == "stranger" else name) for name, n in listed.items()]
     entries += [Listed(size, known=False) for size in hidden]
     return Observed(used, entries, driver, CONTEXT)
@@ -83,8 +83,8 @@ def observed(used, /, *, hidden=(), driver=DRIVER, **listed):
         "more under such a number than the slice covers",
     ],
 )
-def test_memory_in_use_is_the_sessions_the_drivers_or_foreign(device, granted, foreign):
-    """Session ``a`` has a slice if anything is granted, ``s`` is suspended."""
+def test_memory_in_use_belongs_to_sessions_driver_or_foreigners(device, granted, foreign):
+    """Session ``a`` has a slice if ``granted`` is not zero; ``s`` is suspended."""
     found = attribute(device, {"a": Holder(granted)} if granted else {})
     assert found.foreign == foreign
     listed = sum(entry.bytes for entry in device.listed if entry.session == "a")
@@ -103,7 +103,7 @@ def test_session_that_never_called_cuinit_holds_nothing():
     assert attribute(observed(0), holders).footprints == {"a": 0}
 
 
-def test_guard_is_believed_within_the_slice_only():
+def test_figures_of_the_guard_count_within_the_slice_only():
     holders = {"a": Holder(300, counted=5000), "b": Holder(300, counted=200)}
     found = attribute(observed(600, b=250), holders)
     assert found.footprints == {"a": 300, "b": 250}
@@ -152,7 +152,7 @@ def test_attribution_gives_no_byte_twice_and_no_unused_byte(device, holders, lan
         assert listed[name] <= size <= most
     for name, size in found.shown.items():
         assert 0 <= size <= listed[name]
-    # Neither the order of the list nor what sessions write into their own pages matters.
+    # The order of the list does not matter, nor what sessions write into their own pages.
     again = Observed(
         device.used, data.draw(st.permutations(device.listed)), device.driver, device.context
     )
@@ -162,8 +162,8 @@ def test_attribution_gives_no_byte_twice_and_no_unused_byte(device, holders, lan
 
 
 @given(used=st.integers(0, 60), holders=HOLDERS, driver=st.integers(0, 10))
-def test_without_a_list_slices_and_driver_cover_what_is_used(used, holders, driver):
-    """In a container NVML lists no process, or the host's numbers."""
+def test_slices_and_driver_cover_all_memory_without_a_list(used, holders, driver):
+    """In a container NVML lists no process, or process numbers of the host."""
     slices = sum(holder.granted for holder in holders.values())
     found = attribute(Observed(used, (), driver, 3), holders)
     assert found.foreign == max(0, used - slices - driver)
@@ -172,7 +172,7 @@ def test_without_a_list_slices_and_driver_cover_what_is_used(used, holders, driv
 
 
 @given(device=DEVICES, holders=HOLDERS, more=st.integers(0, 30))
-def test_more_of_a_listed_stranger_is_more_foreign(device, holders, more):
+def test_growth_of_a_listed_stranger_is_foreign_memory(device, holders, more):
     grown = Observed(
         device.used + more, [*device.listed, Listed(more)], device.driver, device.context
     )
@@ -182,17 +182,17 @@ def test_more_of_a_listed_stranger_is_more_foreign(device, holders, more):
 # ---------------------------------------------------------------------- the driver's own memory
 
 
-def test_unlisted_memory_is_what_no_process_has():
+def test_unlisted_memory_belongs_to_no_process():
     assert unlisted(100, [30, 20]) == 50
     assert unlisted(40, [30, 20]) == 0
     assert unlisted(100, [30, None]) == 0, "it may have all of it"
 
 
-def test_driver_has_its_reserve_its_residue_and_room_to_vary():
+def test_share_of_the_driver_includes_reserve_and_variation():
     total = 64 * GiB
     assert driver_share(300 * MiB, 100 * MiB, total) == 400 * MiB + slack(total)
     assert driver_share(0, 0, total) == 0, "a driver that shows none is exact"
-    # More than so much are processes that the driver does not list.
+    # More than this belongs to processes that the driver does not list.
     assert driver_share(0, 5 * GiB, total) == 1 * GiB + slack(total)
     assert driver_share(0, 5 * GiB, 4 * GiB) == 512 * MiB + slack(4 * GiB)
 
@@ -205,18 +205,18 @@ def test_device_is_at_rest_without_slices_and_without_strangers():
     assert not at_rest([], leased=True)
 
 
-def test_driver_is_measured_again_when_looks_at_rest_agree():
+def test_driver_share_is_measured_again_at_rest():
     total, was = 64 * GiB, 100 * MiB + slack(64 * GiB)
     grown = 300 * MiB
     assert measured_again([grown] * (REST_LOOKS - 1), 0, total, was) is None
     assert measured_again([grown] * REST_LOOKS, 0, total, was) == grown + slack(total)
-    assert measured_again([grown, 100 * MiB, grown], 0, total, was) is None, "the least counts"
+    assert measured_again([grown, 100 * MiB, grown], 0, total, was) is None, "the smallest counts"
     assert measured_again([50 * MiB] * REST_LOOKS, 0, total, was) is None, "it comes and goes"
     assert measured_again([0] * REST_LOOKS, 0, total, was) == 0
 
 
 @given(st.lists(st.integers(0, 4 * GiB), min_size=REST_LOOKS), st.integers(0, GiB))
-def test_measuring_the_same_again_is_no_news(looks, reserved):
+def test_same_measurement_again_changes_nothing(looks, reserved):
     total = 16 * GiB
     found = measured_again(looks, reserved, total, was=10**15)
     assert found is not None
@@ -227,19 +227,19 @@ def test_measuring_the_same_again_is_no_news(looks, reserved):
 
 
 def looks(*figures, constant=32, complete=True):
-    """Return what is known after looks at (counted, shown), and what the last one shows beyond."""
+    """Feed samples (counted, shown); return what is known, and the last sample's excess."""
     known, more = Overhead(), 0
     for counted, shown in figures:
         known, more = known.look(constant, counted, shown, complete=complete)
     return known, more
 
 
-def test_overhead_is_learnt_when_looks_agree():
+def test_overhead_is_learnt_when_samples_agree():
     known, more = looks(*[(200, 300)] * (AGREE - 1))
     assert (known.beyond(32), more) == (0, 100)
     known, more = looks(*[(200, 300)] * AGREE)
     assert known.beyond(32) == 100
-    # What one look shows beside it may be gone at the next.
+    # What one sample shows in addition may be gone in the next.
     known, _ = known.look(32, 200, 900, complete=True)
     assert known.beyond(32) == 100
 
@@ -252,13 +252,13 @@ def test_small_context_is_credited_if_the_list_is_complete():
     assert known.beyond(32) == 0
 
 
-def test_context_that_costs_more_is_charged_once():
+def test_extra_cost_of_a_context_is_charged_once():
     known, more = looks(*[(32, 50)] * AGREE)
     assert (known.context, known.learnt, known.beyond(32), more) == (50, 0, 18, 18)
 
 
 @given(steady=st.integers(0, 100), at=st.integers(0, 9), extra=st.integers(0, 1000))
-def test_one_look_alone_never_takes_memory_from_a_process(steady, at, extra):
+def test_one_sample_alone_never_takes_memory_from_a_process(steady, at, extra):
     known = Overhead()
     for look in range(10):
         shown = 200 + steady + (extra if look == at else 0)
@@ -272,10 +272,10 @@ def test_list_is_complete_if_only_the_drivers_own_is_missing():
     assert complete(observed(180, a=100))
     assert not complete(observed(181, a=100))
     assert not complete(observed(0)), "no list"
-    assert complete(Observed(500, [Listed(None)], 0)), "one that may have all of it"
+    assert complete(Observed(500, [Listed(None)], 0)), "one process may have all of it"
 
 
-def test_driver_is_excused_for_a_part_of_the_device():
+def test_driver_may_use_a_fixed_part_of_the_device():
     assert [excused(size) for size in (GiB // 4, 2 * GiB, 80 * GiB)] == [
         64 * MiB,
         256 * MiB,
@@ -288,7 +288,7 @@ def test_driver_is_excused_for_a_part_of_the_device():
 TOTALS = {"G0": 2 * GiB, "G1": 2 * GiB}
 
 
-def test_more_than_is_granted_explained_and_tolerated_is_overuse():
+def test_use_beyond_grant_and_tolerance_is_overuse():
     allowed = 128 * MiB  # a sixteenth
     used, granted = {"G0": GiB + allowed}, {"G0": GiB}
     assert overuse(used, granted, {}, TOTALS) == 0
@@ -298,7 +298,7 @@ def test_more_than_is_granted_explained_and_tolerated_is_overuse():
     assert overuse(used, {}, {}, TOTALS) == GiB + allowed + 1
 
 
-def test_devices_do_not_make_up_for_each_other():
+def test_free_bytes_elsewhere_do_not_excuse_overuse():
     used, granted = {"G0": GiB, "G1": 0}, {"G0": GiB // 2, "G1": GiB}
     assert overuse(used, granted, {}, TOTALS) == GiB // 2
 
@@ -312,7 +312,7 @@ def test_tolerance_is_a_part_of_the_device_within_bounds():
     ]
 
 
-def test_overuse_is_acted_upon_once_for_each_time():
+def test_pool_acts_once_on_each_overuse():
     samples, acts = 0, []
     for over in [1, 0, *[1] * (SAMPLES + 2), 0, *[5] * SAMPLES]:
         samples, act = confirmed(samples, over)
@@ -346,7 +346,7 @@ SLICES = (Slice("G0", 300), Slice("G1", 200))
         "it is listed elsewhere",
     ],
 )
-def test_state_to_move_is_what_is_seen_else_the_most(shown, counted, guarded, cuda, want):
+def test_state_to_move_is_the_measured_size_else_the_largest(shown, counted, guarded, cuda, want):
     contexts = {"G0": 40, "G1": 40}
     found = state_to_move(SLICES, shown, counted, contexts, guarded=guarded, cuda=cuda)
     assert found == want
@@ -357,13 +357,13 @@ def test_state_to_move_is_at_most_the_slice():
     assert found == {"G0": 30}
 
 
-def test_state_moved_is_what_came_free_else_what_was_seen():
+def test_state_moved_is_what_came_free_else_the_measured_size():
     assert state_moved(SLICES, {"G0": 7}, {"G0": 5, "G1": 6}) == (Slice("G0", 7), Slice("G1", 6))
     assert state_moved(SLICES, {"G0": 0}, {}) == SLICES
 
 
 @given(state=st.integers(0, 100), granted=st.integers(0, 100), headroom=st.integers(0, 50))
-def test_restore_has_room_for_all_of_its_state(state, granted, headroom):
+def test_restore_reserves_room_for_the_whole_state(state, granted, headroom):
     room = restore_room(state, granted, headroom)
     assert state <= room <= max(state, granted)
     assert room <= state + headroom

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The life of a cell: hold, attach, idle, suspend, resume, and what may come in between."""
+"""The life of a cell: hold, attach, idle, suspend, resume, and what can interrupt them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jupyter_gpupool.pool.model import Hold, Slice
 from .builders import all_of, device, got, none
 
 
-def test_a_session_that_never_takes_a_hold_never_has_a_byte(lab):
+def test_session_without_a_hold_never_has_a_slice(lab):
     assert lab.open("a") == []
     assert lab.after(10_000) == []
     assert lab.state("a") == "detached"
@@ -104,7 +104,7 @@ def test_hold_taken_while_detaching_is_granted_on_refusal(lab):
 
 
 def test_hold_dropped_while_detaching_restarts_idle_time(lab):
-    """The agent tells late of a short cell, and says no to the yield because of it."""
+    """The agent reports a short cell late, and refuses to yield because of it."""
     lab.idle("a")
     lab.after(300)
     assert lab.state("a") == "detaching"
@@ -118,7 +118,7 @@ def test_hold_dropped_while_detaching_restarts_idle_time(lab):
     assert lab.state("a") == "detaching"
 
 
-def test_greeting_while_detaching_is_not_a_cell(lab):
+def test_agents_greeting_while_detaching_is_not_a_cell(lab):
     lab.idle("a")
     lab.after(300)
     lab.after(5)
@@ -174,7 +174,7 @@ def test_waiting_ends_after_max_wait_with_every_hold_refused(make):
 
 
 @pytest.mark.parametrize("epoch", [0, 2, 99])
-def test_a_completion_of_another_epoch_is_logged_and_dropped(lab, epoch):
+def test_completion_of_another_epoch_is_logged_and_dropped(lab, epoch):
     lab.open("a")
     lab.hold("a")
     assert got(lab.done("a", epoch=epoch), ev.Log).code == "stale-completion"
@@ -191,7 +191,7 @@ def test_a_completion_after_the_end_is_dropped(lab):
     assert lab.free() == [16, 16]
 
 
-def test_failed_attach_is_tried_again_in_its_place(make):
+def test_failed_attach_is_retried_and_keeps_its_place(make):
     lab = make(device(0))
     lab.open("a")
     lab.hold("a")
@@ -206,7 +206,7 @@ def test_failed_attach_is_tried_again_in_its_place(make):
     got(lab.after(1.0), ev.Attach, session="a", epoch=2)
 
 
-def test_failed_attaches_are_tried_ever_more_seldom(lab):
+def test_failed_attaches_are_retried_with_back_off(lab):
     lab.open("a")
     lab.hold("a")
     pauses = []
@@ -232,7 +232,7 @@ def test_lost_session_holds_its_bytes_until_its_process_ends(lab):
     assert lab.pool.view(lab.now).host_used == 0
 
 
-def test_a_session_lost_in_a_suspend_ends(lab):
+def test_session_lost_during_its_suspend_ends(lab):
     lab.idle("a")
     lab.after(300)
     got(lab.send(ev.SuspendFailed, session="a", epoch=1, message="hung"), ev.EndSession)
@@ -282,7 +282,7 @@ def test_a_session_opens_once(lab):
     assert got(lab.open("a", rid="2"), ev.Answer).refusal.code == "session-exists"
 
 
-def test_time_that_goes_back_counts_as_the_latest(lab):
+def test_clock_that_goes_back_counts_as_the_latest_time(lab):
     lab.now = 50.0
     lab.idle("a")
     lab.now = 10.0
@@ -290,14 +290,14 @@ def test_time_that_goes_back_counts_as_the_latest(lab):
     assert lab.record("a").state_since == 50.0
 
 
-def test_an_agent_that_reconnects_says_which_holds_it_has(lab):
+def test_reconnecting_agent_reports_its_holds(lab):
     lab.running("a")
     lab.send(ev.HoldsReplaced, session="a", holds=(), cuda=True)
     assert lab.state("a") == "idle"
     assert lab.record("a").bound == ("G0",)
 
 
-def test_the_story_of_a_session_tells_its_last_steps(lab):
+def test_history_of_a_session_has_its_last_steps(lab):
     lab.parked("a", used=4)
     story = lab.pool.story("a")
     assert len(story) == 6
@@ -331,7 +331,7 @@ def device_hold(lab, name="a"):
     return lab.send(ev.HoldTaken, session=name, hold="device", kind="device")
 
 
-def test_reconnected_agent_leaves_the_device_hold(lab):
+def test_reconnected_agent_does_not_end_the_device_hold(lab):
     lab.running("a")
     device_hold(lab)
     lab.send(ev.HoldsReplaced, session="a", holds=())
@@ -345,7 +345,7 @@ def test_reconnected_agent_leaves_the_device_hold(lab):
     assert lab.state("a") == "idle"
 
 
-def test_an_agent_can_not_make_up_activity_of_the_device(lab):
+def test_agent_cannot_invent_activity_of_the_device(lab):
     lab.idle("a")
     lab.send(ev.HoldsReplaced, session="a", holds=(Hold("device", "device", lab.now),))
     assert lab.state("a") == "idle"
@@ -379,7 +379,7 @@ def test_call_waits_for_the_devices_its_process_sees(make):
     got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
 
 
-def test_reason_tells_why_a_free_device_does_not_help(make):
+def test_reason_says_why_a_free_device_does_not_help(make):
     lab = make(device(0), device(1))
     lab.running("a", 16)
     lab.running("b", 16)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a kernel gets that nobody asked for: sizes, and the devices that it sees."""
+"""What a kernel gets by default: sizes, and the devices that it sees."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEFAULT = Request(memory=40, limit=80)
         ("memory", {"quotas": {"*": Quota(memory=10)}}, Request(12, 80), (12, 12)),
     ],
 )
-def test_only_unasked_sizes_are_cut(asked, rules, request_, want):
+def test_only_default_sizes_are_cut(asked, rules, request_, want):
     settings = PoolSettings(host_memory=1000, **rules)
     found = fit_unasked(request_, asked.split(), settings, "ann", [10, 16])
     assert (found.memory, found.limit) == want
@@ -51,7 +51,7 @@ def test_only_unasked_sizes_are_cut(asked, rules, request_, want):
     asked=st.sets(st.sampled_from(["memory", "limit", "devices"])),
     capacities=st.lists(st.integers(0, 30), max_size=4),
 )
-def test_a_cut_request_stays_well_formed(memory, more, devices, asked, capacities):
+def test_request_that_was_cut_stays_valid(memory, more, devices, asked, capacities):
     request = Request(memory, memory + more, devices)
     found = fit_unasked(request, asked, PoolSettings(), "ann", capacities)
     assert 0 < found.memory <= found.limit
@@ -77,7 +77,7 @@ def test_a_kernel_that_asks_for_nothing_gets_the_defaults():
     ],
     ids=["memory alone", "a limit above it", "more than the limit", "both", "the limit alone"],
 )
-def test_unasked_limit_follows_the_memory(base, asked, want):
+def test_default_limit_follows_the_memory(base, asked, want):
     found = changed_request(base, asked)
     assert (found.memory, found.limit) == want
 
@@ -111,11 +111,11 @@ def test_new_kernel_sees_the_device_that_the_fewest_kernels_see():
     assert home(view(0), view(1), view(2), kernels=(2, 1, 1)) == "1"
 
 
-def test_room_now_counts_more_than_few_kernels():
+def test_device_with_room_comes_before_one_with_few_kernels():
     assert home(view(0, free=4), view(1), kernels=(0, 9)) == "1"
 
 
-def test_device_that_is_large_enough_counts_more_than_room_now():
+def test_large_enough_device_comes_before_one_with_room():
     assert home(view(0, free=0), view(1, capacity=8, free=8)) == "0"
 
 
@@ -133,7 +133,7 @@ def test_kernel_sees_as_many_devices_as_it_asks_for():
     assert home(view(0), count=2) == "0"
 
 
-def test_devices_of_a_plan_come_before_everything():
+def test_planned_devices_come_before_all_others():
     assert home(view(0), view(1), seen="0", planned="1") == "1"
 
 
@@ -144,7 +144,7 @@ def test_kernel_keeps_a_device_with_room():
 def test_kernel_leaves_a_device_without_room_for_one_with_room():
     assert home(view(0, free=4), view(1), seen="0") == "1"
     assert home(view(0, drained="Xid 79"), view(1), seen="0") == "1"
-    assert home(view(1), seen="0") == "1", "the device is gone"
+    assert home(view(1), seen="0") == "1", "device 0 has gone"
 
 
 def test_kernel_stays_where_no_device_has_room():
@@ -158,7 +158,7 @@ def test_only_the_device_without_room_is_replaced():
     assert home(*map(view, (1, 2, 3)), view(0, free=4), count=2, seen="01", kernels=crowded) == "12"
 
 
-def test_another_number_of_devices_is_chosen_anew():
+def test_changed_number_of_devices_means_a_new_choice():
     assert home(view(0), view(1), count=2, seen="0") == "01"
     assert home(view(0), view(1), count=1, seen="01") == "0"
 
@@ -179,7 +179,7 @@ VIEWS = st.lists(PLAIN, min_size=1, max_size=5).map(
     count=st.integers(1, 4),
     data=st.data(),
 )
-def test_choice_is_never_empty_is_stable_and_moves_only_to_room(views, counts, memory, count, data):
+def test_choice_is_not_empty_is_stable_and_moves_only_to_room(views, counts, memory, count, data):
     uuids = [v.device.uuid for v in views]
     seen = tuple(data.draw(st.lists(st.sampled_from(uuids), unique=True)))
     kernels = dict(zip(uuids, counts, strict=False))
@@ -190,8 +190,8 @@ def test_choice_is_never_empty_is_stable_and_moves_only_to_room(views, counts, m
     found = choose(seen)
     assert 0 < len(found) == len(set(found)) <= count
     if len(found) == count:
-        assert choose(found) == found, "a second look changes nothing"
-    assert choose(seen, data.draw(st.permutations(views))) == found, "the order of the list"
+        assert choose(found) == found, "a second choice changes nothing"
+    assert choose(seen, data.draw(st.permutations(views))) == found, "not by the order of the list"
     room = {v.device.uuid for v in views if not v.drained_reason and v.free >= memory}
     if len(seen) == count and found != seen:
         assert set(found) <= room

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the plan tells: which leases a session needs, by which rule it waits, what changes it."""
+"""What the plan explains: which leases a session needs, which rule makes it wait, what helps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_explanation_names_the_leases_a_session_needs(make):
         ("a", "G0", 12, "busy"),
         ("b", "G1", 10, "busy"),
     ]
-    assert found.reserved == (Slice("G1", 16),), "the least is missing there"
+    assert found.reserved == (Slice("G1", 16),), "fewer bytes are missing here"
     assert found.changes == ("lease-ends", "idle-lease-yields")
     assert found.text == lab.reason("w")
 
@@ -49,7 +49,7 @@ def test_promise_names_its_place_and_its_suspend(make):
     assert [(h.session, h.use) for h in found.holders] == [("a", "leaving")]
 
 
-def test_time_of_a_yield_is_shown_on_both_sides(make):
+def test_both_sessions_show_the_time_of_the_preemption(make):
     lab = make(device(0), reclaim_after=5.0)
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -85,7 +85,7 @@ def test_session_that_does_not_wait_has_no_reason(make):
         lab.pool.explain("nobody")
 
 
-def test_retry_tells_when(make):
+def test_explanation_has_the_time_of_the_retry(make):
     lab = make(device(0))
     lab.open("a", 4)
     lab.hold("a")
@@ -97,8 +97,8 @@ def test_retry_tells_when(make):
 # --------------------------------------------------------------------------- stability
 
 
-def test_promise_stays_although_a_better_place_appears(make):
-    """Another plan could use another device; the suspends under way must not be in vain."""
+def test_promise_stays_when_a_better_place_appears(make):
+    """Another plan could use another device; the suspends under way must not be wasted."""
     lab = make(device(0), device(1))
     lab.idle("a", 16)
     lab.running("b", 16)
@@ -121,7 +121,7 @@ def test_older_wait_does_not_take_over_a_newer_promise(make):
     lab.hold("head")
     lab.open("w", 4)
     actions = lab.hold("w")
-    got(actions, ev.Attach, session="w")  # beside a, where the head can spare it, or not reserved
+    got(actions, ev.Attach, session="w")  # beside a, where the head can spare it, or elsewhere
     before = told(lab, "head").reserved
     for _ in range(3):
         lab.after(1.0)
@@ -140,7 +140,7 @@ def test_newcomer_of_a_higher_class_takes_over_a_promise(make):
     assert not told(lab, "low").promised
 
 
-def test_worked_example_of_the_page_is_what_the_pool_does():
+def test_pool_does_what_the_example_on_the_page_shows():
     done = subprocess.run(
         [sys.executable, str(DOCS / "make_planner.py"), "--check"],
         capture_output=True,
@@ -151,8 +151,8 @@ def test_worked_example_of_the_page_is_what_the_pool_does():
     assert done.returncode == 0, done.stderr
 
 
-def test_wait_for_memory_and_quota_at_once_is_at_rest(make):
-    """Its owner's idle lease would have to go for the quota, and there is no memory even then."""
+def test_wait_for_memory_and_quota_at_once_is_stable(make):
+    """The quota requires the owner's idle lease to end; even then there is too little memory."""
     lab = make(device(0), device(1), quotas={"ann": Quota(leases=1)})
     lab.idle("a", 10, owner="ann")
     lab.release("a")
@@ -162,7 +162,7 @@ def test_wait_for_memory_and_quota_at_once_is_at_rest(make):
     lab.drop("a")
     lab.running("b", 16)
     lab.open("w", 4, owner="ann")
-    # That to plan again changes nothing is checked after each event.
+    # A check after each event proves that planning again changes nothing.
     lab.send(ev.HoldTaken, session="w", hold="h", kind="device", bound=("G1",))
     lab.after(10)
     assert (told(lab, "w").reason.rule, told(lab, "w").reason.limit) == ("busy", "leases")
@@ -182,7 +182,7 @@ def test_one_event_stays_within_the_budget_of_calls_and_files():
     assert figures["changes_of_file"] <= 50
 
 
-def test_a_wait_that_no_yielding_lease_can_end_names_no_time(make):
+def test_wait_that_no_preemption_can_end_names_no_time(make):
     lab = make(device(0), reclaim_after=5.0)
     lab.idle("a", 4)
     lab.send(ev.DeviceMemorySeen, device="G0", foreign=8, footprints={})
@@ -193,7 +193,7 @@ def test_a_wait_that_no_yielding_lease_can_end_names_no_time(make):
     assert found.changes_at is None
 
 
-def test_quota_reserved_by_a_wait_is_not_used_by_0_kernels(make):
+def test_kernels_do_not_use_quota_that_a_wait_reserves(make):
     lab = make(device(0), quotas={"u": Quota(leases=1)})
     lab.running("a", 16)
     lab.open("head", 16, owner="u")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Burst: a lease grows beyond what is guaranteed, and gives back what it does not use."""
+"""A lease grows beyond its guarantee, and gives back what it does not use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def code(actions):
 
 
 def size(actions, name="a"):
-    """The size of the slice after growth that was granted."""
+    """Ask for growth that the pool grants; return the new size of the slice."""
     resize, answer = [a for a in actions if isinstance(a, (ev.Resize, ev.Answer))]
     assert isinstance(resize, ev.Resize)
     assert resize.session == name
@@ -57,7 +57,7 @@ def test_growth_takes_steps_if_no_session_waits(make):
     assert size(lab.grow("a", 1)) == 17
 
 
-def test_a_step_is_cut_to_what_there_is(make):
+def test_growth_step_is_cut_to_the_free_bytes(make):
     lab = make(device(0), growth_step=100)
     lab.running("a", 4, limit=16)
     lab.running("b", 5)
@@ -66,7 +66,7 @@ def test_a_step_is_cut_to_what_there_is(make):
     assert size(lab.grow("a", 2)) == 16
 
 
-def test_beyond_the_limit_is_refused_with_the_figures(lab):
+def test_growth_beyond_the_limit_is_refused_with_the_figures(lab):
     lab.running("a", 4, limit=8)
     actions = lab.grow("a", 5)
     assert code(actions) == "limit"
@@ -86,7 +86,7 @@ def test_growth_preempts_no_lease(make):
 
 
 @pytest.mark.parametrize("state", ["detached", "queued", "attaching", "detaching"])
-def test_without_a_slice_nothing_grows(make, state):
+def test_session_without_a_slice_cannot_grow(make, state):
     lab = make(device(0))
     lab.open("a", 4, limit=8)
     if state == "queued":
@@ -101,7 +101,7 @@ def test_without_a_slice_nothing_grows(make, state):
     assert code(lab.grow("a", 1)) == "no-memory"
 
 
-def test_growth_without_a_slice_there_is_refused(lab):
+def test_growth_on_a_device_without_a_slice_is_refused(lab):
     assert code(lab.grow("a", 1)) == "unknown-session"
     lab.running("a", 4, limit=8)
     assert code(lab.grow("a", 1, device="G1")) == "no-memory"
@@ -139,18 +139,18 @@ def test_growth_stays_within_what_host_memory_can_take(make):
     assert size(lab.grow("a", 6)) == 10
 
 
-def test_growth_leaves_what_waiting_sessions_were_promised(make):
+def test_growth_leaves_bytes_promised_to_waiting_sessions(make):
     lab = make(device(0))
     lab.idle("i", 8)
     lab.running("a", 4, limit=12)
     lab.open("w", 12)
-    # 4 are free and 8 on their way: all promised.
+    # 4 bytes are free and a suspend frees 8: all are promised.
     assert suspends(lab.hold("w")) == ["i"]
     assert code(lab.grow("a", 1)) == "no-memory"
     assert attaches(lab.suspended("i", ("G0", 2))) == ["w"]
 
 
-def test_growth_leaves_what_the_head_of_the_queue_accumulates(make):
+def test_growth_leaves_bytes_that_the_head_accumulates(make):
     lab = make(device(0))
     lab.running("b", 4)
     lab.running("a", 4, limit=12)
@@ -166,7 +166,7 @@ def test_growth_leaves_what_the_head_of_the_queue_accumulates(make):
 
 
 def grown(make, used=6, **rules):
-    """A session with 4 guaranteed that has grown to 12 and was seen to use ``used``."""
+    """Make a session with 4 guaranteed that has grown to 12 and uses ``used`` in a sample."""
     lab = make(device(0), growth_step=8, **rules)
     lab.running("a", 4, limit=12)
     assert size(lab.grow("a", 1)) == 12
@@ -234,14 +234,14 @@ def test_bytes_just_grown_stay_until_a_sample_is_new_enough(make):
     assert attaches(actions) == ["w"]
 
 
-def test_used_grown_bytes_come_back_by_a_suspend(make):
+def test_used_grown_bytes_are_reclaimed_by_a_suspend(make):
     lab = grown(make, used=12)
     lab.open("w", 10)
     assert suspends(lab.hold("w")) == []
     assert suspends(lab.drop("a")) == ["a"]
     assert attaches(lab.suspended("a", ("G0", 12))) == ["w"]
     lab.end("w")
-    # It comes back to what it used, with the headroom for a moment.
+    # The resume takes the used bytes, and the headroom for a moment.
     assert got(lab.hold("a"), ev.Attach).slices == (Slice("G0", 13),)
     assert got(lab.done("a"), ev.Resize).slices == (Slice("G0", 12),)
 
@@ -279,7 +279,7 @@ def test_a_limit_below_what_is_in_use_is_refused_with_the_figure(make):
     assert got(actions, ev.Resize).slices == (Slice("G0", 9),)
 
 
-def test_what_was_just_restored_is_in_use_before_it_is_measured(lab):
+def test_restored_bytes_count_as_used_until_they_are_measured(lab):
     lab.parked("a", used=9)
     lab.hold("a")
     lab.done("a")
@@ -288,7 +288,7 @@ def test_what_was_just_restored_is_in_use_before_it_is_measured(lab):
     assert refusal.details["in_use"] == 9
 
 
-def test_growth_is_over_with_the_lease(make):
+def test_growth_ends_with_the_lease(make):
     lab = grown(make, used=6)
     lab.drop("a")
     assert suspends(lab.release("a")) == ["a"]
@@ -307,7 +307,7 @@ def test_growth_reclaims_nothing_from_its_own_session(make):
     assert lab.where("a") == [("G0", 12)]
 
 
-def test_session_that_stays_gives_up_unused_growth(make):
+def test_session_that_keeps_its_slice_gives_up_unused_growth(make):
     lab = grown(make)
     lab.drop("a")
     lab.release("a")
@@ -318,12 +318,12 @@ def test_session_that_stays_gives_up_unused_growth(make):
     assert attaches(actions) == ["w"]
 
 
-def test_growth_may_use_what_is_promised_to_itself(make):
+def test_growth_may_use_bytes_promised_to_the_same_session(make):
     lab = make(device(0))
     lab.idle("i", 8)
     lab.running("a", 4)
     assert suspends(lab.change("a", 12)) == ["i"]
-    # 4 are free, and part of the 8 that it is promised.
+    # 4 bytes are free, and they are part of the 8 promised to it.
     actions = lab.grow("a", 3)
     assert suspends(actions) == []
     assert got(actions, ev.Resize).slices == (Slice("G0", 7),)
@@ -335,7 +335,7 @@ def test_growth_may_use_what_is_promised_to_itself(make):
 
 
 def test_growth_does_not_starve_behind_short_cells(make):
-    """A busy kernel that asks for more goes before the sessions that ask after it."""
+    """A busy kernel that asks for more is served before sessions that ask later."""
     lab = make(device(0))
     lab.running("a", 8)
     lab.running("s0", 8)
@@ -349,20 +349,20 @@ def test_growth_does_not_starve_behind_short_cells(make):
 
 
 def test_growth_ages_like_a_wait(make):
-    """It overtakes a higher class that has waited for less, point by point."""
+    """Points count: the growth has waited for longer and so overtakes a higher class."""
     lab = make(device(0), ageing=1.0)
     lab.running("a", 8)
     lab.running("b", 8)
     lab.change("a", 12)
     lab.after(150.0)
-    lab.open("w", 8, priority="interactive")  # 100 points more, and 150 s later
+    lab.open("w", 8, priority="interactive")  # 100 points more, but 150 s later
     lab.hold("w")
     assert lab.pool.explain("w").ahead == ("a",)
     got(lab.end("b"), ev.Resize, session="a")
 
 
-def test_growth_as_the_head_reserves_what_others_have(make):
-    """Sessions behind it get only what it can spare; its own lease is not one that ends for it."""
+def test_growth_at_the_head_reserves_bytes_of_other_leases(make):
+    """Sessions behind the head get what it can spare; the head does not reserve its own lease."""
     lab = make(device(0))
     lab.running("a", 8)
     lab.running("b", 4)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Host memory is short where suspended state lies: it goes back to a device that has room."""
+"""Under host memory pressure, suspended state goes back to a device that has room."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_largest_state_that_has_room_goes_back_one_at_a_time(make):
         away(lab, name, size)
     lab.running("busy", 5)
     assert attached(press(lab, "small", "large", "huge")) == ["large"]
-    # It may be enough: the next one goes when a later sample says that it was not.
+    # This may be enough: the next one goes only if a later sample says that it was not.
     assert attached(press(lab, "small", "large", "huge")) == []
     lab.done("large")
     assert lab.record("large").state == "idle"
@@ -43,7 +43,7 @@ def test_the_largest_state_that_has_room_goes_back_one_at_a_time(make):
     assert attached(press(lab, "small", "large", "huge")) == ["small"]
 
 
-def test_only_states_that_it_concerns_go_back(make):
+def test_only_states_under_host_pressure_go_back(make):
     lab = make(device(0))
     away(lab, "here", 2)
     away(lab, "elsewhere", 9)
@@ -58,7 +58,7 @@ def test_relief_preempts_nothing_and_takes_nothing_reserved(make):
     lab.idle("b", 10)
     none(press(lab, "a"), ev.Attach)
     assert lab.record("b").state == "idle"
-    # The head of the queue is promised what comes free.
+    # The head of the queue is promised the bytes that become free.
     lab.open("w", 12)
     lab.hold("w")
     assert lab.record("b").state == "detaching"
@@ -67,7 +67,7 @@ def test_relief_preempts_nothing_and_takes_nothing_reserved(make):
     none(press(lab, "a"), ev.Attach)
 
 
-def test_a_quota_holds_for_it(make):
+def test_relief_respects_a_quota(make):
     lab = make(device(0), quotas={"*": Quota(leases=1)})
     away(lab, "a", 4, owner="ann")
     lab.running("b", 4, owner="ann")
@@ -76,7 +76,7 @@ def test_a_quota_holds_for_it(make):
     assert attached(press(lab, "a")) == ["a"]
 
 
-def test_while_it_lasts_nothing_is_suspended_there(make):
+def test_nothing_is_suspended_under_host_pressure(make):
     lab = make(device(0), idle_timeout=10.0)
     lab.idle("a", 10)
     press(lab, "a")
@@ -91,7 +91,7 @@ def test_while_it_lasts_nothing_is_suspended_there(make):
     assert [a.session for a in suspends] == ["a"]
 
 
-def test_what_holds_no_memory_yields_all_the_same(make):
+def test_empty_leases_yield_under_host_pressure(make):
     lab = make(device(0))
     lab.idle("a", 10)
     press(lab, "a")
@@ -101,7 +101,7 @@ def test_what_holds_no_memory_yields_all_the_same(make):
     assert [a.session for a in all_of(actions, ev.Suspend)] == ["a"]
 
 
-def test_a_resume_that_failed_is_tried_again_after_a_while(make):
+def test_failed_resume_is_retried_after_a_while(make):
     lab = make(device(0))
     away(lab, "a", 4)
     press(lab, "a")
@@ -112,7 +112,7 @@ def test_a_resume_that_failed_is_tried_again_after_a_while(make):
     assert attached(press(lab, "a")) == ["a"]
 
 
-def test_a_hold_that_comes_meanwhile_is_granted_at_the_end(make):
+def test_hold_during_the_resume_is_granted_at_its_end(make):
     lab = make(device(0))
     away(lab, "a", 4)
     press(lab, "a")
@@ -123,7 +123,7 @@ def test_a_hold_that_comes_meanwhile_is_granted_at_the_end(make):
     assert lab.record("a").state == "active"
 
 
-def test_a_suspend_that_host_memory_refused_says_why_it_stays(make):
+def test_suspend_refused_for_host_memory_explains_the_stay(make):
     lab = make(device(0))
     lab.idle("a", 10)
     lab.open("w", 10)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""State that the driver did not move to another device; and how much room a resume asks for."""
+"""State that the driver cannot move to another device; and how much room a resume asks for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def not_moved(lab: Lab, name: str) -> list[ev.Action]:
 
 @pytest.fixture
 def lab(make):
-    """State of ``a`` from G0, which ``b`` has now, was to go to G1, and did not."""
+    """Try to resume ``a`` from G0, which ``b`` has now, on G1; the driver cannot move it."""
     lab = make(device(0), device(1))
     lab.parked("a", used=10)
     assert [s.device for s in lab.record("a").suspended] == ["G0"]
@@ -43,7 +43,7 @@ def test_immovable_state_waits_for_its_device(lab):
     assert lab.state("a") == "active"
 
 
-def test_an_idle_kernel_there_yields_to_him(lab):
+def test_idle_kernel_on_that_device_yields(lab):
     lab.after(2)
     got(lab.drop("b"), ev.Suspend, session="b")
     attach = got(lab.suspended("b", ("G0", 12)), ev.Attach, session="a")
@@ -63,7 +63,7 @@ def test_refusal_to_move_is_remembered_after_reattach(lab):
     assert lab.state("a") == "queued"
 
 
-def test_without_that_device_another_is_better_than_none(lab):
+def test_state_of_a_lost_device_resumes_on_another(lab):
     lab.after(2)
     actions = lab.send(ev.DeviceDrained, device="G0", reason="lost")
     attach = got(actions, ev.Attach, session="a")
@@ -78,14 +78,14 @@ def test_the_headroom_of_a_resume_is_less_on_a_small_device(make, size, room):
     lab.parked("a", used=200 * MiB, memory=100 * MiB)
     attach = got(lab.hold("a"), ev.Attach, session="a")
     assert [s.bytes for s in attach.slices] == [200 * MiB + room]
-    # Once it is back, this is for others.
+    # Once it is back, the headroom is free for others.
     lab.done("a")
     assert lab.where("a") == [("G0", 200 * MiB)]
     assert all_of(lab.after(1), ev.EndSession) == []
 
 
-def test_what_a_display_server_takes_for_ever_is_not_waited_for(make):
-    """The kernel filled the rest of the only device: with the headroom it would never be back."""
+def test_resume_does_not_wait_for_bytes_of_a_display_server(make):
+    """The kernel filled the rest of the only device: it must not wait for headroom."""
     lab = make(device(0, 64), resume_headroom=4)
     lab.seen("G0", foreign=2)
     lab.parked("a", used=61, memory=60)
@@ -95,7 +95,7 @@ def test_what_a_display_server_takes_for_ever_is_not_waited_for(make):
     assert lab.where("a") == [("G0", 61)]
 
 
-def test_available_headroom_is_awaited_or_found_elsewhere(make):
+def test_resume_waits_for_headroom_or_finds_it_elsewhere(make):
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.parked("a", used=61, memory=60)
     lab.seen("G0", foreign=2)
@@ -103,7 +103,7 @@ def test_available_headroom_is_awaited_or_found_elsewhere(make):
     assert [(s.device, s.bytes) for s in attach.slices] == [("G1", 64)]
 
 
-def test_waiting_state_gives_up_headroom_that_has_gone(make):
+def test_waiting_state_does_not_wait_for_headroom_that_has_gone(make):
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.parked("a", used=61, memory=60)
     lab.running("b", 60)
@@ -115,7 +115,7 @@ def test_waiting_state_gives_up_headroom_that_has_gone(make):
     assert [(s.device, s.bytes) for s in attach.slices] == [("G0", 62)]
 
 
-def test_without_the_device_that_had_headroom_the_other_will_do(make):
+def test_state_resumes_without_headroom_if_its_device_goes(make):
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.parked("a", used=61, memory=60)
     lab.seen("G0", foreign=2)
@@ -126,8 +126,8 @@ def test_without_the_device_that_had_headroom_the_other_will_do(make):
     assert [(s.device, s.bytes) for s in attach.slices] == [("G0", 62)]
 
 
-def test_two_nearly_full_states_come_back_in_place(make):
-    """Each slice asked for the headroom that only the roomier device had, without end."""
+def test_two_nearly_full_states_resume_on_their_own_devices(make):
+    """Before, the session waited for headroom that only the roomier of its two devices had."""
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.idle("a", memory=50, devices=2)
     lab.release("a")
@@ -151,8 +151,8 @@ def test_two_states_resume_without_headroom_if_none_has_it(make):
     assert [(s.device, s.bytes) for s in attach.slices] == [("G0", 62), ("G1", 59)]
 
 
-def test_state_that_is_more_than_the_pool_has_to_give_comes_back(make):
-    """Without the guard a kernel takes what the driver, or the admin, keeps in reserve, too."""
+def test_state_larger_than_the_usable_memory_resumes(make):
+    """Without the guard a kernel also takes what the driver, or the admin, keeps in reserve."""
     lab = make(device(0, 64, memory_reserved=2), reserve=1)
     lab.parked("a", used=63, memory=61)
     attach = got(lab.hold("a"), ev.Attach, session="a")

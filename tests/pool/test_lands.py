@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A session whose processes have looked at a device, and can be moved with their first context."""
+"""Sessions whose processes have seen a device, and can be moved at their first context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def landing(index, model="A", **fields):
 
 
 def asked(lab, name, *bound, memory=10, lands=True):
-    """Open a session whose process has looked at devices and now makes its first context."""
+    """Open a session whose process has seen devices and now makes its first context."""
     lab.send(
         ev.SessionOpened, session=name, owner=Owner(name), attach="lazy", lands=lands,
         request=Request(memory=memory, limit=memory, devices=len(bound)),
@@ -28,18 +28,18 @@ def asked(lab, name, *bound, memory=10, lands=True):
     return lab.send(ev.HoldTaken, session=name, hold="device", kind="device", bound=bound)
 
 
-def test_room_for_a_context_is_in_no_slice():
+def test_no_slice_uses_the_room_for_a_landing_context():
     lab = Lab(landing(0), landing(1))
     assert [view.capacity for view in lab.pool.view(lab.now).devices] == [16, 16]
 
 
-def test_it_stays_where_it_looked_if_there_is_room():
+def test_session_stays_on_the_device_it_saw_if_there_is_room():
     lab = Lab(landing(0), landing(1))
-    lab.running("b", 4)  # on 0, which best fit would take
+    lab.running("b", 4)  # on 0, which best fit would choose
     got(asked(lab, "a", "G1"), ev.Attach, session="a", slices=(Slice("G1", 10),))
 
 
-def test_it_goes_wherever_there_is_room_on_its_model():
+def test_session_goes_to_any_device_of_its_model_with_room():
     lab = Lab(landing(0), landing(1))
     lab.running("b", 16)
     got(asked(lab, "a", "G0"), ev.Attach, session="a", slices=(Slice("G1", 10),))
@@ -55,7 +55,18 @@ def test_sessions_that_saw_one_device_share_the_model():
     got(lab.end("d"), ev.Attach, session="w2")
 
 
-def test_another_model_is_not_for_it_and_its_user_knows():
+def test_session_is_bound_to_where_its_memory_was_seen():
+    """Settled on 0 and moved to 1, which keeps no room for a context: it is there now."""
+    lab = Lab(landing(0), device(1, 17, model="A"))
+    lab.running("b", 16)  # on 0
+    asked(lab, "a", "G0")
+    lab.done("a")
+    assert lab.where("a") == [("G1", 10)]
+    lab.seen("G1", a=10)
+    assert lab.pool.record("a").bound == ("G1",)
+
+
+def test_session_does_not_go_to_another_model_and_says_why():
     lab = Lab(landing(0), landing(1), landing(2, "B"))
     lab.running("b", 16)
     lab.running("c", 16)
@@ -166,7 +177,7 @@ def test_a_refusal_of_another_lease_changes_nothing(how):
     assert lab.record("a").bound == before.bound
 
 
-def test_cuinit_while_it_waits_binds_the_wait_to_what_it_sees():
+def test_cuinit_binds_a_waiting_session_to_visible_devices():
     lab = Lab(landing(0), landing(1, "B"))
     lab.running("b", 16)
     lab.running("c", 16)
@@ -177,7 +188,7 @@ def test_cuinit_while_it_waits_binds_the_wait_to_what_it_sees():
     got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
 
 
-def test_preferred_devices_of_a_wait_are_those_promised():
+def test_preferred_devices_of_a_wait_are_the_promised_ones():
     lab = Lab(landing(0), landing(1, "B"))
     lab.running("b", 16)
     lab.running("c", 16)
@@ -202,7 +213,7 @@ def test_request_too_large_for_its_model_is_refused():
     assert refused.next_step == ("Restart the kernel to use another GPU, or ask for at most 16 B.")
     assert refused.details["most"] == 16
     assert lab.state("a") == "detached"
-    # Asking for less helps, as it says; asking for more again does not.
+    # Asking for less helps, as the message says; asking for more again does not.
     assert lab.change("a", 16)[0].refusal is None
     got(lab.hold("a"), ev.Attach, session="a", slices=(Slice("G0", 16),))
 
@@ -215,7 +226,7 @@ def test_changed_request_too_large_for_its_model_is_refused():
     assert "of the model A" in lab.change("a", 20)[0].refusal.message
 
 
-def test_wait_ends_once_it_settles_on_a_model_too_small():
+def test_wait_ends_when_its_model_is_too_small():
     lab = Lab(landing(0), device(1, 49, model="B", landing_bytes=1))
     lab.running("b", 48)
     lab.open("a", 20, lands=True)
@@ -232,7 +243,7 @@ def test_gpu_that_binds_a_process_is_named_as_too_small():
     assert "that GPU can give at most 16 B" in refused.refusal.message
 
 
-def test_two_gpus_of_a_model_count_by_the_second_largest():
+def test_second_largest_gpu_limits_a_request_for_two():
     lab = Lab(
         landing(0), device(1, 31, model="A", landing_bytes=1), landing(2, "B"), landing(3, "B")
     )
@@ -258,7 +269,7 @@ def test_session_set_aside_is_restored_with_its_next_lease():
     assert lab.record("a").bound == ("G1",)
 
 
-def test_session_set_aside_and_back_needs_no_resume():
+def test_session_set_aside_and_taken_back_needs_no_resume():
     lab = Lab(landing(0), landing(1))
     lab.open("a", 10, lands=True)
     lab.send(ev.SetAside, session="a", suspended=(Slice("G0", 2),))
@@ -266,7 +277,7 @@ def test_session_set_aside_and_back_needs_no_resume():
     assert got(lab.hold("a"), ev.Attach, session="a").origin == ()
 
 
-def test_session_that_waits_is_set_aside_and_goes_on_waiting():
+def test_waiting_session_is_set_aside_and_goes_on_waiting():
     lab = Lab(landing(0))
     lab.open("a", 10, lands=True)
     lab.send(ev.DevicePaused, device="G0", reason="paused")
@@ -276,7 +287,7 @@ def test_session_that_waits_is_set_aside_and_goes_on_waiting():
     assert got(lab.send(ev.DeviceResumed, device="G0"), ev.Attach, session="a").origin == ("G0",)
 
 
-def test_session_that_got_its_lease_meanwhile_is_not_set_aside():
+def test_session_with_a_new_lease_is_not_set_aside():
     lab = Lab(landing(0))
     lab.running("a", 10)
     lab.send(ev.SetAside, session="a", suspended=(Slice("G0", 0),))

@@ -29,7 +29,7 @@ QUOTAS = st.builds(
     quotas=st.dictionaries(st.sampled_from(("me", "*", "you")), QUOTAS),
     suspends=st.booleans(),
 )
-def test_most_is_accepted_and_more_is_refused(devices, capacities, kernel, host, quotas, suspends):
+def test_largest_request_is_the_most_accepted(devices, capacities, kernel, host, quotas, suspends):
     settings = PoolSettings(max_memory_per_kernel=kernel, host_memory=host, quotas=quotas)
     capacities.sort(reverse=True)
 
@@ -66,6 +66,6 @@ def test_the_tightest_rule_counts(devices, rules, most):
     assert most_memory(devices, Owner("me"), settings, [40, 30], suspends=True) == most
 
 
-def test_host_memory_is_no_bound_where_nothing_can_suspend():
+def test_host_memory_sets_no_bound_without_suspend():
     settings = PoolSettings(host_memory=5, quotas={"*": Quota(suspended=5)})
     assert most_memory(1, Owner("me"), settings, [40], suspends=False) == 40

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The parts of the pool against slow but obvious versions of themselves."""
+"""The parts of the pool against slow but simple versions of the same rules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def session(name: str = "s", **fields: Any) -> Session:
     wanted=st.integers(1, 24),
 )
 def test_spare_bytes_never_delay_the_head_of_the_queue(leases, free, wanted):
-    """In whatever order the present leases end, it starts as early as without the gift."""
+    """In whatever order the leases end, the head starts as early as without the backfill."""
     room = Room(DeviceLedger(device(0), capacity=sum(leases) + free, granted=sum(leases)))
     room.leases = [(session(), size) for size in leases]
     given_away = room.spare(wanted)
@@ -73,13 +73,13 @@ def test_order_of_two_never_changes_while_both_wait(since, classes, later):
         assert first == ("a" if points[0] > points[1] else "b")
 
 
-def test_without_ageing_only_the_class_counts():
+def test_only_the_class_counts_without_ageing():
     late = session("late", queued_at=1e9, priority="high")
     early = session("early", queued_at=0.0, priority="low")
     assert [s.id for s in order(waiting(1e9, 0.0, early, late))] == ["late", "early"]
 
 
-def test_unknown_step_is_an_error_with_a_story():
+def test_unknown_step_is_an_error_with_the_last_steps():
     state, s = Facts(PoolSettings()), session()
     state.now = 1.0
     state.add(s)
@@ -106,7 +106,7 @@ def test_session_is_recorded_and_restored_with_every_field():
     full = {f.name: values.get(str(f.type)) for f in dataclasses.fields(SessionRecord)}
     before = SessionRecord(**{**full, **fixed})  # type: ignore[arg-type]
     after = record(restored(before, 100.0), "busy")
-    changed = {"state_since", "idle_since"}  # both begin anew
+    changed = {"state_since", "idle_since"}  # both start at the restart
     for field in dataclasses.fields(SessionRecord):
         if field.name not in changed:
             assert getattr(after, field.name) == getattr(before, field.name), field.name

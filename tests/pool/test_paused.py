@@ -36,7 +36,7 @@ def test_lease_leaves_a_paused_gpu_after_the_running_cell():
     got(lab.drop("a"), ev.Suspend, session="a", reason=WHY)
 
 
-def test_attach_under_way_is_finished_and_leaves_when_idle():
+def test_attach_under_way_ends_before_the_lease_leaves():
     lab = Lab(device(0))
     lab.open("a")
     lab.hold("a")
@@ -45,7 +45,7 @@ def test_attach_under_way_is_finished_and_leaves_when_idle():
     got(lab.done("a"), ev.Suspend, session="a")
 
 
-def test_wait_for_a_paused_device_tells_the_admins_reason():
+def test_wait_for_a_paused_device_shows_the_admins_reason():
     lab = Lab(device(0), device(1))
     lab.open("a")
     lab.parked("b", 4)
@@ -79,7 +79,7 @@ def test_refused_suspend_is_tried_again_while_the_pause_lasts():
     got(lab.after(61.0), ev.Suspend, session="a")
 
 
-def test_resume_gives_back_no_device_that_is_faulty():
+def test_end_of_a_pause_does_not_return_a_faulty_device():
     lab = Lab(device(0))
     lab.send(ev.DeviceDrained, device="G0", reason="Xid 79")
     pause(lab)
@@ -103,7 +103,7 @@ def test_pause_outlives_a_device_that_is_found_healthy():
     assert lab.state("a") == "queued"
 
 
-def test_plan_on_a_device_that_is_paused_is_given_up():
+def test_pool_drops_a_plan_on_a_device_that_is_paused():
     lab = Lab(device(0))
     lab.idle("a")
     lab.after(1.0)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which devices a session would get: asked before its process settles on those that it sees."""
+"""Which devices a session would get, before its process is bound to those that it sees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_preferred_is_the_device_with_room(lab):
 
 
 def test_preferred_is_the_device_of_the_victim(lab):
-    """Nothing is free, one lease is idle: bound to the other device it would wait for a cell."""
+    """Nothing is free, one lease is idle: on the other device it would have to wait for a cell."""
     lab.running("b", 16)
     lab.idle("c", 16)
     lab.open("a", 10)
@@ -26,14 +26,14 @@ def test_preferred_is_the_device_of_the_victim(lab):
     got(lab.hold("a"), ev.Suspend, session="c")
 
 
-def test_where_everything_is_in_use_there_is_none(lab):
+def test_no_device_is_preferred_if_all_are_in_use(lab):
     lab.running("b", 16)
     lab.running("c", 16)
     lab.open("a", 10)
     assert lab.pool.preferred("a") == ()
 
 
-def test_preferred_is_what_the_session_has_or_is_bound_to(make):
+def test_preferred_is_the_device_that_the_session_has_or_needs(make):
     lab = make(device(0), device(1))
     lab.running("a", 4)
     assert lab.pool.preferred("a") == ("G0",)
@@ -49,7 +49,7 @@ def test_several_devices_are_named_in_order(lab):
     assert sorted(lab.pool.preferred("a")) == ["G0", "G1"]
 
 
-def test_asking_promises_nothing_and_changes_nothing(lab):
+def test_query_for_preferred_devices_changes_nothing(lab):
     lab.idle("b", 16)
     lab.open("a", 10)
     before, records = lab.pool.view(lab.now), lab.pool.records()

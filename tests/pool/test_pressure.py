@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Pressure: victims, the order of the queue, backfilling, and the reasons that people read."""
+"""Pressure: victims, the order of the queue, backfilling, and the reasons that users read."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def test_only_idle_leases_are_preempted(make):
     assert attaches(actions) == ["w"]
 
 
-def test_the_largest_bytes_times_idle_time_yields_first(make):
+def test_lease_with_most_bytes_times_idle_time_yields_first(make):
     lab = make(device(0, 30))
     lab.idle("small-old", 4)
     lab.after(100)
     lab.idle("large-new", 20)
     lab.after(10)
     lab.open("w", 7)
-    # 4 x 110 < 20 x 10 does not hold, but 4 bytes and the 6 free ones suffice.
+    # 4 x 110 < 20 x 10 is false, but the 4 bytes and the 6 free ones are enough.
     assert suspends(lab.hold("w")) == ["small-old"]
 
 
-def test_no_more_yield_than_needed(make):
+def test_no_more_leases_yield_than_needed(make):
     lab = make(device(0, 12))
     lab.idle("a", 2)
     lab.after(100)
@@ -100,7 +100,7 @@ def test_a_refused_suspend_is_not_tried_again_at_once(make):
     assert times == [1, 2, 40, 60]
 
 
-def test_a_pinned_session_is_left_alone_for_a_while_and_says_why(make):
+def test_pool_leaves_a_pinned_session_alone_and_says_why(make):
     lab = make(device(0))
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -111,7 +111,7 @@ def test_a_pinned_session_is_left_alone_for_a_while_and_says_why(make):
     assert suspends(lab.after(1)) == ["a"]
 
 
-def test_device_without_suspend_gives_up_empty_leases_only(make):
+def test_only_empty_leases_end_on_a_device_without_suspend(make):
     lab = make(device(0, can_suspend=False, tier="mig"))
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -159,7 +159,7 @@ def test_full_host_memory_is_the_reason_of_a_wait(make):
     assert suspends(lab.end("p")) == ["a"]
 
 
-def test_machine_short_of_memory_is_not_a_full_budget(make):
+def test_message_tells_low_host_memory_from_a_full_budget(make):
     lab = make(device(0), host_memory=16)
     lab.idle("a", 16)
     lab.send(ev.HostMemorySeen, available=5)
@@ -178,7 +178,7 @@ def test_a_wait_for_host_memory_has_no_estimate(make):
     lab.parked("p", used=10)
     lab.running("b", 16)
     lab.after(20)
-    lab.drop("b")  # from now on it is known for how long a GPU is used
+    lab.drop("b")  # from now on the pool knows for how long a cell uses a GPU
     lab.hold("b", "c2")
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -188,7 +188,7 @@ def test_a_wait_for_host_memory_has_no_estimate(make):
     assert row.eta_seconds is None
 
 
-def test_what_was_measured_counts_instead_of_what_was_granted(make):
+def test_measured_size_counts_instead_of_the_granted_size(make):
     lab = make(device(0), host_memory=16)
     lab.parked("p", used=10)
     lab.idle("a", 16)
@@ -198,7 +198,7 @@ def test_what_was_measured_counts_instead_of_what_was_granted(make):
     assert suspends(lab.seen("G0", a=6)) == ["a"]
 
 
-def test_the_memory_that_the_host_really_has_counts_too(make):
+def test_free_memory_of_the_host_counts_too(make):
     lab = make(device(0))
     lab.idle("a", 16)
     lab.send(ev.HostMemorySeen, available=12)
@@ -208,7 +208,7 @@ def test_the_memory_that_the_host_really_has_counts_too(make):
 
 
 def test_busy_victim_is_tried_again_when_its_cell_ends(make):
-    """Later it would be busy again: one short cell follows the other."""
+    """Later it would be busy again: its short cells follow each other without a pause."""
     lab = make(device(0))
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -220,14 +220,14 @@ def test_busy_victim_is_tried_again_when_its_cell_ends(make):
         assert lab.state("a") == "active"
         lab.now += 0.01
         assert suspends(lab.drop("a", f"c{number}")) == ["a"]
-    # Without a hold the cause is not known, and the pool leaves it alone for a while.
+    # Without a hold the cause is unknown, and the pool leaves it alone for a while.
     lab.refused("a", "busy")
     assert suspends(lab.after(0.9)) == []
     assert suspends(lab.after(0.2)) == ["a"]
 
 
 def test_next_victim_is_tried_when_a_suspend_is_refused(make):
-    """As much may be taken as before, but host memory has room for this one's state."""
+    """Both hold as many bytes, but host memory has room for the state of the second one."""
     lab = make(device(0), host_memory=16)
     lab.parked("p", used=10)
     lab.idle("heavy", 8)
@@ -299,7 +299,7 @@ def test_small_request_is_backfilled_beside_the_head(lab):
     lab.running("a", 10)
     lab.running("b", 12)
     lab.open("head", 16)
-    lab.hold("head")  # claims the device of a, where the least is missing
+    lab.hold("head")  # reserves the device of a, where the fewest bytes are missing
     lab.open("small", 4)
     assert got(lab.hold("small"), ev.Attach).slices == (Slice("G1", 4),)
 
@@ -311,7 +311,7 @@ def test_backfill_leaves_what_the_head_accumulates(make):
     lab.open("head", 10)
     lab.hold("head")
     lab.open("small", 2)
-    # 8 are free, 10 wanted: a or b alone would do, but not after small had taken 3 of them.
+    # 8 are free and 10 wanted: a or b alone is enough, but not if small takes 3 of them.
     assert attaches(lab.hold("small")) == ["small"]
     lab.open("small2", 2)
     assert attaches(lab.hold("small2")) == []
@@ -326,7 +326,7 @@ def test_session_is_backfilled_when_the_head_asks_for_less(make):
     lab.hold("head")
     lab.open("small", 2)
     assert attaches(lab.hold("small")) == []
-    # Now that a has to end in any case, it leaves 3 to spare.
+    # Now a has to end in any case, which leaves 3 to spare.
     assert attaches(lab.change("head", 9)) == ["small"]
 
 
@@ -336,12 +336,12 @@ def test_states_of_different_sizes_find_their_places(make):
     lab.release("a")
     lab.suspended("a", ("G0", 1), ("G1", 10))
     lab.seen("G1", foreign=2)
-    # 10 bytes for one, 11 for the other, and only one device has room for 11.
+    # One needs 10 bytes, the other 11, and only one device has room for 11.
     attach = got(lab.hold("a"), ev.Attach)
     assert attach.slices == (Slice("G1", 10), Slice("G0", 11))
 
 
-def test_head_starts_in_time_although_one_was_backfilled(make):
+def test_backfilled_session_does_not_delay_the_head(make):
     lab = make(device(0))
     lab.running("a", 10)
     lab.open("head", 10)
@@ -365,14 +365,14 @@ def test_two_sessions_in_turns_cannot_starve_the_head(make):
         if suspends(lab.after(0.5)):
             break
         lab.hold("b", "c")
-    # After one period of ageing the head takes what it can get, one by one.
+    # After one period of ageing the head takes the leases that become idle, one by one.
     assert lab.state("b") == "detaching"
     lab.suspended("b", ("G0", 2))
     assert suspends(lab.drop("a")) == ["a"]
     assert attaches(lab.suspended("a", ("G0", 2))) == ["head"]
 
 
-def test_the_claim_of_an_old_head_grows_device_by_device(make):
+def test_reservation_of_an_old_head_grows_device_by_device(make):
     lab = make(device(0), device(1), device(2))
     for name, size in (("a", 8), ("b", 9), ("c", 10)):
         lab.running(name, size)
@@ -415,13 +415,13 @@ def test_state_waits_if_no_other_device_can_take_it(make):
     lab.send(ev.DeviceDrained, device="G0", reason="Xid 79")
     assert attaches(lab.hold("a")) == []
     assert lab.reason("a") == "every GPU that this kernel can use is out of service"
-    # It does not stand in the way of others meanwhile.
+    # Meanwhile it does not block the others.
     lab.open("b", 16)
     assert attaches(lab.hold("b")) == ["b"]
     assert attaches(lab.send(ev.DeviceAppeared, device=device(0))) == ["a"]
 
 
-def test_a_process_that_has_called_cuinit_goes_only_where_it_was(lab):
+def test_process_after_cuinit_returns_only_to_its_device(lab):
     lab.running("a", 10)
     lab.drop("a", cuda=True)
     lab.release("a")
@@ -433,7 +433,7 @@ def test_a_process_that_has_called_cuinit_goes_only_where_it_was(lab):
     assert got(lab.suspended("b", ("G0", 1)), ev.Attach, session="a").slices[0].device == "G0"
 
 
-def test_two_states_of_one_session_land_on_two_devices(make):
+def test_two_states_of_a_session_resume_on_two_devices(make):
     lab = make(device(0, 32), device(1, 32), device(2, 32))
     lab.idle("a", 8, devices=2)
     lab.release("a")
@@ -478,7 +478,7 @@ def test_overuse_is_not_granted_again(make):
 # --------------------------------------------------------------------------- news
 
 
-def test_waiting_session_hears_only_of_changes(make):
+def test_waiting_session_is_told_only_of_changes(make):
     lab = make(device(0))
     lab.running("a", 16)
     lab.open("w1", 16)
@@ -503,7 +503,7 @@ def test_the_eta_comes_from_observed_busy_times(make):
     assert got(lab.hold("w"), ev.QueueMoved).eta == 15.0
 
 
-def test_a_wait_that_has_outlived_its_estimate_has_none(make):
+def test_wait_longer_than_its_estimate_has_no_estimate(make):
     lab = make(device(0))
     lab.running("a", 16)
     lab.after(10)
@@ -518,9 +518,9 @@ def test_a_wait_that_has_outlived_its_estimate_has_none(make):
     lab.after(51)
     lab.open("third", 16)
     moved = {m.session: m.eta for m in all_of(lab.hold("third"), ev.QueueMoved)}
-    # The time that it has waited so far is no evidence of how long it will wait.
+    # The past wait is no evidence for the length of the rest.
     assert moved["w"] is None
-    # It came later, and has still waited for longer than its two turns of 10 s.
+    # It came later, but it has already waited for longer than its two turns of 10 s.
     assert moved["other"] is None
     assert moved["third"] == 30.0
     views = {s.record.id: s for s in lab.pool.view(lab.now).sessions}
@@ -528,7 +528,7 @@ def test_a_wait_that_has_outlived_its_estimate_has_none(make):
     assert views["a"].queued_at is None
 
 
-def test_in_a_long_queue_the_news_come_at_most_once_a_second(make):
+def test_long_queue_sends_news_at_most_once_a_second(make):
     lab = make(device(0), host_memory=10_000)
     lab.running("a", 16)
     for i in range(130):

@@ -10,22 +10,22 @@ from jupyter_gpupool.pool.model import Quota
 from .builders import Lab, device, got, none
 
 
-def test_promise_behind_gives_up_its_quota():
-    """Not memory but the owner's quota is what the one behind must give up."""
+def test_session_behind_gives_up_promised_quota():
+    """The session behind must give up its owner's quota, not memory."""
     lab = Lab(device(0), device(1, 8), quotas={"u": Quota(leases=1)})
     lab.idle("a", 8)
     assert lab.where("a") == [("G1", 8)]
     lab.running("busy", 16)
     lab.open("behind", 8, owner="u", priority="batch")
     got(lab.hold("behind"), ev.Suspend, session="a")
-    lab.open("first", 12, owner="u")  # more than the device has where "behind" is promised some
+    lab.open("first", 12, owner="u")  # too much for the device with the promise to "behind"
     none(lab.hold("first"), ev.Attach)
     got(lab.end("busy"), ev.Attach, session="first")
     assert lab.pool.explain("behind").reason.rule == "quota"
 
 
 def test_request_beyond_all_idle_leases_waits_for_memory():
-    """Although a session ahead of it, which needs less, does."""
+    """A session ahead of it needs less and waits for host memory; this one waits for GPU memory."""
     lab = Lab(device(0), device(1))
     lab.running("c", 9)
     lab.idle("d", 5)
@@ -44,7 +44,7 @@ def test_request_beyond_all_idle_leases_waits_for_memory():
 
 
 def test_lease_granted_in_the_same_pass_counts_for_the_head(make):
-    """The head may start when it ends: what that would give the head is not backfilled."""
+    """The head may start when that lease ends: its bytes are not for backfilling."""
     lab = make(device(0, 9))
     lab.running("a", 4)
     lab.seen("G0", foreign=5)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The pool decides and does nothing else: no clock, no I/O, no chance; and its layers."""
+"""The pool decides and does nothing else: no clock, no I/O, no random numbers; and its layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FORBIDDEN = {
     "uuid",
 }
 
-#: A module may import those to the left of it; imports for types alone count like all others.
+#: A module may import those to the left of it; imports for types alone count as well.
 ORDER = [
     "residence",
     "groups",
@@ -89,7 +89,7 @@ def test_a_module_is_pure(file):
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
-def test_a_module_imports_only_what_is_below_it(file):
+def test_a_module_imports_only_from_lower_layers(file):
     if file.stem == "__init__":
         return
     tree = ast.parse(file.read_text())

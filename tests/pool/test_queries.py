@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Questions to the pool never change it, whatever they name."""
+"""Queries never change the pool, with any argument."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from . import world
 from .test_random import Draws
 from .world import World
 
-#: The methods of a pool that ask, and how: with nothing, sessions, devices or a time.
+#: The methods of a pool that only answer, and their arguments: none, sessions, devices or a time.
 QUERIES: dict[str, Callable[[Pool], Iterable[tuple[Any, ...]]]] = {
     **dict.fromkeys(
         ["next_wakeup", "devices", "suspended", "records", "self_check", "usage"],
@@ -51,7 +51,7 @@ def seen(pool: Pool) -> Any:
 
 
 class Asked(Pool):
-    """A pool that is asked everything before each event, beside one that is never asked."""
+    """A pool that gets every query before each event, beside a twin that gets none."""
 
     def __init__(self, rules: Any) -> None:
         super().__init__(rules)
@@ -62,7 +62,7 @@ class Asked(Pool):
         ask_everything(self)
         assert seen(self) == before
         actions = super().handle(event)
-        assert actions == self.twin.handle(event), "a question has changed a later decision"
+        assert actions == self.twin.handle(event), "a query has changed a later decision"
         assert seen(self) == seen(self.twin)
         return actions
 
@@ -94,7 +94,7 @@ def test_no_query_changes_anything_in_many_random_events(seed, monkeypatch):
         one.step()
 
 
-def test_asking_about_a_device_that_is_not_there_does_not_add_it(lab):
+def test_query_about_an_unknown_device_does_not_add_it(lab):
     before = lab.pool.view(lab.now)
     assert lab.pool.headroom("no-such-device") == 0
     assert lab.pool.view(lab.now) == before
@@ -102,7 +102,7 @@ def test_asking_about_a_device_that_is_not_there_does_not_add_it(lab):
 
 
 def test_query_about_lost_devices_adds_none(lab):
-    """A broker that starts anew may not find the devices that its sessions name."""
+    """A restarted broker may not find the devices that its sessions name."""
     lab.open("a", 4)
     lab.send(ev.HoldTaken, session="a", hold="h", kind="device", bound=("GPU-gone",))
     lab.parked("b", 4)

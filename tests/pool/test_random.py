@@ -21,7 +21,7 @@ from .world import World
 
 
 class Draws:
-    """Hypothesis's choices in the place of ``random.Random``, so that failures shrink."""
+    """Hypothesis's choices in place of ``random.Random``, so that failures shrink."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -99,10 +99,10 @@ TestPoolMachine.settings = settings(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_large_request_does_not_starve(seed):
-    """Small sessions come and go without end; the one that wants whole devices has its turn.
+    """Small sessions come and go without end; the session that wants whole devices has its turn.
 
-    Every cell of theirs is over within 5 s. Within one period of ageing the head claims its
-    devices, after that it takes what becomes idle there.
+    Every cell of the small ones ends within 5 s. Within one period of ageing the head reserves
+    its devices; after that it takes the leases that become idle there.
     """
     rng = random.Random(seed)
     count = rng.choice([1, 2, 3])
@@ -155,12 +155,12 @@ def test_large_request_does_not_starve(seed):
         started = answer(actions)
 
 
-def test_soak():
+def test_random_events_break_no_rule():
     """20,000 random events; the same every time."""
     assert soak.run(20_000, seed=0)["violations"] == 0
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-def test_long_soak():
+def test_a_million_random_events_break_no_rule():
     assert soak.run(1_000_000, seed=0)["violations"] == 0

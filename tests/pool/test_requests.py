@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What people ask for: quotas, impossible requests, another size, release, keep; the wording."""
+"""Requests: quotas, impossible ones, another size, release, keep; and the wording of answers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_request_that_can_never_be_met_is_refused_at_once(make, fields, rules,
     assert refusal.message.endswith(".")
     assert refusal.next_step.endswith(".")
     assert "a" not in lab.pool
-    # The same for a session that asks for it later: nothing else changes.
+    # A session that asks for it later gets the same answer: nothing else changes.
     lab.open("b", 2, owner="user-a")
     if "b" in lab.pool:
         memory = fields["memory"]
@@ -70,12 +70,12 @@ def test_a_request_that_can_never_be_met_is_refused_at_once(make, fields, rules,
         assert rules["quotas"]["user-a"].leases == 0
 
 
-def test_host_budget_is_ignored_where_nothing_can_suspend(make):
+def test_host_budget_is_ignored_without_suspend(make):
     lab = make(device(0, can_suspend=False), host_memory=1)
     assert got(lab.open("a", 16, rid="1"), ev.Answer).refusal is None
 
 
-def test_a_pool_without_devices_refuses_and_says_what_to_run():
+def test_pool_without_devices_refuses_and_says_what_to_run():
     lab = Lab.__new__(Lab)
     from jupyter_gpupool.pool.machine import Pool
 
@@ -107,7 +107,7 @@ def test_refusals_say_what_is_possible_and_what_to_do():
     )
 
 
-def test_rules_that_change_refuse_what_waits_in_vain(make):
+def test_changed_rules_end_waits_that_have_become_impossible(make):
     lab = make(device(0))
     lab.running("a", 16)
     lab.open("w", 12)
@@ -122,13 +122,13 @@ def test_rules_that_change_refuse_what_waits_in_vain(make):
 # --------------------------------------------------------------------------- quotas
 
 
-def test_over_quota_only_for_now_waits_with_that_reason(make):
+def test_session_over_its_quota_waits_with_that_reason(make):
     lab = make(quotas={"ann": Quota(memory=16)})
     lab.running("a", 10, owner="ann")
     lab.open("b", 10, owner="ann")
     assert attaches(lab.hold("b")) == []
     assert lab.reason("b") == "your quota of 16 B is in use by your other kernel"
-    # Others are not held up by that.
+    # This does not hold up other owners.
     lab.open("c", 10)
     assert attaches(lab.hold("c")) == ["c"]
     assert attaches(lab.end("a")) == ["b"]
@@ -145,7 +145,7 @@ def test_an_owners_own_idle_session_makes_room_in_its_quota(make):
 
 
 @pytest.mark.parametrize("quota", [Quota(leases=1), Quota(devices=1)])
-def test_quotas_of_leases_and_devices_hold_too(make, quota):
+def test_quotas_of_leases_and_devices_apply_too(make, quota):
     lab = make(quotas={"*": quota})
     lab.running("a", 2, owner="ann")
     lab.open("b", 2, owner="ann")
@@ -155,7 +155,7 @@ def test_quotas_of_leases_and_devices_hold_too(make, quota):
     assert attaches(lab.end("a")) == ["b"]
 
 
-def test_quota_goes_to_the_owners_earlier_session(make):
+def test_quota_goes_to_the_session_that_came_first(make):
     lab = make(quotas={"ann": Quota(memory=16)})
     lab.running("a", 10, owner="ann")
     lab.open("b", 10, owner="ann")
@@ -196,7 +196,7 @@ def test_a_slice_grows_at_once_if_there_is_room(lab):
     assert got(actions, ev.Answer).note == "The slice is 12 B now."
 
 
-def test_a_slice_grows_once_an_idle_neighbour_has_yielded(make):
+def test_slice_grows_after_an_idle_neighbour_has_yielded(make):
     lab = make(device(0))
     lab.running("a", 4)
     lab.idle("b", 10)
@@ -229,14 +229,14 @@ def test_growth_that_a_quota_stops_says_so(make):
     assert got(lab.end("b"), ev.Resize, session="a").slices == (Slice("G0", 8),)
 
 
-def test_answer_tells_limit_and_guarantee(lab):
+def test_answer_has_the_limit_and_the_guarantee(lab):
     lab.running("a", 4)
     assert got(lab.change("a", 4, limit=8), ev.Answer).note == (
         "The slice is 4 B now. It may grow to 8 B while that much is free; 4 B is guaranteed."
     )
 
 
-def test_growth_that_waits_is_over_when_the_lease_is(make):
+def test_waiting_growth_ends_with_the_lease(make):
     lab = make(device(0))
     lab.running("a", 4)
     lab.running("b", 10)
@@ -248,7 +248,7 @@ def test_growth_that_waits_is_over_when_the_lease_is(make):
     assert got(lab.hold("a"), ev.Attach).slices[0].bytes == 12
 
 
-def test_a_slice_shrinks_to_what_is_asked_once_the_use_is_known(lab):
+def test_slice_shrinks_when_its_use_is_known(lab):
     lab.running("a", 12)
     actions = lab.change("a", 6)
     none(actions, ev.Resize)
@@ -256,7 +256,7 @@ def test_a_slice_shrinks_to_what_is_asked_once_the_use_is_known(lab):
     assert got(lab.seen("G0", a=5), ev.Resize).slices == (Slice("G0", 6),)
 
 
-def test_a_slice_does_not_shrink_below_what_is_in_use(lab):
+def test_slice_does_not_shrink_below_its_use(lab):
     lab.running("a", 12)
     lab.seen("G0", a=9)
     refusal = got(lab.change("a", 6), ev.Answer).refusal
@@ -265,20 +265,20 @@ def test_a_slice_does_not_shrink_below_what_is_in_use(lab):
     assert lab.record("a").request.memory == 12
 
 
-def test_suspended_state_is_a_floor_too(lab):
+def test_slice_does_not_shrink_below_suspended_state(lab):
     lab.parked("a", used=9)
     assert got(lab.change("a", 6), ev.Answer).refusal.code == "in-use"
     assert got(lab.change("a", 9), ev.Answer).refusal is None
 
 
-def test_the_number_of_devices_is_fixed_by_the_first_use_of_cuda(lab):
+def test_first_use_of_cuda_fixes_the_number_of_devices(lab):
     lab.parked("a", used=5)
     refusal = got(lab.change("a", 10, devices=2), ev.Answer).refusal
     assert refusal.code == "devices-bound"
     assert "Restart the kernel" in refusal.next_step
 
 
-def test_the_number_of_devices_may_change_before(lab):
+def test_number_of_devices_may_change_before_cuda_is_used(lab):
     lab.open("a", 10)
     assert got(lab.change("a", 10, devices=2), ev.Answer).refusal is None
     assert len(got(lab.hold("a"), ev.Attach).slices) == 2
@@ -293,7 +293,7 @@ def test_a_waiting_session_may_ask_for_less_and_be_served(make):
     assert attaches(actions) == ["w"]
 
 
-def test_a_change_while_attaching_applies_when_that_is_done(lab):
+def test_change_while_attaching_applies_after_the_attach(lab):
     lab.open("a", 4)
     lab.hold("a")
     none(lab.change("a", 9), ev.Resize)
@@ -318,7 +318,7 @@ def test_release_of_a_busy_slice_waits_for_the_last_hold(lab):
     assert suspends(lab.drop("a", "c2")) == ["a"]
 
 
-def test_release_of_nothing_says_so(make):
+def test_release_without_a_slice_says_so(make):
     lab = make(device(0))
     lab.running("a", 16)
     lab.open("b", 16)
@@ -329,7 +329,7 @@ def test_release_of_nothing_says_so(make):
     assert "on its way" in got(lab.release("a"), ev.Answer).note
 
 
-def test_release_where_nothing_can_suspend_says_what_to_do(make):
+def test_release_without_suspend_says_what_to_do(make):
     lab = make(device(0, can_suspend=False))
     lab.idle("a")
     refusal = got(lab.release("a"), ev.Answer).refusal
@@ -338,7 +338,7 @@ def test_release_where_nothing_can_suspend_says_what_to_do(make):
     assert suspends(lab.release("a")) == ["a"]
 
 
-def test_release_without_host_memory_is_done_later(make):
+def test_release_waits_for_host_memory(make):
     lab = make(host_memory=16)
     lab.parked("p", used=10)
     lab.idle("a", 10)
@@ -353,7 +353,7 @@ def test_keep_postpones_the_idle_time_out(lab):
     assert suspends(lab.after(1)) == ["a"]
 
 
-def test_keep_of_nothing_ends_an_earlier_keep(lab):
+def test_keep_for_zero_seconds_ends_an_earlier_keep(lab):
     lab.idle("a")
     lab.keep("a", 1000)
     lab.after(400)
@@ -363,7 +363,7 @@ def test_keep_of_nothing_ends_an_earlier_keep(lab):
 # --------------------------------------------------------------------------- restart
 
 
-def test_a_restarted_broker_goes_on_with_what_the_journal_says(make):
+def test_restarted_broker_continues_from_the_journal(make):
     old = make(device(0))
     old.parked("p", used=6)
     old.idle("i", 8)
@@ -375,8 +375,8 @@ def test_a_restarted_broker_goes_on_with_what_the_journal_says(make):
     assert lab.state("i") == "idle"
     assert lab.free() == [8]
     assert lab.pool.view(lab.now).host_used == 6
-    # All sessions are counted before anything is taken from one. Of those that may not be idle the
-    # broker keeps a hold until their agents are back.
+    # All sessions are counted before the pool takes anything from one. The broker keeps a hold of
+    # those that may not be idle until their agents are back.
     lab.open("w", 16)
     assert suspends(lab.hold("w")) == []
     assert suspends(lab.after(1)) == ["i"]
@@ -385,7 +385,7 @@ def test_a_restarted_broker_goes_on_with_what_the_journal_says(make):
     assert got(lab.hold("p"), ev.Attach).epoch == 2
 
 
-def test_a_session_that_waited_keeps_its_place_over_a_restart(make):
+def test_waiting_session_keeps_its_place_over_a_restart(make):
     old = make(device(0))
     old.running("a", 16)
     old.open("w", 16)
@@ -416,5 +416,5 @@ def test_recovered_lease_on_a_lost_device_is_kept(make):
     assert got(lab.hold("b"), ev.Attach).slices[0].device == "G1"
 
 
-def test_the_default_rules_are_sound():
+def test_default_rules_are_valid():
     assert PoolSettings().default_priority in PoolSettings().priority_classes

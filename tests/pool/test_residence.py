@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The rule of minimum residence by itself: its bounds, whatever an adversary does."""
+"""The rule of minimum residence alone: its bounds hold against any adversary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INF = math.inf
 
 
 def play(habits: Habits, gap: float, cost: float) -> tuple[float, Habits]:
-    """Let a session wait all through a gap; return the GPU seconds lost and the habits after it."""
+    """Let a session wait during a whole gap; return the lost GPU seconds and the new habits."""
     there = Gap(0.0, wanted=-1.0)
     until = residence.protected_until(there, Stay(), habits, cost=cost, share=0.001)
     assert until >= 0
@@ -53,9 +53,9 @@ def test_gaps_cost_at_most_twice_the_best_and_one_move(cost, gaps):
 
 
 def test_adversary_gains_no_more_than_twice_the_best():
-    """It knows the rule: it returns at once after the move, or stays just away, whichever is worse.
+    """The adversary returns just before or just after the move, or much later, as it costs most.
 
-    It looks two gaps ahead and takes the worst pair, over 400 gaps.
+    It plans two gaps ahead and takes the worst pair, over 400 gaps.
     """
     cost, habits, lost, best = 1.0, Habits(), 0.0, 0.0
     ratios = []
@@ -83,7 +83,7 @@ def test_adversary_gains_no_more_than_twice_the_best():
 
 
 @given(HABITS, COSTS, GAP)
-def test_patience_is_between_trust_and_the_move(habits, cost, away):
+def test_patience_is_between_its_trust_bound_and_the_move(habits, cost, away):
     found = residence.patience(habits, cost, away)
     assert cost * (1 - habits.trust) - 1e-9 <= found <= cost
 
@@ -95,26 +95,26 @@ def test_holder_that_always_returns_soon_is_protected(cost, shares):
 
 
 @given(COSTS, st.lists(st.floats(1.001, 50.0), min_size=ENOUGH, max_size=GAPS))
-def test_holder_that_never_returns_soon_has_no_patience(cost, factors):
+def test_holder_that_always_returns_late_is_not_protected(cost, factors):
     assert residence.patience(Habits(tuple(f * cost for f in factors)), cost) == 0.0
 
 
-def test_two_gaps_are_no_history():
+def test_two_gaps_are_too_few_for_a_history():
     assert residence.patience(Habits((100.0, 100.0)), 2.0) == 2.0
     assert residence.patience(Habits((100.0,) * 3), 2.0) == 0.0
 
 
-def test_holder_away_for_longer_than_ever_has_left():
+def test_holder_away_longer_than_ever_loses_protection():
     habits = Habits((0.3, 0.4, 0.3))
     assert residence.patience(habits, 2.0) == 2.0
     assert residence.patience(habits, 2.0, away=0.59) > 0.0
     assert residence.patience(habits, 2.0, away=0.61) == 0.0
 
 
-def test_a_wrong_guess_ends_trust_and_returns_bring_it_back():
+def test_wrong_guess_ends_trust_and_returns_restore_it():
     habits = Habits((100.0,) * GAPS)
     lost, habits = play(habits, 0.0, 1.0)
-    assert lost == 1.0, "it was moved at once, and wanted to go on at once"
+    assert lost == 1.0, "it was moved at once, and came back at once"
     assert habits.trust == 0.0
     assert residence.patience(habits, 1.0) == 1.0
     _, habits = play(habits, 0.4, 1.0)
@@ -125,7 +125,7 @@ def test_a_wrong_guess_ends_trust_and_returns_bring_it_back():
 
 
 @given(HABITS, COSTS, st.floats(0.01, 0.9), st.floats(0, 1000), st.floats(0, 1000))
-def test_what_it_computed_and_kept_idle_is_bounded(habits, cost, share, computed, withheld):
+def test_protected_computing_and_idle_time_is_bounded(habits, cost, share, computed, withheld):
     stay = Stay(computed, withheld)
     until = residence.protected_until(Gap(0.0, 0.0), stay, habits, cost=cost, share=share)
     most = min(STAY_MOST, cost / share)
@@ -138,11 +138,11 @@ def test_what_it_computed_and_kept_idle_is_bounded(habits, cost, share, computed
 @given(COSTS, st.floats(0.02, 0.5), st.data())
 @settings(max_examples=200)
 def test_moving_takes_at_most_its_share_of_contending_loops(cost, share, data):
-    """Pauses that are shorter than the move, whatever they and the bursts are."""
+    """The pauses are shorter than the move; bursts and pauses are arbitrary."""
     used = moved = now = 0.0
     habits = Habits()
     burst, pause = data.draw(st.floats(0.05, 3.0)), data.draw(st.floats(0.01, 0.95)) * cost
-    for _ in range(3):  # stays, one after the other, of loops that are alike
+    for _ in range(3):  # three stays of similar loops, one after the other
         stay = Stay()
         while True:
             jitter = data.draw(st.floats(0.5, 1.0))
@@ -181,12 +181,12 @@ def test_clock_starts_when_a_session_waits_for_an_idle_holder():
     assert residence.protected_until(Gap(10.0, 3.0), Stay(20.0), Habits(), **rules) == -INF
 
 
-def test_no_share_and_no_cost_give_no_protection():
+def test_zero_share_or_zero_cost_gives_no_protection():
     assert residence.protected_until(Gap(0.0), Stay(), Habits(), cost=0.0, share=0.1) == -INF
     assert residence.protected_until(Gap(0.0), Stay(), Habits(), cost=2.0, share=0.0) == -INF
 
 
-def test_a_move_that_use_has_paid_for_says_nothing_of_the_guess():
+def test_move_after_enough_use_does_not_change_trust():
     gap = Gap(0.0, 0.0)
     early = residence.taken(gap, Stay(19.5), Habits(), 0.5, cost=2.0, share=0.1)
     assert residence.returned(Habits(), early, 0.6, 2.0).trust == 1.0

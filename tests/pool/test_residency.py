@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A slice to which state was moved stays for a while: moving must not become the work.
+"""A slice to which state was moved stays for a while: the pool must not spend its time on moves.
 
-And no session waits for an idle GPU. ``test_residence`` tests the rule by itself; the older
-rule, which is kept for comparison, is tested here.
+And no session waits for an idle GPU. ``test_residence`` tests the rule alone. This file also
+tests the older rule, which is kept for comparison.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .checks import check_pool
 
 
 class Quick(Lab):
-    """A lab that does not add everything up after every event."""
+    """A lab that does not recompute all accounts after every event."""
 
     def send(self, kind: type[ev.Event], /, **fields: Any) -> list[ev.Action]:
         return self.pool.handle(kind(now=self.now, **fields))
@@ -33,7 +33,7 @@ def suspends(actions):
 
 
 def moved(lab, name="a", suspend=1.0, resume=1.0, memory=10, **fields):
-    """Let a session be idle on the slice to which it has just been resumed."""
+    """Open a session that is idle on the slice to which it has just been resumed."""
     lab.idle(name, memory, **fields)
     lab.release(name)
     lab.suspended(name, ("G0", memory), seconds=suspend)
@@ -55,7 +55,7 @@ def test_idle_holder_keeps_its_slice_for_the_time_of_a_move(make):
         "an idle kernel came back to its GPU 2 min ago; moving it takes 2 s, so it keeps its "
         "slice for 2 s more"
     )
-    # And then one second to suspend it.
+    # And one second more to suspend it.
     assert told.eta == 3.0
     assert lab.pool.next_wakeup() == 102.0, "the timer is exact"
     assert suspends(lab.after(1.99)) == []
@@ -63,7 +63,7 @@ def test_idle_holder_keeps_its_slice_for_the_time_of_a_move(make):
 
 
 def test_idle_time_without_a_wait_does_not_count(make):
-    """It has been there for long, and pauses for a moment as a session comes: it stays."""
+    """It has been idle for long, and pauses for a moment when a session comes: it stays."""
     lab = make(device(0))
     moved(lab)
     lab.after(200)
@@ -80,7 +80,7 @@ def test_idle_time_without_a_wait_does_not_count(make):
     assert suspends(lab.drop("a")) == []
 
 
-def test_holder_that_computed_enough_is_taken_when_idle(make):
+def test_holder_that_computed_enough_yields_when_idle(make):
     lab = make(device(0))
     moved(lab)
     lab.hold("a")
@@ -90,12 +90,12 @@ def test_holder_that_computed_enough_is_taken_when_idle(make):
     assert suspends(lab.drop("a")) == ["a"]
 
 
-def test_time_withheld_from_a_wait_counts_as_use(make):
+def test_idle_time_during_a_wait_counts_as_use(make):
     lab = make(device(0))
     moved(lab)
     lab.open("w", 10)
     lab.hold("w")
-    for _ in range(11):  # one second of each pair is kept idle
+    for _ in range(11):  # it is idle for one second of each pair
         lab.hold("a")
         lab.after(0.9)
         lab.drop("a")
@@ -106,7 +106,7 @@ def test_time_withheld_from_a_wait_counts_as_use(make):
     assert 20.0 <= lab.now <= 22.0
 
 
-def test_holder_that_never_returns_soon_is_taken_at_once(make):
+def test_holder_that_always_returns_late_yields_at_once(make):
     lab = make(device(0))
     moved(lab)
     for _ in range(4):
@@ -175,25 +175,25 @@ def test_two_holders_lose_their_protection_together(make):
 def test_wait_for_another_device_does_not_count(make):
     lab = make(device(0), device(1, model="B"))
     moved(lab)
-    lab.parked("w", 10, memory=16)  # on the other device, since here is no room
+    lab.parked("w", 10, memory=16)  # on the other device, since this one has no room
     assert lab.record("w").suspended[0].device == "G1"
     lab.running("x", 10)
     lab.hold("w")
     assert suspends(lab.after(60)) == []
 
 
-def test_lazy_kernel_hears_once_that_a_session_waits(make):
+def test_lazy_kernel_is_told_once_that_a_session_waits(make):
     lab = make(device(0))
     lab.running("a", 10, attach="lazy")
     lab.open("w", 10)
     got(lab.hold("w"), ev.Wanted, session="a")
     lab.open("v", 10)
     assert not all_of(lab.hold("v"), ev.Wanted)
-    # The lease is over: with the next one it hears of it anew.
+    # The lease has ended: during the next one the pool tells the kernel again.
     got(lab.drop("a"), ev.Suspend, session="a")
     lab.suspended("a", ("G0", 10))
     lab.done("w")
-    assert not all_of(lab.hold("a"), ev.Wanted), "w is told by its own agent when its cell ends"
+    assert not all_of(lab.hold("a"), ev.Wanted), "w's own agent tells it when its cell ends"
     lab.drop("w")
     lab.suspended("w")
     lab.done("v")
@@ -204,7 +204,7 @@ def test_lazy_kernel_hears_once_that_a_session_waits(make):
     got(lab.past[-8:], ev.Wanted, session="a")
 
 
-def test_a_lazy_kernel_is_told_that_its_release_was_asked(make):
+def test_lazy_kernel_is_told_of_a_request_to_release(make):
     lab = make(device(0))
     lab.running("a", 10, attach="lazy")
     got(lab.release("a"), ev.Wanted, session="a")
@@ -235,14 +235,14 @@ def test_lease_just_moved_stays_for_cost_by_share(make):
         "an idle kernel came back to its GPU 3 s ago; moving it takes 2 s, so it keeps its "
         "slice for 17 s more"
     )
-    # And then one second to suspend it.
+    # And one second more to suspend it.
     assert told.eta == 18.0
     assert suspends(lab.after(16.9)) == []
     assert suspends(lab.after(0.1)) == ["a"]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_the_share_is_a_setting_and_0_is_without(make, share):
+def test_share_is_a_setting_and_0_turns_protection_off(make, share):
     lab = make(device(0), max_swap_overhead=share, **CLOCK)
     moved(lab)
     lab.open("w", 10)
@@ -254,18 +254,18 @@ def test_the_share_is_a_setting_and_0_is_without(make, share):
     assert suspends(actions) == ["a"]
 
 
-def test_moves_that_were_not_measured_count_as_nothing(make):
+def test_unmeasured_moves_cost_nothing(make):
     lab = make(device(0))
     moved(lab, suspend=0.0, resume=0.0)
     lab.open("w", 10)
     assert suspends(lab.hold("w")) == ["a"]
 
 
-def test_a_slice_to_which_nothing_was_moved_goes_at_once(make):
+def test_slice_without_moved_state_yields_at_once(make):
     lab = make(device(0))
     moved(lab)
     lab.release("a")
-    lab.suspended("a", seconds=1.0)  # it has freed everything meanwhile
+    lab.suspended("a", seconds=1.0)  # it has freed all its memory
     lab.hold("a")
     lab.done("a", seconds=1.0)
     lab.drop("a")
@@ -273,7 +273,7 @@ def test_a_slice_to_which_nothing_was_moved_goes_at_once(make):
     assert suspends(lab.hold("w")) == ["a"]
 
 
-def test_the_stay_is_bounded(make):
+def test_protected_time_is_bounded(make):
     lab = make(device(0), idle_timeout=10_000.0, **CLOCK)
     moved(lab, suspend=100.0, resume=100.0)
     lab.open("w", 10)
@@ -282,7 +282,7 @@ def test_the_stay_is_bounded(make):
     assert suspends(lab.after(1)) == ["a"]
 
 
-def test_release_and_the_idle_time_out_do_not_wait_for_it(make):
+def test_release_and_idle_timeout_ignore_the_protection(make):
     lab = make(device(0), idle_timeout=5.0)
     moved(lab)
     assert suspends(lab.release("a")) == ["a"]
@@ -293,7 +293,7 @@ def test_release_and_the_idle_time_out_do_not_wait_for_it(make):
     assert suspends(lab.after(5)) == ["a"]
 
 
-def test_the_newest_times_weigh_more(make):
+def test_newer_times_weigh_more(make):
     lab = make(device(0), **CLOCK)
     moved(lab, suspend=1.0, resume=1.0)
     lab.release("a")
@@ -308,7 +308,7 @@ def test_the_newest_times_weigh_more(make):
     assert suspends(lab.after(0.1)) == ["a"]
 
 
-def test_others_that_may_be_taken_are_taken_instead(make):
+def test_pool_preempts_an_unprotected_lease_instead(make):
     lab = make(device(0, 20))
     moved(lab)
     lab.idle("b", 10)
@@ -317,7 +317,7 @@ def test_others_that_may_be_taken_are_taken_instead(make):
 
 
 class Loops(Quick):
-    """Two sessions that compute in bursts and want the whole device for each of them."""
+    """Two sessions that compute in bursts and need the whole device for each burst."""
 
     def __init__(self, rng, swap, burst, pause, **rules):
         super().__init__(device(0), idle_timeout=1e6, **rules)
@@ -325,7 +325,7 @@ class Loops(Quick):
         self.alarms: list[tuple[float, int, str, str]] = []
         self.count = self.moves = 0
         self.moving = 0.0
-        #: Seconds for which each burst waited for its slice.
+        #: The seconds that each burst waited for its slice.
         self.waits: dict[str, list[float]] = {"a": [], "b": []}
         self.asked: dict[str, float] = {}
         for name in self.waits:
@@ -380,11 +380,11 @@ class Loops(Quick):
 @pytest.mark.parametrize("rule", ["work", "clock"])
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5])
 @pytest.mark.parametrize("seed", range(4))
-def test_two_loops_move_for_no_more_than_the_share(seed, share, rule):
-    """With pauses that are shorter than the move: the holder is back before it would be away.
+def test_two_loops_spend_at_most_the_share_on_moves(seed, share, rule):
+    """The pauses are shorter than the move: the holder is back before its state would be away.
 
-    Whatever the bursts, the pauses, and how long moving takes: over a long time moving takes at
-    most the share of it, and neither waits longer for the other than it must.
+    For all bursts, pauses and costs of a move: over a long time, moving takes at most the share,
+    and neither session waits longer for the other than it must.
     """
     rng = random.Random(seed)
     swap = rng.uniform(0.4, 6.0)
@@ -395,7 +395,7 @@ def test_two_loops_move_for_no_more_than_the_share(seed, share, rule):
     start: list[tuple[float, float]] = []
 
     def note() -> None:
-        if not start and lab.moves >= 4:  # the first moves come before anything was measured
+        if not start and lab.moves >= 4:  # the first moves come before any measurement
             start.append((lab.now, lab.moving))
 
     lab.wants("a")
@@ -406,15 +406,15 @@ def test_two_loops_move_for_no_more_than_the_share(seed, share, rule):
     assert lab.moves > 15, "they do take turns"
     assert min(map(len, lab.waits.values())) > 15
     check_pool(lab.pool, lab.now)
-    # A stay, the burst that was running at its end, and the move.
+    # The stay, the burst that runs at its end, and the move.
     longest = max(map(max, lab.waits.values()))
     assert longest <= 1.5 * swap * (1 / share + 1) + 2 * burst + pause + 1
 
 
 @pytest.mark.parametrize("swap", [0.4, 2.4, 16.0])
 @pytest.mark.parametrize("think", [1.1, 3.0, 40.0])
-def test_two_people_in_turns_wait_for_the_move_only(swap, think):
-    """They think for longer than the move takes: no cell waits for a GPU that computes nothing."""
+def test_two_users_in_turns_wait_only_for_the_move(swap, think):
+    """They think for longer than the move takes: no cell waits for an idle GPU."""
     rng = random.Random(int(10 * swap))
     lab = Loops(rng, swap, 0.1, 2 * think * swap)
     lab.wants("a")
@@ -424,12 +424,12 @@ def test_two_people_in_turns_wait_for_the_move_only(swap, think):
         late = sorted(waits[10:])
         assert len(late) > 5
         assert late[len(late) // 2] <= 2.5 * swap + 0.2
-        # While the other's state moves in, its cell runs, and then both move.
+        # One cell runs while the other's state moves in, and then both states move.
         assert late[-1] <= 4 * swap + 0.2
 
 
-def test_two_people_in_strict_turns_wait_for_the_move(make):
-    """Each begins when the other is done: after three gaps, neither is protected."""
+def test_two_users_in_strict_turns_wait_only_for_the_move(make):
+    """Each user starts after the other one ends: after three gaps, neither is protected."""
     lab = make(device(0))
     for name in ("a", "b"):
         lab.open(name, 10)

@@ -16,7 +16,7 @@ from jupyter_gpupool.states import State
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_page_is_what_the_script_writes():
+def test_page_is_up_to_date_with_the_script():
     done = subprocess.run(
         [sys.executable, str(DOCS / "make_states.py"), "--check"],
         capture_output=True,

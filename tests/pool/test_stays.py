@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Why an idle slice does not leave, told in one sentence; and nothing where it does."""
+"""Why an idle slice does not leave, in one sentence; no sentence if it leaves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def told(lab: Lab, name: str = "a") -> str:
     return found.stays_reason
 
 
-def test_no_reason_is_given_for_a_slice_in_use_or_leaving(make):
+def test_slice_in_use_or_leaving_has_no_reason(make):
     lab = make(idle_timeout=60.0)
     lab.open("a")
     assert told(lab) == ""
@@ -34,12 +34,12 @@ def test_no_reason_is_given_for_a_slice_in_use_or_leaving(make):
     assert told(lab) == ""
 
 
-def test_host_memory_that_is_full_until_there_is_room(make):
+def test_full_host_memory_is_the_reason_until_there_is_room(make):
     lab = make(host_memory=15, idle_timeout=60.0)
     lab.parked("b", 10)
     lab.idle("a")
     lab.after(59.0)
-    assert told(lab) == "", "it has time"
+    assert told(lab) == "", "it may still be idle"
     lab.after(1.0)
     assert lab.state("a") == "idle"
     assert told(lab).startswith(
@@ -50,17 +50,17 @@ def test_host_memory_that_is_full_until_there_is_room(make):
     assert told(lab) == ""
 
 
-def test_release_that_finds_host_memory_full_and_keep_after_it(make):
+def test_keep_removes_the_reason_of_a_blocked_release(make):
     lab = make(host_memory=15, idle_timeout=60.0)
     lab.parked("b", 10)
     lab.idle("a")
     lab.release("a")
     assert told(lab).startswith("Its state may need 10 B, and 5 B of the 15 B of host memory")
     lab.keep("a", 100.0)
-    assert told(lab) == "", "it is to stay"
+    assert told(lab) == "", "the user keeps it"
 
 
-def test_a_quota_of_suspended_state_that_is_full(make):
+def test_full_quota_of_suspended_state_is_the_reason(make):
     lab = make(idle_timeout=60.0, quotas={"me": Quota(suspended=15)})
     lab.parked("b", 10, owner="me")
     lab.idle("a", owner="me")
@@ -70,7 +70,7 @@ def test_a_quota_of_suspended_state_that_is_full(make):
     )
 
 
-def test_a_machine_that_has_little_free_memory(make):
+def test_too_little_free_memory_is_the_reason(make):
     lab = make(idle_timeout=60.0)
     lab.idle("a")
     lab.send(ev.HostMemorySeen, available=5)
@@ -78,7 +78,7 @@ def test_a_machine_that_has_little_free_memory(make):
     assert told(lab).startswith("This machine has too little free memory now")
 
 
-def test_a_budget_that_was_made_smaller_than_its_state(make):
+def test_budget_smaller_than_the_state_is_the_reason(make):
     lab = make(idle_timeout=60.0)
     lab.idle("a")
     rules = dataclasses.replace(lab.pool.settings, host_memory=5)
@@ -99,7 +99,7 @@ def test_refused_suspend_is_the_reason_until_the_retry(make):
     assert told(lab) == ""
 
 
-def test_early_refusal_does_not_delay_the_idle_time_out(make):
+def test_early_refusal_does_not_delay_the_idle_timeout(make):
     lab = Lab(device(0), idle_timeout=60.0)
     lab.idle("a")
     lab.open("b")
@@ -111,21 +111,21 @@ def test_early_refusal_does_not_delay_the_idle_time_out(make):
     assert told(lab) == ""
 
 
-def test_a_pinned_session_says_why_itself(make):
+def test_pinned_session_shows_its_own_reason(make):
     lab = make(idle_timeout=60.0)
     lab.idle("a")
     lab.after(60.0)
     lab.refused("a", "pinned", "it shares memory")
     assert lab.record("a").pinned_reason
     assert told(lab) == ""
-    # Due again, and now there is no room either: the first reason is the one to know.
+    # The retry is due, and now host memory is full too: the first reason is shown.
     lab.send(ev.SettingsChanged, settings=dataclasses.replace(lab.pool.settings, host_memory=5))
     lab.after(60.0)
     assert lab.state("a") == "idle"
     assert told(lab) == ""
 
 
-def test_a_device_that_cannot_suspend():
+def test_device_without_suspend_is_the_reason():
     lab = Lab(device(0, can_suspend=False), idle_timeout=60.0)
     lab.running("a")
     lab.drop("a")
@@ -138,7 +138,7 @@ def test_a_device_that_cannot_suspend():
     assert got(lab.past, ev.Suspend, session="a").reason == "idle"
 
 
-def test_what_is_measured_is_told_by_device(make):
+def test_reason_has_the_measured_bytes_of_each_device(make):
     lab = make()
     lab.running("a", 4, devices=2)
     lab.seen("G1", a=3)

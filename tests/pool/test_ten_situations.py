@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a reader of ``pool/schedule.py`` alone expects of ten situations, and what the pool does.
+"""What a reader of ``pool/schedule.py`` expects in ten situations, and what the pool does.
 
 Each docstring quotes or sums up what the planner's module says. If one of these fails, either the
-plan is wrong or the module's words are.
+plan is wrong or the module's comments are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def ask(lab: Lab, name: str, memory: int = 10, **fields: object) -> list[ev.Acti
 
 
 def test_backfilling_takes_what_the_head_can_spare_and_no_more():
-    """Those behind the head are served only where that delays the head in no case."""
+    """The pool serves sessions behind the head only where this cannot delay the head."""
     lab = Lab()
     lab.running("a")
     lab.running("b")
@@ -42,7 +42,7 @@ def test_backfilling_takes_what_the_head_can_spare_and_no_more():
     got(lab.end("a"), ev.Attach, session="head")
 
 
-def test_session_ahead_takes_over_an_older_promise():
+def test_session_ahead_takes_over_a_promise_made_before():
     """It fits if sessions *behind* it give up promises made before it came."""
     lab = Lab(device(0))
     lab.idle("a")
@@ -54,7 +54,7 @@ def test_session_ahead_takes_over_an_older_promise():
 
 
 def test_head_accumulates_after_ageing_seconds():
-    """After ``ageing`` seconds the head accumulates: idle leases yield although not enough."""
+    """After ``ageing`` seconds the head collects memory: idle leases yield before it has enough."""
     lab = Lab()
     lab.running("a")
     lab.idle("b")
@@ -68,9 +68,9 @@ def test_head_accumulates_after_ageing_seconds():
 
 
 def test_wait_for_a_quota_reserves_nothing():
-    """Own idle leases are preempted for the quota; a wait for it blocks its owner only.
+    """Own idle leases are preempted for the quota; a wait for quota blocks its owner only.
 
-    The place is the tightest that will do, and not the empty device.
+    The place is the tightest that fits, not the empty device.
     """
     lab = Lab(quotas={"u": Quota(leases=1)})
     lab.idle("a", owner="u")
@@ -84,8 +84,8 @@ def test_wait_for_a_quota_reserves_nothing():
     got(ask(lab, "other", 16), ev.Attach, session="other")
 
 
-def test_victim_is_one_whose_state_has_room():
-    """The least disruptive victims yield, as far as host memory has room; else the reason is it."""
+def test_victim_is_a_session_whose_state_fits_host_memory():
+    """The least disruptive victims yield if host memory has room; if not, the reason says so."""
     lab = Lab(device(0))
     lab.idle("a")
     lab.seen("G0", a=8)
@@ -94,14 +94,14 @@ def test_victim_is_one_whose_state_has_room():
     assert rule(lab, "w") == "host"
     lab.send(ev.DeviceAppeared, device=device(1))
     got(lab.end("w"), ev.StateChanged, session="w", new="ended")
-    lab.now += 10  # "a" has been idle for longer: without the host it would be the one
+    lab.now += 10  # "a" has been idle for longer: only host memory protects it
     lab.idle("c")
     lab.seen("G1", c=4)
     got(ask(lab, "w2"), ev.Suspend, session="c")
 
 
 def test_growth_of_a_busy_lease_takes_its_turn_in_the_queue():
-    """Attached sessions that are guaranteed more than they have stand in the same order."""
+    """Attached sessions with less than their guarantee stand in the same order."""
     lab = Lab(device(0))
     lab.running("a", 8)
     lab.running("b", 8)
@@ -125,7 +125,7 @@ def test_growth_of_a_busy_lease_takes_its_turn_in_the_queue():
 
 
 def test_old_wait_goes_before_a_higher_class():
-    """One point for every ``ageing`` seconds; which of two goes first never changes."""
+    """A wait earns a point every ``ageing`` seconds; the order of two sessions never changes."""
     lab = Lab(device(0), ageing=1.0)
     lab.running("a", 16)
     ask(lab, "batch", 16, priority="batch")
@@ -151,7 +151,7 @@ def test_promise_on_a_paused_device_is_replaced():
     assert lab.where("c") == [("G1", 10)]
 
 
-def test_slice_just_moved_is_preempted_after_its_cost():
+def test_slice_just_moved_stays_as_long_as_the_move_took():
     """An idle lease yields once nothing protects it: here, residence after a resume."""
     lab = Lab(device(0))
     lab.idle("a")
@@ -168,7 +168,7 @@ def test_slice_just_moved_is_preempted_after_its_cost():
     got(lab.after(0.2), ev.Suspend, session="a")
 
 
-def test_a_release_waits_for_the_hold_and_for_host_memory():
+def test_release_waits_for_the_hold_and_for_host_memory():
     """Idle leases whose time is over are suspended, if host memory has room."""
     lab = Lab(host_memory=16)
     lab.parked("p", used=10)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Turns of computing: shares over time, no starvation, no lost turn, the same every time."""
+"""Turns of computing: shares over time, no starvation, no lost turn, the same result each time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Program:
 
     share: int
     devices: tuple[str, ...] = ("G0",)
-    #: Turns of work and of pause, in turns; no pause: always busy.
+    #: How many turns it works and then pauses; no pause: it is always busy.
     work: int = 1
     pause: int = 0
-    #: Kernels as long as this run on after the turn is over.
+    #: Its kernels run on for up to this long after the turn is over.
     overrun: float = 0.0
     at: int = 0
     used: float = 0.0
@@ -36,7 +36,7 @@ class Program:
 
 
 class Machine:
-    """Devices on which programs run as planned; programs that run at once share its time."""
+    """Devices on which programs run as planned; programs that run at once share device time."""
 
     def __init__(self, seed: int = 0, **programs: Program) -> None:
         self.programs = programs
@@ -79,7 +79,7 @@ class Machine:
         return found
 
     def check(self, found: Turn) -> None:
-        """One at a time, all or nothing, and no turn is lost."""
+        """Check that one runs at a time, on all its devices or none, and that no turn is lost."""
         busy = {n: p for n, p in self.programs.items() if p.busy}
         for uuid in {u for p in self.programs.values() for u in p.devices}:
             there = [n for n, p in busy.items() if uuid in p.devices]
@@ -90,14 +90,14 @@ class Machine:
             else:
                 full = all(busy[n].share == 100 for n in there)
                 assert len(there) < 2 or full, "contention that nobody sees"
-        assert set(self.programs) - set(busy) <= found.run, "not busy, and paused"
+        assert set(self.programs) - set(busy) <= found.run, "paused, but not busy"
         assert found.contended == contended_devices(
             Contender(n, p.share, p.devices, p.busy, p.used) for n, p in self.programs.items()
         )
         for name in found.wait:
             mine = found.contended.intersection(self.programs[name].devices)
             holders = {n for n in found.run & set(busy) if mine & set(self.programs[n].devices)}
-            assert holders, f"{name} waits for nobody"
+            assert holders, f"{name} waits for no session"
 
     def run(self, turns: int) -> None:
         for _ in range(turns):
@@ -130,7 +130,7 @@ def test_full_shares_are_never_paused():
 
 @pytest.mark.parametrize("overrun", [0.0, 0.05, 0.5])
 @pytest.mark.parametrize("seed", range(5))
-def test_over_time_busy_seconds_are_as_the_shares(seed, overrun):
+def test_busy_seconds_follow_the_shares_over_time(seed, overrun):
     rng = random.Random(seed)
     shares = [rng.randint(1, 99) for _ in range(rng.randint(2, 6))]
     programs = {f"s{i}": Program(share, overrun=overrun) for i, share in enumerate(shares)}
@@ -161,11 +161,11 @@ def test_no_session_starves_and_no_turn_is_lost(seed):
     m.run(600)
     for name, p in programs.items():
         gaps = [b - a for a, b in zip([0, *p.ran], [*p.ran, 600], strict=True)]
-        # All others with ten times its share, twice over.
+        # All others may have ten times its share, twice over.
         assert max(gaps) <= 2 * 10 * len(programs), f"{name} waited {max(gaps)} turns: {programs}"
 
 
-def test_a_newcomer_has_no_credit_and_pays_no_old_debt():
+def test_new_session_starts_without_credit_or_debt():
     m = Machine(a=Program(50), b=Program(50))
     m.run(1000)
     m.programs["c"] = Program(50)
@@ -175,7 +175,7 @@ def test_a_newcomer_has_no_credit_and_pays_no_old_debt():
         assert got == pytest.approx(1 / 3, abs=0.05)
 
 
-def test_session_that_was_away_does_not_catch_up():
+def test_session_gets_no_credit_for_idle_time():
     m = Machine(a=Program(50), b=Program(50, work=5, pause=10**9))
     m.run(1000)
     m.programs["b"].pause = 0
@@ -184,7 +184,7 @@ def test_session_that_was_away_does_not_catch_up():
     assert m.shares(before)["a"] == pytest.approx(0.5, abs=0.06)
 
 
-def test_time_used_alone_is_not_paid_back():
+def test_session_owes_nothing_for_time_used_alone():
     m = Machine(a=Program(10))
     m.run(1000)
     m.programs["b"] = Program(90)
@@ -210,16 +210,16 @@ def test_a_turn_on_several_devices_is_all_or_nothing():
     used = {n: p.used - before[n] for n, p in m.programs.items()}
     assert used["a"] == pytest.approx(used["both"], rel=0.1)
     assert used["a"] == pytest.approx(used["c"], rel=0.1)
-    # b has all the turns on G1 that both cannot use.
+    # b has all the turns on G1 that ``both`` cannot use.
     assert used["b"] == pytest.approx(2 * used["both"], rel=0.1)
-    # They are no credit: as soon as G0 is its own, it gets half of G1 and not more.
+    # b gets no credit for them: when G0 is free for ``both``, b gets half of G1 and not more.
     del m.programs["a"], m.programs["c"]
     before = m.snapshot()
     m.run(50)
     assert m.shares(before)["b"] == pytest.approx(0.5, abs=0.05)
 
 
-def test_a_counter_that_begins_anew_is_no_error():
+def test_counter_that_starts_again_at_zero_is_no_error():
     m = Machine(a=Program(50), b=Program(50))
     m.run(100)
     m.programs["a"].used = 0.0
@@ -260,7 +260,7 @@ def test_plan_without_sessions_is_empty():
         "on several devices",
     ],
 )
-def test_sessions_contend_where_two_are_busy_and_one_wants_less(programs, want):
+def test_two_busy_sessions_contend_if_a_share_is_below_100(programs, want):
     runners = [
         Contender(name, share, tuple(devices.split()), name != "idle", 0.0)
         for name, (share, devices) in programs.items()

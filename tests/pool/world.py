@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A pool, the naive model, and a pretended runner; what random tests do to them.
+"""A pool, the naive model, and a simulated runner; and what random tests do to them.
 
-Every step takes its choices from a ``Chooser``: ``random.Random`` in the soak, Hypothesis's draws
+Every step makes its choices with a ``Chooser``: ``random.Random`` in the soak, Hypothesis's draws
 in the property test.
 """
 
@@ -74,7 +74,7 @@ class World:
         self.count = 0
         self.events = 0
         self.kinds: dict[str, int] = {}
-        #: What the plan told of each session after the last event.
+        #: What the plan said about each session after the last event.
         self.plans: dict[str, Explanation] = {}
         for index in range(devices):
             self.send(
@@ -115,7 +115,7 @@ class World:
                 check_backfill(look, before, actions)
         if isinstance(event, ev.Tick):
             at = self.pool.next_wakeup()
-            assert at is None or at > self.now, "the pool asks for one Tick after another"
+            assert at is None or at > self.now, "the pool asks for a Tick that is already due"
         return actions
 
     def _promised(self) -> set[str]:
@@ -203,7 +203,7 @@ class World:
             )
 
     def complete(self) -> None:
-        """End one effect, mostly well."""
+        """End one effect, in most cases with success."""
         names = [n for n, s in self.naive.sessions.items() if s.effect]
         if not names:
             return
@@ -318,7 +318,7 @@ class World:
         )
 
     def grow(self) -> None:
-        """An allocation does not fit; mostly where there is a slice."""
+        """Report an allocation that does not fit, mostly for a session with a slice."""
         self.count += 1
         attached = self._sessions("active", "idle")
         if not attached or self.c.choice([False] * 9 + [True]):
@@ -327,7 +327,7 @@ class World:
         s = self.naive.sessions.get(name)
         uuid = self.c.choice(sorted((s and s.lease) or self.naive.devices))
         more, rid = self.c.randint(0, 4), f"g{self.count}"
-        # What is due by the clock happens first, and is none of the growth's doing.
+        # The pool first does what is due by the clock; the growth does not cause it.
         self.send(ev.Tick(now=self.now))
         before = dict(s.lease) if s else {}
         planned = self._promised()
@@ -389,7 +389,7 @@ class World:
             self.send(ev.DeviceAppeared(now=self.now, device=self.naive.devices[uuid]))
 
     def pause(self) -> None:
-        """An admin takes devices out of service: idle sessions that can leave, leave at once."""
+        """Let an admin take devices out of service: idle sessions that can leave do so at once."""
         for uuid in self.c.choice([sorted(self.naive.devices), sorted(self.naive.devices)[:1]]):
             self.send(ev.DevicePaused(now=self.now, device=uuid, reason="paused by the admin"))
 
@@ -402,7 +402,7 @@ class World:
         self.send(ev.SettingsChanged(now=self.now, settings=self.settings))
 
     def restart(self) -> None:
-        """Kill the broker; a new pool gets what the journal and the driver know."""
+        """Kill the broker; a new pool gets the data of the journal and of the driver."""
         old = self.pool
         records = old.records()
         self.pool = Pool(self.settings)
@@ -425,7 +425,7 @@ class World:
             if r.state == "ended":
                 del self.naive.sessions[r.id]
                 continue
-            # What a broker does: effects under way are finished or undone first.
+            # As a broker does: first finish or undo the effects under way.
             state = {"queued": "detached", "attaching": "detached", "detaching": "idle"}.get(
                 r.state, r.state
             )

@@ -22,7 +22,7 @@ IPYKERNEL = ["-m", "ipykernel_launcher", "-f", "{connection_file}"]
 
 @pytest.fixture
 def broker(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedBroker]:
-    """A scripted broker that provisioners find by the environment."""
+    """A scripted broker that provisioners find through an environment variable."""
     with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:
         broker = ScriptedBroker(Path(folder) / "broker.sock").start()
         monkeypatch.setenv("GPUPOOL_SOCKET", str(broker.path))
@@ -61,7 +61,7 @@ def install_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 
 @pytest.fixture
 def in_background() -> Iterator[Callable[..., None]]:
-    """Run a function in a thread; what it raises fails the test."""
+    """Run a function in a thread; its exception fails the test."""
     with ThreadPoolExecutor() as threads:
         futures: list[Any] = []
 

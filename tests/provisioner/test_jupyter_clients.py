@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The Pooled GPU kernel under the programs that people run it with."""
+"""The Pooled GPU kernel under the programs with which users run it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def queue_then_grant(broker: ScriptedBroker, waits: int) -> None:
             broker.ask_back()
 
 
-def test_a_saved_notebook_has_no_trace_of_the_wait(
+def test_saved_notebook_has_no_trace_of_the_wait(
     broker: ScriptedBroker, in_background: Any
 ) -> None:
     broker.hold_back()
@@ -63,7 +63,7 @@ def test_a_saved_notebook_has_no_trace_of_the_wait(
 
 
 def test_nbclient_counts_the_wait_in_its_timeout(broker: ScriptedBroker) -> None:
-    """Documented behaviour of nbclient; its interrupt must leave nothing behind."""
+    """nbclient documents this; its interrupt must leave nothing behind."""
     broker.hold_back()
     book = notebook("print('hi')")
     with pytest.raises(CellTimeoutError):
@@ -72,7 +72,7 @@ def test_nbclient_counts_the_wait_in_its_timeout(broker: ScriptedBroker) -> None
     assert broker.sessions == {}
 
 
-def test_a_refusal_stops_a_notebook(broker: ScriptedBroker) -> None:
+def test_refused_cell_stops_the_run_of_a_notebook(broker: ScriptedBroker) -> None:
     def refuse(message: Any) -> None:
         raise RefusedError("You have waited 60 s, the longest allowed here.")
 
@@ -83,7 +83,7 @@ def test_a_refusal_stops_a_notebook(broker: ScriptedBroker) -> None:
     assert outputs(book)[1] == []
 
 
-def test_papermill(broker: ScriptedBroker, tmp_path: Path) -> None:
+def test_papermill_runs_a_pooled_notebook(broker: ScriptedBroker, tmp_path: Path) -> None:
     nbformat.write(notebook("print('hi')"), tmp_path / "in.ipynb")
     done = subprocess.run(
         [sys.executable, "-m", "papermill", "in.ipynb", "out.ipynb", "--no-progress-bar"],
@@ -99,7 +99,7 @@ def test_papermill(broker: ScriptedBroker, tmp_path: Path) -> None:
     broker.wait_for("close")
 
 
-def test_a_console_of_its_own(broker: ScriptedBroker) -> None:
+def test_console_runs_cells_in_its_own_pooled_kernel(broker: ScriptedBroker) -> None:
     console = pexpect.spawn(
         sys.executable,
         ["-m", "jupyter_console", "--kernel", "gpupool-python3", "--simple-prompt"],
@@ -120,7 +120,7 @@ def test_a_console_of_its_own(broker: ScriptedBroker) -> None:
         console.expect(pexpect.EOF)
     finally:
         console.close(force=True)
-    # The console leaves without a word; the real broker sees the process end.
+    # The console sends no message at its end; the real broker sees that the process ended.
     pid = broker.wait_for("launched")["pid"]
     deadline = time.monotonic() + 30
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -128,7 +128,7 @@ def test_a_console_of_its_own(broker: ScriptedBroker) -> None:
         time.sleep(0.02)
 
 
-def test_a_second_client_with_existing(broker: ScriptedBroker) -> None:
+def test_console_joins_a_running_kernel_with_existing(broker: ScriptedBroker) -> None:
     manager = KernelManager(kernel_name="gpupool-python3")
     manager.start_kernel()
     console = None

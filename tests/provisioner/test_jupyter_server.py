@@ -24,7 +24,7 @@ from jupyter_gpupool.errors import RefusedError
 
 
 class Server:
-    """A ServerApp in a process of its own, spoken to as JupyterLab does."""
+    """A ServerApp in a separate process; tests talk to it as JupyterLab does."""
 
     def __init__(self, folder: Path, port: int, *options: str, **env: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -136,7 +136,7 @@ def server(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Server]]:
             found.end()
 
 
-def test_a_kernels_life_by_rest(broker: ScriptedBroker, server: Callable[..., Server]) -> None:
+def test_rest_calls_control_a_kernel(broker: ScriptedBroker, server: Callable[..., Server]) -> None:
     jupyter = server()
     session = jupyter.open().json()
     kernel = session["kernel"]["id"]
@@ -156,7 +156,7 @@ def test_a_kernels_life_by_rest(broker: ScriptedBroker, server: Callable[..., Se
     broker.push("queue", position=1, length=1, eta=None, reason="")
     channel.until(lambda m: m["msg_type"] == "display_data")
     state = jupyter.get(f"/api/kernels/{kernel}")["execution_state"]
-    assert state == "busy"  # so that nobody culls it
+    assert state == "busy"  # so that the server does not cull it
     assert jupyter.request("POST", f"/api/kernels/{kernel}/interrupt").status_code == 204
     assert channel.reply(waiting)["ename"] == "GPUWaitInterrupted"
     broker.wait_for("cancel")
@@ -211,7 +211,7 @@ def test_a_culled_kernel_ends_its_session(
     assert broker.sessions == {}
 
 
-def test_the_end_of_the_server_ends_its_sessions(
+def test_sessions_end_with_their_server(
     broker: ScriptedBroker, server: Callable[..., Server]
 ) -> None:
     jupyter = server()
@@ -222,7 +222,7 @@ def test_the_end_of_the_server_ends_its_sessions(
     assert broker.sessions == {}
 
 
-def test_a_killed_server_takes_its_kernels_along(
+def test_kernels_end_with_a_killed_server(
     broker: ScriptedBroker, server: Callable[..., Server]
 ) -> None:
     jupyter = server()
@@ -234,7 +234,7 @@ def test_a_killed_server_takes_its_kernels_along(
     psutil.Process(pid).wait(30)
 
 
-def test_as_the_default_provisioner(broker: ScriptedBroker, server: Callable[..., Server]) -> None:
+def test_pool_can_be_the_default(broker: ScriptedBroker, server: Callable[..., Server]) -> None:
     jupyter = server(JUPYTER_DEFAULT_PROVISIONER_NAME="gpupool-provisioner")
     session = jupyter.open("python3").json()
     broker.wait_for("hello")
@@ -253,7 +253,7 @@ def test_the_servers_configuration_reaches_the_kernel(
     assert request == {"memory": 2 << 30, "limit": 2 << 30, "priority": "batch"}
 
 
-def test_a_refusal_is_what_the_user_reads(
+def test_user_reads_the_refusal_of_the_broker(
     broker: ScriptedBroker, server: Callable[..., Server]
 ) -> None:
     def refuse(message: Any) -> None:
@@ -264,7 +264,7 @@ def test_a_refusal_is_what_the_user_reads(
     broker.scripts["open"] = refuse
     jupyter = server()
     answer = jupyter.open()
-    assert answer.status_code == 500  # the server's sessions API makes every error one of these
+    assert answer.status_code == 500  # the server's sessions API turns every error into a 500
     assert answer.json()["message"] == (
         "You have 3 kernels with a GPU and may have 3. Shut one down."
     )
@@ -277,7 +277,7 @@ def test_a_slow_broker_does_not_stop_the_server(
     broker.hold_back("ping")  # the provisioner waits for the broker's first answer
     in_background(lambda: jupyter.open())
     broker.wait_for("ping")
-    assert jupyter.get("/api/kernels") is not None  # while the broker answers nothing
+    assert jupyter.get("/api/kernels") is not None  # while the broker does not answer
     del broker.scripts["ping"]
     broker.die()
     broker.start()

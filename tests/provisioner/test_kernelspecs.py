@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Pooled twins of kernelspecs, and the one that is shipped."""
+"""Pooled twins of kernelspecs, and the shipped kernelspec."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def install(prefix: str, name: str, **spec: Any) -> Path:
     return folder
 
 
-def test_a_twin_keeps_everything_else(prefix: str) -> None:
+def test_twin_keeps_all_other_fields_of_its_kernelspec(prefix: str) -> None:
     install(
         prefix,
         "ir",
@@ -63,7 +63,7 @@ def test_a_twin_keeps_everything_else(prefix: str) -> None:
     assert (folder / "logo-svg.svg").read_text() == "<svg/>"
     (twin,) = [kernel for kernel in list_pooled() if kernel.wraps]
     assert (twin.name, twin.display_name, twin.wraps) == ("gpupool-ir", "R (Pooled GPU)", "ir")
-    wrap("ir", prefix=prefix, display_name="R, pooled")  # again: replaces its own
+    wrap("ir", prefix=prefix, display_name="R, pooled")  # again: replaces the first twin
     assert json.loads((folder / "kernel.json").read_text())["display_name"] == "R, pooled"
     unwrap("gpupool-ir")
     assert not folder.exists()
@@ -93,7 +93,7 @@ def test_a_twin_of_the_native_kernel_runs(prefix: str, broker: ScriptedBroker) -
         ("broken", {}, "cannot be read"),
     ],
 )
-def test_what_cannot_be_wrapped(
+def test_unsuitable_kernelspec_is_refused_with_the_reason(
     prefix: str, name: str, options: dict[str, str], message: str
 ) -> None:
     install(prefix, "ir")
@@ -108,21 +108,21 @@ def test_what_cannot_be_wrapped(
     assert sorted(KernelSpecManager().find_kernel_specs()) == before
 
 
-def test_a_folder_that_cannot_be_written(prefix: str) -> None:
+def test_folder_without_write_permission_is_named(prefix: str) -> None:
     install(prefix, "ir")
     with pytest.raises(KernelSpecError, match="could not be written"):
         wrap("ir", prefix="/proc/nowhere")
 
 
 @pytest.mark.parametrize("name", ["nothing", "ir", "gpupool-python3"])
-def test_only_twins_are_unwrapped(prefix: str, name: str) -> None:
+def test_only_twins_can_be_unwrapped(prefix: str, name: str) -> None:
     install(prefix, "ir")
     with pytest.raises(KernelSpecError):
         unwrap(name)
     assert "ir" in KernelSpecManager().find_kernel_specs()
 
 
-def test_the_shipped_kernelspec() -> None:
+def test_shipped_kernelspec_has_its_name_command_and_logos() -> None:
     spec = json.loads((SHIPPED / "kernel.json").read_text())
     assert spec["display_name"] == "Pooled GPU"
     manager = KernelManager(kernel_name="gpupool-python3")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The ``argv`` of pooled kernelspecs, started as a client without provisioners starts it."""
+"""The ``argv`` of pooled kernelspecs, started by a client that knows no provisioners."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start() -> Iterator[Callable[..., PlainKernel]]:
 
 @pytest.fixture(autouse=True)
 def shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find the kernelspec in the sources; an editable install has a copy, which may be older."""
+    """Find the kernelspec in the sources; an installed copy may be older."""
     monkeypatch.setenv("JUPYTER_PATH", str(Path(__file__).parents[2] / "share" / "jupyter"))
 
 
@@ -63,7 +63,7 @@ def test_the_argv_opens_a_session_and_becomes_the_kernel(
     assert broker.wait_for("hello")["session"] == "s1"
     env = environ(kernel.pid)
     assert env["CUDA_VISIBLE_DEVICES"] == DEVICE
-    assert broker.wait_for("hold")["kind"] == "cell"  # the agent is there
+    assert broker.wait_for("hold")["kind"] == "cell"  # the agent has connected
     assert "GPU slice" in kernel.run("%gpu")
     assert opened(broker) == 1
     assert "GPU pool" not in kernel.stderr
@@ -104,7 +104,7 @@ def test_kernel_does_not_inherit_ignored_signals(
     broker.attach, broker.env = "lazy", SESSION_GUARD
     name = install_spec("sleeper", ["sleep", "60", "{connection_file}"], language="bash")
     prefix = Path(os.environ["JUPYTER_PATH"])
-    # A pooled twin can be made of what is not pooled.
+    # A pooled twin of a kernelspec without a provisioner.
     spec = json.loads((prefix / "kernels" / name / "kernel.json").read_text())
     del spec["metadata"]
     spec["argv"] = ["sh", "-c", "sleep 60", "{connection_file}"]
@@ -114,7 +114,7 @@ def test_kernel_does_not_inherit_ignored_signals(
     kernel = start("gpupool-sleeper")
     assert broker.wait_for("launched")["pid"] == kernel.pid
     assert broker.wait_for("open")["attach"] == "lazy"
-    # The environment of a process is not there at once when it executes a program.
+    # A process that executes a program does not have its new environment at once.
     while "GPUPOOL_PAGE" not in environ(kernel.pid):
         assert kernel.process.poll() is None, kernel.stderr
         time.sleep(0.01)
@@ -126,7 +126,7 @@ def test_kernel_does_not_inherit_ignored_signals(
     assert env["CUDA_VISIBLE_DEVICES"] == DEVICE
 
 
-def test_what_the_kernelspec_asks_for(
+def test_session_gets_the_options_of_the_kernelspec(
     broker: ScriptedBroker, start: Callable[..., PlainKernel], install_spec: Callable[..., str]
 ) -> None:
     config = {"memory": "2GiB", "priority": "batch", "attach": "manual"}
@@ -139,7 +139,7 @@ def test_what_the_kernelspec_asks_for(
     assert message["label"].endswith(": Test mine")
 
 
-def test_a_kernel_environment_without_this_package(
+def test_kernel_environment_does_not_need_this_package(
     broker: ScriptedBroker,
     start: Callable[..., PlainKernel],
     install_spec: Callable[..., str],
@@ -155,7 +155,7 @@ def test_a_kernel_environment_without_this_package(
 # ------------------------------------------------------------------ under the provisioner
 
 
-def test_with_a_provisioner_the_launcher_is_not_started(broker: ScriptedBroker) -> None:
+def test_provisioner_starts_the_kernel_without_the_launcher(broker: ScriptedBroker) -> None:
     manager = KernelManager(kernel_name=SHIPPED)
     manager.start_kernel()
     try:
@@ -177,13 +177,13 @@ def test_nested_launcher_opens_no_second_session(
         assert broker.wait_for("hello")["session"] == "s1"
         assert broker.wait_for("launched")["pid"] == manager.provisioner.pid
         assert opened(broker) == 1
-        # Nothing that this kernel starts believes that its session is open.
+        # A child of this kernel must not believe that its session is open already.
         assert "GPUPOOL_OPENED" not in environ(manager.provisioner.pid)
     finally:
         manager.shutdown_kernel(now=True)
 
 
-def test_commands_with_and_without_a_launcher() -> None:
+def test_launcher_is_recognised_in_commands() -> None:
     plain = ["python", "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "x"]
     ours = ["python", "-Xfrozen_modules=off", "-m", IPYKERNEL_LAUNCHER, "-f", "x"]
     assert kernel_command(ours) == kernel_command(plain) == plain
@@ -208,7 +208,7 @@ def test_refused_kernel_runs_without_a_gpu_and_says_why(
 
     broker.scripts["open"] = refuse
     why = "Your quota allows no GPU slice. Ask your administrator."
-    # As if the client itself ran inside another pooled kernel, whose session is not this one's.
+    # The client itself runs inside another pooled kernel, with another session.
     outer = {"GPUPOOL_SESSION": "outer", "GPUPOOL_TOKEN": "t", **SESSION_GUARD}
     outer["LD_PRELOAD"] = ""
     kernel = start(**outer)
@@ -216,26 +216,26 @@ def test_refused_kernel_runs_without_a_gpu_and_says_why(
     show = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('GPUPOOL_SESSION'))"
     first = kernel.run(show)
     assert sorted(first.splitlines()) == ["-1 None", line.rstrip()]
-    assert kernel.run(show) == "-1 None\n"  # and only there
+    assert kernel.run(show) == "-1 None\n"  # the message came only once
     assert line in kernel.stderr
     assert f"This kernel runs without a GPU: {why}" in kernel.run("%gpu")
     assert broker.seen("hello") == []
-    # What is started from it and is no part of it has what was there before.
+    # A new session that starts from this kernel gets the original environment.
     assert "GPUPOOL_NO_SESSION" not in kernel.run("%env")
     assert "CUDA_VISIBLE_DEVICES" not in without_guard(environ(kernel.pid))
 
 
 @pytest.mark.parametrize("before", [None, "", "3"])
-def test_hidden_devices_come_back_for_what_begins_anew(before: str | None) -> None:
+def test_new_session_gets_the_hidden_devices_back(before: str | None) -> None:
     start = {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
     env = dict(start)
     hide_devices(env)
-    hide_devices(env)  # inherited, and hidden again
+    hide_devices(env)  # a child inherits them and hides them again
     assert env["CUDA_VISIBLE_DEVICES"] == "-1"
     assert without_guard(env) == start
 
 
-def test_a_socket_that_must_not_be_used(
+def test_launcher_does_not_use_a_file_that_is_no_socket(
     broker: ScriptedBroker, start: Callable[..., PlainKernel], tmp_path: Path
 ) -> None:
     fake = tmp_path / "broker.sock"
@@ -245,7 +245,7 @@ def test_a_socket_that_must_not_be_used(
     assert opened(broker) == 0
 
 
-def test_a_wrong_option_of_the_kernelspec(
+def test_wrong_option_of_the_kernelspec_is_named(
     broker: ScriptedBroker, start: Callable[..., PlainKernel], install_spec: Callable[..., str]
 ) -> None:
     argv = [sys.executable, "-m", LAUNCHER, "--kernel", "mine", "--", "python", *IPYKERNEL]
@@ -254,7 +254,7 @@ def test_a_wrong_option_of_the_kernelspec(
     assert opened(broker) == 0
 
 
-def test_a_command_that_does_not_exist(
+def test_missing_command_is_named_without_a_traceback(
     broker: ScriptedBroker, start: Callable[..., PlainKernel], install_spec: Callable[..., str]
 ) -> None:
     broker.attach, broker.env = "lazy", SESSION_GUARD

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A Jupyter server inside a pooled session: its kernels have sessions of their own, real broker."""
+"""A Jupyter server inside a pooled session: its kernels have their own sessions. Real broker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jupyter_gpupool.demo import private_broker
 from jupyter_gpupool.guard import build as guard_build
 from tests.emulated import build as emulator_build
 
-#: What somebody runs in a pooled notebook: a pooled kernel, and CUDA in it.
+#: Code that a user runs in a pooled notebook: it starts a pooled kernel with CUDA.
 INNER = """
 import json, sys
 from jupyter_client import KernelManager
@@ -63,7 +63,7 @@ print(json.dumps({{"pid": os.getpid(), "page": os.environ.get("GPUPOOL_PAGE"),
 
 @pytest.fixture(scope="module", autouse=True)
 def libraries() -> None:
-    """Build the guard and the emulated driver, if that has not been done."""
+    """Build the guard and the emulated driver, if they are not built."""
     emulator_build.compile()
     guard_build.compile()
 
@@ -80,7 +80,7 @@ def said(client: Any, code: str) -> str:
     return "".join(text)
 
 
-def test_a_kernel_inside_a_session_has_its_own_page_and_slice(
+def test_kernel_inside_a_session_has_its_own_page_and_slice(
     install_spec: Any, tmp_path: Path
 ) -> None:
     spec = install_spec("pooled", [sys.executable, *IPYKERNEL], {"memory": "256MiB"})
@@ -103,7 +103,7 @@ def test_a_kernel_inside_a_session_has_its_own_page_and_slice(
             assert outer["page"]
             assert inner["GPUPOOL_PAGE"]
             assert inner["GPUPOOL_PAGE"] != outer["page"]
-            # The guard once, and not the outer session's as well.
+            # Its own guard once, and not the guard of the outer session.
             (preloaded,) = inner["LD_PRELOAD"].split(":")
             folder = Path(preloaded).parent
             assert (folder.name, Path(preloaded).name) == ("gpupool-guard", "libcuda.so.1")
@@ -115,7 +115,7 @@ def test_a_kernel_inside_a_session_has_its_own_page_and_slice(
             assert mine["pid"] == inner["pid"]
             assert mine["granted_bytes"] == 256 << 20
             assert mine["used_bytes"] == (8 + 16) << 20
-            # The outer session made no CUDA call, so it has no slice, and nothing on it counts.
+            # The outer session made no CUDA call: it has no slice and uses no memory.
             assert (other["pid"], other["granted_bytes"]) == (outer["pid"], 0)
             assert other["used_bytes"] == 0
             code = "inner.communicate('go on\\n', timeout=60); print(inner.returncode)"

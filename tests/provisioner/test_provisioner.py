@@ -47,7 +47,7 @@ def execute(manager: Any, code: str) -> str:
         client.stop_channels()
 
 
-def test_a_kernel_from_start_to_end(broker: ScriptedBroker, monkeypatch: Any) -> None:
+def test_provisioner_opens_and_closes_the_session(broker: ScriptedBroker, monkeypatch: Any) -> None:
     monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/train.ipynb")
     manager = KernelManager(kernel_name="gpupool-python3")
     manager.start_kernel()
@@ -63,7 +63,7 @@ def test_a_kernel_from_start_to_end(broker: ScriptedBroker, monkeypatch: Any) ->
         env = environ(pid)
         assert env["CUDA_VISIBLE_DEVICES"] == DEVICE
         assert env["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
-        assert env.get("PYTHONPATH") == os.environ.get("PYTHONPATH")  # nothing was added
+        assert env.get("PYTHONPATH") == os.environ.get("PYTHONPATH")  # unchanged
         assert execute(manager, "print(6 * 7)") == "42\n"
     finally:
         manager.shutdown_kernel()
@@ -90,7 +90,7 @@ def test_a_restart_ends_the_session_and_keeps_the_request(broker: ScriptedBroker
         manager.shutdown_kernel(now=True)
     broker.wait_for("close", count=2)
     manager.provisioner is None or manager.cleanup_resources()
-    assert len(broker.seen("close")) == 2  # cleanup again changes nothing
+    assert len(broker.seen("close")) == 2  # a second cleanup changes nothing
 
 
 @pytest.mark.parametrize("now", [False, True], ids=["shutdown", "kill"])
@@ -107,7 +107,7 @@ def test_kernel_is_suspended_before_its_end_on_unsafe_drivers(
     assert kinds == ["retire", "close"]
 
 
-def test_no_other_driver_costs_a_shutdown_a_message(broker: ScriptedBroker) -> None:
+def test_shutdown_sends_no_retire_message_on_safe_drivers(broker: ScriptedBroker) -> None:
     manager = KernelManager(kernel_name="gpupool-python3")
     manager.start_kernel()
     manager.shutdown_kernel(now=True)
@@ -115,7 +115,7 @@ def test_no_other_driver_costs_a_shutdown_a_message(broker: ScriptedBroker) -> N
     assert broker.seen("retire") == []
 
 
-def test_the_asynchronous_manager(broker: ScriptedBroker) -> None:
+def test_asynchronous_manager_opens_and_closes_a_session(broker: ScriptedBroker) -> None:
     async def scene() -> None:
         manager = AsyncKernelManager(kernel_name="gpupool-python3")
         await manager.start_kernel()
@@ -131,7 +131,7 @@ def test_the_asynchronous_manager(broker: ScriptedBroker) -> None:
     asyncio.run(scene())
 
 
-def test_what_is_persisted_is_enough_to_end_the_session(broker: ScriptedBroker) -> None:
+def test_persisted_fields_are_enough_to_end_the_session(broker: ScriptedBroker) -> None:
     async def scene() -> None:
         manager = AsyncKernelManager(kernel_name="gpupool-python3")
         await manager.start_kernel()
@@ -145,7 +145,7 @@ def test_what_is_persisted_is_enough_to_end_the_session(broker: ScriptedBroker) 
     asyncio.run(scene())
 
 
-def test_what_a_kernelspec_asks_for(
+def test_request_has_the_options_of_the_kernelspec(
     broker: ScriptedBroker, install_spec: Callable[..., str]
 ) -> None:
     asked = {
@@ -182,7 +182,7 @@ def test_what_a_kernelspec_asks_for(
         ({"broker_socket": "here.sock"}, "must be absolute"),
     ],
 )
-def test_bad_options_stop_the_kernel(
+def test_wrong_option_prevents_the_start_of_the_kernel(
     broker: ScriptedBroker, install_spec: Callable[..., str], config: Any, message: str
 ) -> None:
     name = install_spec("bad", [sys.executable, *IPYKERNEL], config)
@@ -194,7 +194,7 @@ def test_bad_options_stop_the_kernel(
     assert broker.seen("open") == []
 
 
-def test_a_refused_session_stops_the_kernel(broker: ScriptedBroker) -> None:
+def test_refused_session_prevents_the_start_of_the_kernel(broker: ScriptedBroker) -> None:
     def refuse(message: Any) -> None:
         raise RefusedError("You asked for 99 GiB and may have 16 GiB.", next_step="Ask for less.")
 
@@ -205,14 +205,14 @@ def test_a_refused_session_stops_the_kernel(broker: ScriptedBroker) -> None:
     ) as no:
         manager.start_kernel()
     assert not manager.has_kernel
-    # What the kernels API of Jupyter Server shows: it knows no other error.
+    # Jupyter Server's kernels API shows this type of error and no other.
     assert (no.value.status_code, no.value.log_message) == (
         400,
         "You asked for 99 GiB and may have 16 GiB. Ask for less.",
     )
 
 
-def test_a_kernel_that_cannot_be_registered_is_not_left_running(broker: ScriptedBroker) -> None:
+def test_kernel_ends_if_it_cannot_be_registered(broker: ScriptedBroker) -> None:
     pids: list[int] = []
 
     def refuse(message: Any) -> None:
@@ -228,7 +228,7 @@ def test_a_kernel_that_cannot_be_registered_is_not_left_running(broker: Scripted
     assert not Path(f"/proc/{pids[0]}").exists()
 
 
-def test_a_broker_that_dies_does_not_keep_a_kernel_from_ending(broker: ScriptedBroker) -> None:
+def test_kernel_can_end_after_the_death_of_the_broker(broker: ScriptedBroker) -> None:
     manager = KernelManager(kernel_name="gpupool-python3")
     manager.start_kernel()
     broker.wait_for("launched")
@@ -254,7 +254,7 @@ def test_a_kernel_of_another_environment_gets_the_agent(
         manager.shutdown_kernel(now=True)
 
 
-#: What a broker with the guard adds for a session's processes; nothing of it is loaded here.
+#: Variables that a broker with the guard adds for a session's processes; no test loads them here.
 SESSION_GUARD = {
     "LD_PRELOAD": "/run/pool/gpupool-guard/libcuda.so.1",
     "LD_LIBRARY_PATH": "/run/pool/gpupool-guard:/emulator",
@@ -317,7 +317,7 @@ def test_guard_precedes_the_emulator_and_the_users_libraries(
 
 
 @pytest.mark.parametrize("inner", [SESSION_GUARD, {}], ids=["guard", "no-guard"])
-def test_a_server_inside_a_session_does_not_hand_its_page_on(
+def test_server_inside_a_session_does_not_pass_on_its_page(
     broker: ScriptedBroker,
     install_spec: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
@@ -336,7 +336,7 @@ def test_a_server_inside_a_session_does_not_hand_its_page_on(
     assert "GPUPOOL_VISIBLE" not in env
 
 
-def test_paths_are_put_in_front_and_choices_respected() -> None:
+def test_guard_paths_come_first_and_user_choices_stay() -> None:
     env = {
         "LD_LIBRARY_PATH": "/mine:/emulator",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
@@ -362,7 +362,7 @@ def test_paths_are_put_in_front_and_choices_respected() -> None:
     }
 
 
-def test_which_commands_are_ipykernels() -> None:
+def test_ipykernel_is_recognised_in_commands() -> None:
     assert runs_ipykernel(["python", "-m", "ipykernel_launcher", "-f", "x"])
     assert runs_ipykernel(["/opt/conda/bin/python", "-Xfrozen_modules=off", "-m", "ipykernel"])
     assert runs_ipykernel(["python", "/usr/lib/ipykernel_launcher.py"])

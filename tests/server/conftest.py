@@ -18,7 +18,7 @@ def folder():
 
 @pytest.fixture(scope="module")
 def broker(folder, request):
-    """A broker on emulated devices (``MACHINE`` of the module), each with room for one kernel."""
+    """Start a broker on the devices of the module's ``MACHINE``; each has room for one kernel."""
     broker = brokers.Broker(folder, emulate=getattr(request.module, "MACHINE", brokers.MACHINE))
     yield broker.started
     broker.close()
@@ -27,7 +27,7 @@ def broker(folder, request):
 
 @pytest.fixture(scope="module")
 def start(folder, broker):
-    """Start servers of the broker's own user."""
+    """Start servers that run as the broker's user."""
     servers = []
 
     def make(*options):

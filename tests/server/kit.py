@@ -22,7 +22,7 @@ TOKEN = "t"
 
 KERNEL = "gpupool-python3"
 
-#: Something on the device, so that there is something to suspend.
+#: Code that puts data on the device, so that a suspend has state to move.
 USE_GPU = """
 from cuda.core import Device
 device = Device(); device.set_current(); stream = device.create_stream()
@@ -32,7 +32,7 @@ buffer = device.allocate(64 << 20, stream=stream); buffer.fill(7, stream=stream)
 
 def server_environment(folder, socket, home=None):
     env = environment(folder)
-    # The installation's configuration is what enables the extension: nothing else may.
+    # Only the installed configuration may enable the extension.
     del env["JUPYTER_NO_CONFIG"], env["JUPYTER_PREFER_ENV_PATH"]
     home = str(home or folder)
     return {
@@ -48,10 +48,10 @@ def server_environment(folder, socket, home=None):
 
 
 def as_user(user):
-    """Return the command that runs another one as a user id, for root.
+    """Return the command prefix with which root runs a program as another user id.
 
-    The interpreter may be below a folder that only root may enter; the right to read everything
-    lets the user start it, and changes nothing about who it is to the broker and the kernel.
+    The interpreter may be below a folder that only root may enter. The right to read everything
+    lets the user start it, and does not change which user the broker and the kernel see.
     """
     setpriv = shutil.which("setpriv")
     assert setpriv, "setpriv (util-linux) is needed to start servers of two users"
@@ -62,7 +62,7 @@ def as_user(user):
 
 
 class Server:
-    """A ServerApp in a process of its own; ``user`` is the user id that it runs as."""
+    """A ServerApp in a separate process; ``user`` is the user id that it runs as."""
 
     def __init__(self, folder, socket, *options, user=None, home=None):
         self.folder = Path(home or folder)
@@ -109,7 +109,7 @@ class Server:
         )
 
     def api(self, path, method="GET", status=200, **body):
-        """Ask a route of ours; fail unless it answers with ``status``."""
+        """Call a route of the extension; fail unless it answers with ``status``."""
         answer = self.request(method, f"/gpupool/api{path}", json=body or None)
         assert answer.status_code == status, (answer.status_code, answer.text, self.tail())
         return answer.json()
@@ -123,7 +123,7 @@ class Server:
         assert self.request("DELETE", f"/api/kernels/{kernel}").status_code == 204
 
     def metrics(self):
-        """Return the samples of /metrics that are ours, as text -> value."""
+        """Return our samples of /metrics, as text -> value."""
         text = self.request("GET", "/metrics").text
         lines = [x for x in text.splitlines() if x.startswith("jupyter_gpupool_")]
         return {x.rsplit(" ", 1)[0]: float(x.rsplit(" ", 1)[1]) for x in lines}
@@ -163,7 +163,7 @@ class Events:
         self.seen = []
 
     def until(self, condition, seconds=60):
-        """Return the next message for which ``condition`` holds."""
+        """Return the next message that meets ``condition``."""
         deadline = time.monotonic() + seconds
         while True:
             assert time.monotonic() < deadline, self.seen[-20:]

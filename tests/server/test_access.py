@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Who may see and do what: strangers, readers, and two users of one machine."""
+"""Who may see and do what: clients without a token, readers, and two users of one machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROUTES = [
     ("GET", "/nothing", None),
 ]
 
-#: The authorizer of a server whose guests may look and not touch.
+#: The authorizer of a server whose guests may only read.
 READ_ONLY = """
 from jupyter_server.auth import Authorizer
 
@@ -47,7 +47,7 @@ c.ServerApp.authorizer_class = %s
 
 @pytest.mark.parametrize("token", ["", "wrong"])
 @pytest.mark.parametrize(("method", "path", "body"), ROUTES)
-def test_a_stranger_gets_nothing(server, method, path, body, token):
+def test_client_without_a_token_gets_no_data(server, method, path, body, token):
     answer = server.request(method, f"/gpupool/api{path}", json=body, token=token)
     assert answer.status_code in (401, 403)
     assert {"code", "message", "next_step"} <= set(answer.json())
@@ -55,7 +55,7 @@ def test_a_stranger_gets_nothing(server, method, path, body, token):
 
 
 @pytest.mark.parametrize("token", ["", "wrong"])
-def test_a_stranger_gets_no_websocket(server, token):
+def test_client_without_a_token_gets_no_websocket(server, token):
     with pytest.raises(websocket.WebSocketBadStatusException) as caught:
         server.socket("/gpupool/api/events", token=token)
     assert caught.value.status_code in (401, 403)
@@ -67,7 +67,7 @@ def configured(start, folder, authorizer):
     return start(f"--config={path}")
 
 
-def test_who_may_only_read_reads(start, folder):
+def test_reader_may_read_but_not_change(start, folder):
     server = configured(start, folder, "ReadOnly")
     kernel = server.start_kernel()
     for method, path, body in ROUTES[:-1]:
@@ -77,7 +77,7 @@ def test_who_may_only_read_reads(start, folder):
     server.stop_kernel(kernel)
 
 
-def test_who_may_nothing_gets_nothing(start, folder):
+def test_user_without_rights_gets_no_data(start, folder):
     server = configured(start, folder, "Nothing")
     for method, path, body in ROUTES[:-1]:
         answer = server.request(method, f"/gpupool/api{path}", json=body)
@@ -89,19 +89,19 @@ def test_who_may_nothing_gets_nothing(start, folder):
 
 # ---------------------------------------------------------------- two users of one machine
 
-#: User ids that no account has: to the broker and the kernel they are users like all others.
+#: User ids without an account: the broker and the kernel treat them like all others.
 ALICE, BOB = 21001, 21002
 
 
 @pytest.fixture(scope="module")
 def two_users():
-    """A broker for the whole machine, and a server of each of two users."""
+    """A broker for the whole machine, and one server for each of two users."""
     if os.geteuid() != 0:
         pytest.fail("Only root can start servers of two users: run the tests as root.")
     folder = brokers.short_folder()
     folder.chmod(0o755)
     broker = brokers.Broker(folder)
-    broker.socket = Path("/run") / folder.name / "broker.sock"  # root's there is everybody's
+    broker.socket = Path("/run") / folder.name / "broker.sock"  # a socket for all users
     servers = []
     try:
         assert broker.start()["ok"]
@@ -120,7 +120,7 @@ def two_users():
         brokers.remove(broker.socket.parent)
 
 
-def test_two_users(two_users):
+def test_users_do_not_see_kernels_of_each_other(two_users):
     broker, alices, bobs = two_users
     hers = alices.start_kernel()
     events = bobs.events()
@@ -133,10 +133,10 @@ def test_two_users(two_users):
         *("id", "owner", "state", "granted_bytes", "device", "devices", "slices"),
         *("queue_position", "priority", "mine", "here"),
     }
-    # To root, as which this test runs, the broker shows who they really are.
+    # This test runs as root, and the broker shows root the real owners.
     owners = {s["kernel_id"]: s["owner"] for s in broker.status()["sessions"]}
     assert owners == {hers: f"uid-{ALICE}", his: f"uid-{BOB}"}
-    # He can neither see nor touch it, not even if he knows its names.
+    # Bob can neither see nor change Alice's kernel, even if he knows its ids.
     for name in (hers, anonymous["id"]):
         for method, path, body in ROUTES[2:7]:
             path = path.replace("KERNEL", name)
@@ -144,7 +144,7 @@ def test_two_users(two_users):
             assert answer.status_code == 404, answer.text
     before = alices.api(f"/sessions/{hers}")["request"]
 
-    # What happens to her kernel is no event of his.
+    # Bob gets no events about Alice's kernel.
     alices.api(f"/sessions/{hers}", "PATCH", memory="64MiB")
     cells = alices.cells(hers)
     cells.run("from cuda.core import Device; Device().set_current()")
@@ -172,7 +172,7 @@ def test_two_users(two_users):
 # ---------------------------------------------------------------- the broker away and back
 
 
-def test_the_broker_ended_and_back(start, broker):
+def test_server_reconnects_to_a_broker_that_was_stopped(start, broker):
     server = start()
     kernel = server.start_kernel()
     events = server.events()
@@ -188,7 +188,7 @@ def test_the_broker_ended_and_back(start, broker):
         assert str(broker.socket) in error["message"]
         assert error["next_step"]
     assert server.metrics()["jupyter_gpupool_broker_up"] == 0
-    # Nobody starts one that ended in order because somebody looks.
+    # A page that only reads does not start a broker that ended in order.
     assert not broker.socket.exists() or not answers(broker)
     assert broker.started
     events.kind("broker", available=True)
@@ -217,7 +217,7 @@ def test_a_broker_that_was_killed_is_started_again_by_the_server(start, broker):
         assert broker.started
 
 
-def test_a_server_says_which_configuration_is_in_force(start, broker):
+def test_server_says_which_configuration_is_in_force(start, broker):
     config = f"from {broker.config_file}"
     server = start("--GPUPool.idle_timeout=5")
     text = server.api("/pool")["configuration_notice"]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The page about the extension says what there is."""
+"""The page about the extension lists all that the extension has."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
 
 
 def table(heading):
-    """The cells of the first column of a section's table."""
+    """Return the cells of the first column of a section's table."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return [row.strip("`") for row in re.findall(r"^\| (`[^|]+`) \|", section, re.MULTILINE)]
 
 
-def test_routes():
+def test_page_lists_all_routes():
     paths = openapi.document("/")["paths"]
     wanted = {
         f"{method.upper()} {path[1:].replace('{kernel_id}', 'KERNEL')}"
@@ -31,12 +31,12 @@ def test_routes():
     assert set(table("REST")) == wanted
 
 
-def test_metrics():
+def test_page_lists_all_metrics():
     names = {metric.describe()[0].name for metric in metrics.ALL}
     assert set(table("Metrics")) == names
 
 
-def test_events():
+def test_page_lists_all_events():
     kinds = {path.parent.name for path in SCHEMAS.glob("*/v1.yaml")}
     assert set(table("Events")) == {SCHEMA_ID.format(kind) for kind in kinds}
     for path in SCHEMAS.glob("*/v1.yaml"):
@@ -44,7 +44,7 @@ def test_events():
         assert "personal-data: false" in path.read_text()
 
 
-def test_options():
+def test_page_lists_all_options():
     own = {
         name: trait.default()
         for name, trait in GPUPoolExtension.class_own_traits(config=True).items()

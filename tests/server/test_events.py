@@ -12,7 +12,7 @@ from tests.broker.kit import BIG, Kernel, MiB, wait_until
 
 from .kit import USE_GPU, Events
 
-#: One device: the kernel that has it keeps all others waiting.
+#: One device: while a kernel has it, all others wait.
 MACHINE = "1x512MiB,context=32MiB"
 
 PREFIX = "https://schema.jupyter.org/jupyter_gpupool/"
@@ -34,7 +34,7 @@ def full(broker):
     other.close()
 
 
-def test_two_notebooks(server, kernel, full, events):
+def test_waiting_and_idle_notebooks_cause_events(server, kernel, full, events):
     first = events.kind("snapshot")["snapshot"]
     assert [s["state"] for s in first["sessions"]] == ["active"]
     bus = Events(server.socket("/api/events/subscribe"))
@@ -59,7 +59,7 @@ def test_two_notebooks(server, kernel, full, events):
     )["data"]
     assert lease["granted_bytes"] == BIG
     assert cells[one].end(running)["status"] == "ok"
-    # The waiting kernel gets the slice of an idle one, whose state goes to host memory.
+    # The waiting kernel gets the slice of an idle kernel, whose state goes to host memory.
     assert cells[two].end(second)["status"] == "ok"
     gone = events.until(
         lambda m: (
@@ -90,7 +90,7 @@ def test_two_notebooks(server, kernel, full, events):
         ]
         assert sum(counts) >= 1, (name, found)
 
-    # The same events on the server's own bus, by their schemas, without a person in them.
+    # The server's own bus has the same events, with their schemas and without names of users.
     seen = []
     while {"lease", "queue"} - {m["schema_id"].removeprefix(PREFIX).split("/")[0] for m in seen}:
         message = json.loads(bus.socket.recv())
@@ -100,8 +100,8 @@ def test_two_notebooks(server, kernel, full, events):
     assert not {"owner", "user", "label"} & {key for m in seen for key in m}
 
 
-def test_the_events_own_delta_is_the_snapshot(server, kernel, events):
-    """A client that applies the deltas has what a snapshot would say."""
+def test_snapshot_plus_deltas_equals_a_new_snapshot(server, kernel, events):
+    """A client that applies the deltas has the same data as a new snapshot."""
     state = events.kind("snapshot")["snapshot"]
     one = kernel()
     server.cells(one).run(USE_GPU)
@@ -130,13 +130,13 @@ def test_an_idle_warning_comes_before_the_slice_leaves(server, broker, kernel, e
     warning = events.kind("idle", kernel_id=one)["data"]
     assert 0 < warning["seconds_left"] <= 20
     assert warning["bytes"] >= 64 * MiB
-    # Keep: nothing more to warn of.
+    # After a keep there is no reason for a warning.
     server.api(f"/sessions/{one}/keep", "POST", seconds=3600)
     broker.configure(emulate=MACHINE)
     broker.process.send_signal(1)
 
 
-def test_no_traffic_when_nobody_needs_it(server, broker, kernel):
+def test_server_sends_the_broker_nothing_without_subscribers(server, broker, kernel):
     one = kernel()
     server.api("/pool")
     server.stop_kernel(one)
@@ -144,7 +144,7 @@ def test_no_traffic_when_nobody_needs_it(server, broker, kernel):
     def connections():
         with broker.client() as client:
             counters = client.call("status")["broker"]["counters"]
-        # Less our own: one connection and one message for each look.
+        # Without this test's own part: one connection and one message for each look.
         looks.append(1)
         return counters["messages"] - len(looks), counters["connections"] - len(looks)
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The last minutes, and the hours in all: nothing is invented, and little is kept."""
+"""The history of the last minutes, and the total hours: no invented values, bounded memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shown(*views, now=None, kernels=("k",)):
     return found.shown(views[-1]["now"] if now is None else now, kernels, devices=True)
 
 
-def test_points_are_what_the_snapshots_said():
+def test_points_have_the_values_of_the_snapshots():
     found = shown(
         view(100.0, kernel(busy_seconds=5.0), utilisation=None),
         view(102.0, kernel(busy_seconds=6.0, used_bytes=20), utilisation=0),
@@ -59,10 +59,10 @@ def test_points_are_what_the_snapshots_said():
     }
 
 
-def test_at_most_one_point_a_second_and_none_is_made_up():
+def test_history_has_at_most_one_point_a_second():
     found = shown(*(view(100 + n / 10, kernel(busy_seconds=n / 40)) for n in range(50)))
     assert found["kernels"]["k"]["time"] == [100.0, 101.0, 102.0, 103.0, 104.0]
-    # A share of the whole time since the point before, not since the last snapshot.
+    # A share of the time since the last point, not since the last snapshot.
     assert found["kernels"]["k"]["busy"] == [None, 0.25, 0.25, 0.25, 0.25]
 
 
@@ -70,23 +70,23 @@ def test_at_most_one_point_a_second_and_none_is_made_up():
     "after",
     [
         kernel(session="another process", busy_seconds=9.0),
-        kernel(busy_seconds=1.0),  # another broker counts from zero
+        kernel(busy_seconds=1.0),  # a new broker counts from zero
         kernel(guard=False),
         kernel(busy_seconds=None),
     ],
 )
-def test_a_share_that_nobody_measured_is_null(after):
+def test_unmeasured_share_is_null(after):
     found = shown(view(100.0, kernel(busy_seconds=5.0)), view(102.0, after))
     assert found["kernels"]["k"]["busy"] == [None, None]
 
 
-def test_without_a_guard_memory_is_what_the_driver_charges():
+def test_driver_gives_the_memory_of_kernels_without_a_guard():
     blind = {"guard": False, "used_bytes": None}
     found = shown(view(100.0, kernel(**blind)), view(102.0, kernel(**blind, footprint_bytes=None)))
     assert found["kernels"]["k"]["used"] == [7, None]
 
 
-def test_where_nobody_looked_the_line_breaks():
+def test_line_has_a_gap_while_no_client_watched():
     found = KernelHistory()
     found.take(view(100.0, kernel()))
     found.pause()
@@ -121,7 +121,7 @@ def test_kernels_of_others_and_those_that_ended_are_not_shown():
     assert "devices" not in found.shown(100.0, ()), "there may be many"
 
 
-def test_a_clock_that_was_set_back_begins_anew():
+def test_history_starts_again_after_the_clock_goes_back():
     found = shown(view(1000.0, kernel()), view(100.0, kernel()), view(101.0, kernel()))
     assert found["kernels"]["k"]["time"] == [100.0, 101.0]
 
@@ -142,11 +142,11 @@ def test_points_are_ordered_and_shares_are_from_0_to_1(steps):
     assert all(share is None or 0 <= share <= 1 for share in ring["busy"])
 
 
-# ---------------------------------------------------------------------- the hours in all
+# ---------------------------------------------------------------------- the total hours
 
 
 def counted(*steps, since=50.0):
-    """Each step is a view, or a view and the rows that came with it."""
+    """Return the usage after the steps; each is a view, or a view with new rows."""
     found = KernelUsage(since)
     for step in steps:
         found.take(*(step if isinstance(step, tuple) else (step, ())))
@@ -173,10 +173,10 @@ def test_an_older_session_counts_from_the_first_snapshot():
     assert counted(view(100.0, one), view(110.0, later), since=95.0) == (2.0, 10.0)
 
 
-def test_a_kernel_that_ended_still_counts_to_its_very_end():
+def test_ended_kernel_counts_up_to_its_end():
     one = kernel(attached_seconds_total=4.0)
     assert counted(view(100.0, one), view(200.0)) == (4.0, 10.0)
-    # It had its slice to the end, and the journal says when that was.
+    # It had its slice to the end, and the journal has the time of that.
     assert counted(view(100.0, one), (view(200.0), [row(103.0, "close")])) == (7.0, 13.0)
     rows = [row(101.0, "state", new="detached"), row(103.0, "close")]
     assert counted(view(100.0, one), (view(200.0), rows)) == (5.0, 13.0)
@@ -186,16 +186,16 @@ def test_a_kernel_that_ended_still_counts_to_its_very_end():
     assert counted(view(100.0, none), (view(200.0), [row(103.0, "close")])) == (4.0, 13.0)
 
 
-def test_rows_that_came_after_the_snapshot_count_after_it():
+def test_rows_newer_than_the_snapshot_count_with_the_next():
     one = kernel(attached_seconds_total=4.0)
     rows = [row(99.0, "state", new="detached"), row(102.0, "close")]
     assert counted((view(100.0, one), rows), view(101.0, one)) == (6.0, 12.0)
 
 
-def test_a_broker_that_was_killed_takes_nothing_away():
+def test_killed_broker_does_not_reduce_the_usage():
     found = KernelUsage(50.0)
     found.take(view(100.0, kernel(attached_seconds_total=8.0)), ())
-    # The running lease was not in its journal; for two seconds now it has counted again.
+    # The journal has nothing of the lease that ran then; its count began again two seconds ago.
     found.take(view(110.0, kernel(attached_seconds_total=2.0)), ())
     assert found.shown()["attached_seconds"] == 8.0
     found.take(view(113.0, kernel(attached_seconds_total=5.0)), ())
@@ -203,7 +203,7 @@ def test_a_broker_that_was_killed_takes_nothing_away():
     assert found.shown()["kernel_seconds"] == 23.0
 
 
-def test_what_is_remembered_is_bounded(monkeypatch):
+def test_number_of_remembered_sessions_is_bounded(monkeypatch):
     monkeypatch.setattr(kernel_history, "MOST", 10)
     found = KernelUsage(50.0)
     for n in range(100):
@@ -236,7 +236,7 @@ ROW = st.builds(
     ),
 )
 def test_usage_only_grows_and_slices_never_exceed_sessions(since, steps):
-    """Also with a clock that jumps and a count that goes back."""
+    """This also holds for a clock that jumps and a count that goes back."""
     found = KernelUsage(since)
     before = (0.0, 0.0)
     for now, sessions, rows in steps:
@@ -248,7 +248,7 @@ def test_usage_only_grows_and_slices_never_exceed_sessions(since, steps):
         before = after
 
 
-def test_the_page_says_how_long_is_kept():
+def test_history_is_kept_as_long_as_the_page_says():
     assert (kernel_history.KEPT, kernel_history.LEAST) == (300.0, 1.0), (
         "the documents say five minutes"
     )

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Names, units and figures of the metrics, and the dashboard that is drawn from them."""
+"""Names, units and values of the metrics, and the dashboard that draws them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def value(name, **labels):
 
 
 def families():
-    """What Prometheus knows of each metric: name -> (type, names of its samples)."""
+    """What Prometheus knows about each metric: name -> (type, names of its samples)."""
     found = {}
     for family in REGISTRY.collect():
         if family.name.startswith("jupyter_gpupool_"):
@@ -40,7 +40,7 @@ def piece(device, granted, used):
     return {"device": device, "granted_bytes": granted, "used_bytes": used}
 
 
-def test_gauges_by_device_and_state(clean):
+def test_gauges_are_split_by_device_and_state(clean):
     metrics.show(
         [
             {"state": "idle", "slices": [piece("A", 100, 60)]},
@@ -61,7 +61,7 @@ def test_gauges_by_device_and_state(clean):
     assert value("granted_bytes", device="A", state="idle") is None
 
 
-def test_histograms_take_the_journals_figures():
+def test_histograms_use_the_figures_of_the_journal():
     def count(name):
         return value(f"{name}_seconds_count", device="H") or 0
 
@@ -80,7 +80,7 @@ def test_histograms_take_the_journals_figures():
     assert value("suspend_seconds_sum", device="H") == 0.25
 
 
-def test_names_and_units_are_prometheus():
+def test_names_and_units_follow_prometheus():
     found = families()
     assert len(found) == len(metrics.ALL)
     for name in found:
@@ -92,7 +92,7 @@ def test_names_and_units_are_prometheus():
         assert f"# HELP {name} " in text
 
 
-def test_the_dashboard_is_drawn_from_what_there_is():
+def test_dashboard_uses_only_existing_metrics():
     board = json.loads(DASHBOARD.read_text())
     asked = [t["expr"] for panel in board["panels"] for t in panel["targets"]]
     asked += [v["query"]["query"] for v in board["templating"]["list"] if v["type"] == "query"]

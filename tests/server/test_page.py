@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a page knows before it asks: is there a GPU at all?"""
+"""What a JupyterLab page knows before its first request: whether there is a GPU."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def bare(monkeypatch):
     monkeypatch.setattr(emulation, "real_driver_present", lambda: False)
 
 
-def test_a_driver_is_a_gpu_until_somebody_knows_better(monkeypatch):
+def test_page_assumes_a_gpu_if_there_is_a_driver(monkeypatch):
     monkeypatch.setattr(emulation, "real_driver_present", lambda: True)
     assert page.first({}, {}, NOBODY) == SOME
 
 
-def test_without_one_it_says_what_to_do(bare):
+def test_page_without_a_driver_says_what_to_do(bare):
     assert page.first({}, {}, NOBODY) == {
         "found": False,
         "reason": "No NVIDIA driver was found on this machine. `jupyter gpupool doctor` says more.",
     }
 
 
-def test_an_emulated_machine(bare):
+def test_page_finds_an_emulated_gpu(bare):
     assert page.first({"emulate": "2x16GiB"}, {}, NOBODY) == SOME
     assert page.first({}, {"GPUPOOL_EMULATE": "1x1GiB"}, NOBODY) == SOME
-    # As for the broker: what is configured wins, also if it is nothing.
+    # As in the broker: the option wins over the variable, even if it is empty.
     assert not page.first({"emulate": ""}, {"GPUPOOL_EMULATE": "1x1GiB"}, NOBODY)["found"]
 
 
-def test_an_emulated_machine_that_cannot_be(bare, monkeypatch):
+def test_page_shows_why_a_machine_cannot_be_emulated(bare, monkeypatch):
     wrong = page.first({"emulate": "two GPUs"}, {}, NOBODY)
     assert not wrong["found"]
     assert "'two GPUs' is not an emulated machine" in wrong["reason"]
@@ -54,21 +54,21 @@ def test_an_emulated_machine_that_cannot_be(bare, monkeypatch):
     assert page.first({"emulate": "2x16GiB"}, {}, NOBODY)["reason"].startswith("Not compiled. ")
 
 
-def test_where_a_broker_may_listen_it_alone_knows(bare, tmp_path):
+def test_page_assumes_a_gpu_if_the_socket_exists(bare, tmp_path):
     socket = tmp_path / "broker.sock"
     assert not page.first({"emulate": ""}, {}, socket)["found"]
     socket.touch()
     assert page.first({"emulate": ""}, {}, socket) == SOME
 
 
-def test_a_broker_knows_better():
+def test_answer_of_the_broker_replaces_the_first_guess():
     assert page.told({"devices": [{"uuid": "GPU-0"}], "problem": ""}) == SOME
     none = page.told({"devices": [], "problem": "The driver is too old."})
     assert none["reason"] == "The driver is too old. `jupyter gpupool doctor` says more."
     assert page.told({"devices": [], "problem": ""})["reason"].startswith("The GPU pool ")
 
 
-def test_the_other_settings_of_a_page_stay():
+def test_other_settings_of_a_page_stay():
     settings = {"page_config_data": {"appName": "JupyterLab"}}
     page.show(settings, SOME)
     assert settings["page_config_data"] == {"appName": "JupyterLab", "gpupool": SOME}
@@ -76,7 +76,7 @@ def test_the_other_settings_of_a_page_stay():
     assert bare == {"page_config_data": {"gpupool": SOME}}
 
 
-def test_jupyterlabs_page(start):
+def test_page_of_jupyterlab_has_the_answer(start):
     def lab():
         text = server.request("GET", "/lab").text
         (found,) = re.findall(
@@ -87,9 +87,9 @@ def test_jupyterlabs_page(start):
     server = start(f"--GPUPool.socket={NOBODY}")
     assert lab() == page.first({}, {}, NOBODY)
     server = start()
-    assert lab() == SOME, "a broker may listen there"
+    assert lab() == SOME, "a broker may listen at this socket"
     assert server.api("/pool")["devices"]
-    assert lab() == SOME, "emulated, as the broker has told"
+    assert lab() == SOME, "the broker has reported emulated devices"
     configured = start("--GPUPool.emulate=2x16GiB")
     text = configured.request("GET", "/lab").text
     assert '"gpupool": {"found": true, "reason": ""}' in text

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a real server remembers: through a broker's death and a kernel's end."""
+"""What a real server remembers after a broker's death and a kernel's end."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def usage(server):
     return found["attached_seconds"], found["kernel_seconds"]
 
 
-def test_the_last_minutes_and_the_hours_in_all(start, broker):
+def test_history_survives_the_broker_and_ends_with_the_kernel(start, broker):
     server = start("--GPUPoolExtension.refresh_interval=300", "--Application.log_level=DEBUG")
 
-    # Asking for it asks nobody: there is no connection to the broker, and none is made.
+    # A request for the history sends nothing to the broker, and opens no connection to it.
     def messages():
         with broker.client() as client:
             return client.call("status")["broker"]["counters"]["messages"]
 
     before = messages()
     empty = server.api("/history")
-    assert messages() == before + 1, "our own"
+    assert messages() == before + 1, "this test's own message"
     assert (empty["kernels"], "devices" in empty) == ({}, False)
     assert server.api("/history?devices=1")["devices"] == {}
     assert usage(server) == (0, 0)
 
-    events = server.events()  # somebody looks
+    events = server.events()  # a client watches
     one = server.start_kernel()
     cells = server.cells(one)
     cells.run(USE_GPU)
@@ -40,7 +40,7 @@ def test_the_last_minutes_and_the_hours_in_all(start, broker):
     def used():
         return (server.api("/history")["kernels"].get(one, {}).get("used") or [0])[-1] or 0
 
-    # The first point may be from before the cell had all that it wanted.
+    # The first point may be from before the cell had all its memory.
     wait_until(lambda: used() >= 64 * MiB, "a point with the cell's memory")
     found = server.api("/history")
     ring = found["kernels"][one]
@@ -56,7 +56,7 @@ def test_the_last_minutes_and_the_hours_in_all(start, broker):
     attached, opened = wait_until(lambda: (u := usage(server))[0] > 0 and u, "seconds with a slice")
     assert attached <= opened
 
-    # What it left is the last point, long before the next look that is due anyway.
+    # The release gives the last point, long before the next regular look.
     server.api(f"/sessions/{one}/release", "POST")
     wait_until(lambda: used() == 0, "the slice has gone")
     cells.run("stream.sync()")
@@ -68,7 +68,7 @@ def test_the_last_minutes_and_the_hours_in_all(start, broker):
     away = usage(server)
     assert away[0] >= attached
     assert away[1] >= opened
-    assert server.api("/history")["kernels"][one]["time"], "it is remembered all the same"
+    assert server.api("/history")["kernels"][one]["time"], "the server still remembers it"
     try:  # the server starts it again
         again = wait_until(lambda: (u := usage(server))[1] > away[1] and u, "the broker's return")
         assert again[0] >= away[0]
@@ -81,9 +81,9 @@ def test_the_last_minutes_and_the_hours_in_all(start, broker):
         last = server.api("/history")
         assert last["kernels"] == {}, "it has ended"
         (closed,) = [r["time"] for r in broker.rows("close")]
-        # To the moment at which the journal says it ended, or the last look before.
+        # The count ends at the kernel's end in the journal, or at the server's last sample before.
         assert again[1] <= last["usage"]["kernel_seconds"] <= closed - seen + 0.01
-        assert usage(server) == usage(server), "and it does not go on"
+        assert usage(server) == usage(server), "and it stops counting"
     finally:
         os.kill(broker.status()["pid"], signal.SIGTERM)
         wait_until(lambda: not broker.socket.exists(), "the end of the one that was started")

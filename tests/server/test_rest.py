@@ -11,14 +11,14 @@ from tests.broker.kit import BIG, CAPACITY, MiB, wait_until
 from .kit import USE_GPU
 
 
-def test_the_installation_enables_it(server):
+def test_installation_enables_the_extension(server):
     log = server.log.read_text()
     assert "jupyter_gpupool.server | extension was successfully loaded" in log
-    # What the server says of routes that forgot to ask who is there.
+    # The server logs routes that do not check who asks.
     assert "/gpupool" not in log
 
 
-def test_the_pool(server):
+def test_pool_route_shows_devices_without_internals(server):
     pool = server.api("/pool")
     assert pool["emulated"] is True
     assert [d["memory_capacity"] for d in pool["devices"]] == [CAPACITY, CAPACITY]
@@ -26,7 +26,7 @@ def test_the_pool(server):
     assert not {"socket", "pid", "broker"} & set(pool)
 
 
-def test_a_kernels_life(server, kernel):
+def test_routes_follow_a_kernel_from_start_to_end(server, kernel):
     one = kernel()
     session = server.api(f"/sessions/{one}")
     assert (session["state"], session["here"], session["mine"]) == ("detached", True, True)
@@ -60,7 +60,7 @@ def test_a_kernels_life(server, kernel):
     assert server.api(f"/sessions/{one}", status=404)["code"] == "unknown-session"
 
 
-def test_a_refusal_says_by_which_rule_and_what_to_do(server, kernel):
+def test_refusal_names_the_rule_and_says_what_to_do(server, kernel):
     refused = server.api(f"/sessions/{kernel()}", "PATCH", 409, memory="900MiB")
     assert refused["code"] == "over-device"
     assert "900 MiB" in refused["message"]
@@ -91,7 +91,7 @@ def test_a_refusal_says_by_which_rule_and_what_to_do(server, kernel):
         ("/keep", "POST", '{"seconds": 1, "for": 2}'),
     ],
 )
-def test_a_wrong_request(server, wrong_for, path, method, body):
+def test_wrong_request_is_refused_with_the_reason(server, wrong_for, path, method, body):
     url = f"{server.url}/gpupool/api/sessions/{wrong_for}{path}?token=t"
     answer = server.request(method, url.removeprefix(server.url), data=body)
     assert answer.status_code == 400, answer.text
@@ -101,7 +101,7 @@ def test_a_wrong_request(server, wrong_for, path, method, body):
 
 @pytest.fixture(scope="module")
 def wrong_for(server):
-    """A kernel whose request is not changed."""
+    """A kernel whose request no test changes."""
     name = server.start_kernel()
     before = server.api(f"/sessions/{name}")["request"]
     yield name

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The OpenAPI document says what the server does: schemathesis asks it everything it says."""
+"""The OpenAPI document describes the server; schemathesis sends all requests that it allows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jupyter_gpupool.server.extension import ROUTES
 
 from .kit import TOKEN
 
-#: A refusal (409) or a kernel that is not there (404) is a right answer to a right request.
+#: A refusal (409) or an unknown kernel (404) is a correct answer to a correct request.
 CHECKS = [
     checks.not_a_server_error,
     openapi_checks.status_code_conformance,
@@ -37,7 +37,7 @@ OPERATIONS = [
 ]
 
 
-def test_the_document_names_every_route_and_no_other():
+def test_document_names_every_route_and_no_other():
     named = {
         re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path) for path in openapi.document("/")["paths"]
     }
@@ -51,7 +51,7 @@ def test_the_document_names_every_route_and_no_other():
     assert set(states) == {state for step in TRANSITIONS for state in step}
 
 
-def test_it_is_served(server):
+def test_server_serves_the_document(server):
     found = server.api("/openapi.json")
     assert found == openapi.document("/")
     assert found["openapi"].startswith("3.1")
@@ -67,7 +67,7 @@ def kernel_id(server):
 
 @pytest.mark.parametrize("real", [True, False], ids=["a-kernel", "any-text"])
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
-def test_it_does_what_the_document_says(server, kernel_id, path, method, real):
+def test_server_does_what_the_document_says(server, kernel_id, path, method, real):
     document = openapi.document("/")
     if real:
         known = {**document["components"]["parameters"]["KernelId"], "schema": {"const": kernel_id}}
@@ -84,7 +84,7 @@ def test_it_does_what_the_document_says(server, kernel_id, path, method, real):
 
 
 def ask(server, cases):
-    """Send many requests; return the statuses that were seen."""
+    """Send many requests; return the set of status codes."""
     headers = {"Authorization": f"token {TOKEN}"}
     seen = set()
 

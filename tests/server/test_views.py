@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What is shown and what changed: pure functions of snapshots."""
+"""What the server shows, and what it sends as a change: pure functions of snapshots."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def kinds(old, new):
 
 
 def test_an_admins_server_shows_no_names_of_others():
-    # As the broker shows it to root: everything.
+    # The broker shows all names to root.
     view = snapshot(session("a"), session("x", owner="alice", kernel_id="k-x"))
     mine, theirs = view["sessions"]
     assert mine["here"]
@@ -98,14 +98,14 @@ def test_own_kernels_are_shown_under_any_owner_name():
     assert found["here"]
 
 
-def test_another_server_of_the_same_user_is_mine_but_not_here():
+def test_kernel_of_my_other_server_is_marked_as_mine_only():
     (found,) = snapshot(session("z"))["sessions"]
     assert found["mine"]
     assert not found["here"]
     assert kinds(None, snapshot(session("z"))) == []
 
 
-def test_what_the_broker_hides_cannot_claim_to_be_mine():
+def test_session_without_a_kernel_id_cannot_be_mine():
     (found,) = snapshot(other("a", kernel_id="k-a"))["sessions"]
     assert not found["mine"]
     assert "kernel_id" not in found
@@ -116,7 +116,7 @@ def test_the_newest_session_of_a_kernel_counts():
     assert views.session_of(view, "k-a")["id"] == "b"
 
 
-def test_who_is_ahead_is_counted_by_class():
+def test_sessions_ahead_are_counted_by_class():
     view = snapshot(
         session("a", queue_position=3, eta_seconds=4.5, wait_reason="all in use"),
         session("b", queue_position=1, priority="batch"),
@@ -135,7 +135,7 @@ def test_who_is_ahead_is_counted_by_class():
     }
 
 
-def test_clocks_alone_are_no_change():
+def test_changed_clock_alone_is_no_change():
     old = snapshot(session("a"))
     new = snapshot(
         session("a", idle_seconds=5.0), now=105.0, host={"used_bytes": 0, "available_bytes": 5}
@@ -143,7 +143,7 @@ def test_clocks_alone_are_no_change():
     assert views.delta(old, new) is None
 
 
-def test_that_the_queue_grew_is_news_of_those_who_wait():
+def test_queue_length_is_a_change_for_waiting_sessions_only():
     old = snapshot(session("a"), session("b", queue_position=1, queue_length=1), queue_length=1)
     new = snapshot(
         session("a", queue_length=2),
@@ -154,7 +154,7 @@ def test_that_the_queue_grew_is_news_of_those_who_wait():
     assert [(s["id"], s["queue_length"]) for s in found["sessions"]] == [("b", 2)]
 
 
-def test_a_delta_holds_what_changed_and_nothing_else():
+def test_delta_has_only_the_changes():
     old = snapshot(session("a"), session("b"), other("x"))
     new = snapshot(session("a", state="idle"), other("x"), now=101.0, queue_length=1)
     found = views.delta(old, new)
@@ -167,7 +167,7 @@ def test_a_delta_holds_what_changed_and_nothing_else():
     assert views.delta(old, new) == {"now": 100.0, "removed": ["GPU-0"]}
 
 
-def test_events_of_a_lease():
+def test_lease_causes_events():
     waiting = {"state": "queued", "queue_position": 1, "devices": [], "granted_bytes": 0}
     old = snapshot(session("a", **waiting, queue_length=1, wait_reason="all in use"))
     lease, queue = kinds(None, old)
@@ -200,27 +200,27 @@ def test_a_restarted_kernel_does_not_end():
     new = snapshot(session("b", kernel_id="k-a", state="detached", devices=[], granted_bytes=0))
     ((kind, data),) = kinds(old, new)
     assert (kind, data["previous"], data["state"]) == ("lease", "active", "detached")
-    # Its old session may be there a little longer.
+    # Its old session may exist a little longer.
     both = snapshot(*old["sessions"], session("b", kernel_id="k-a", state="detached"))
     assert [data["state"] for _, data in kinds(old, both)] == ["detached"]
 
 
-def test_events_name_no_person():
+def test_events_name_no_user():
     for _, data in kinds(None, snapshot(session("a"))):
         assert not {"owner", "label", "pid"} & set(data)
 
 
-def test_when_an_idle_slice_leaves():
+def test_view_says_when_an_idle_slice_leaves():
     idle = session("a", state="idle", idle_since=50.04)
 
     def left(found, **fields):
         (seen,) = snapshot(found, **fields)["sessions"]
         return seen["leaves_at"], views.seconds_left(seen, 100.0)
 
-    assert left(idle) == (110.0, 10.0), "tenths, so that no error of rounding is a change"
+    assert left(idle) == (110.0, 10.0), "tenths, so that a rounding error is not a change"
     assert left({**idle, "keep_until": 400.0}) == (400.0, 300.0)
     assert left({**idle, "keep_until": 70.0}) == (110.0, 10.0)
-    assert left({**idle, "idle_since": 1.0}) == (61.0, 0.0), "it could not leave yet"
+    assert left({**idle, "idle_since": 1.0}) == (61.0, 0.0), "it could not leave earlier"
     assert left(idle, settings={"idle_timeout": 0.0})[0] == 50.0
     for stays in (
         session("a"),
@@ -236,7 +236,7 @@ def test_free_host_memory_is_published_when_it_has_changed():
 
     def told(before, now):
         old, new = (snapshot(host={"used_bytes": 0, "available_bytes": n}) for n in (before, now))
-        # Little by little: what was told counts, not what was last seen.
+        # Little by little: the last value sent counts, not the last value seen.
         changed = views.delta({**old, "host": new["host"]}, new, before)
         assert changed == views.delta(old, new)
         return changed is not None and changed["host"]["available_bytes"] == now
@@ -252,7 +252,7 @@ def test_free_host_memory_is_published_when_it_has_changed():
     )
 
 
-def test_of_the_slices_of_others_no_use_is_told():
+def test_view_hides_the_use_of_other_users_slices():
     pieces = [{"device": "GPU-0", "granted_bytes": 7, "used_bytes": 5}]
     mine, others = snapshot(
         session("a", slices=pieces), session("b", owner="bob", kernel_id="far", slices=pieces)
@@ -261,7 +261,7 @@ def test_of_the_slices_of_others_no_use_is_told():
     assert others["slices"] == [{"device": "GPU-0", "granted_bytes": 7}]
 
 
-def test_of_others_no_time_is_told():
+def test_view_hides_when_other_users_slices_leave():
     assert "leaves_at" not in snapshot(other("x", state="idle"))["sessions"][0]
 
 
@@ -271,14 +271,14 @@ ORDER = {
 }  # fmt: skip
 
 
-def test_view_has_admin_orders_without_what_they_wait_for():
+def test_view_has_admin_orders_without_private_fields():
     private = {"waits": [{"session": "x"}], "others": 1, "files": [{"pid": 1}], "text": "..."}
     assert snapshot(maintenance=[{**ORDER, **private}])["maintenance"] == [ORDER]
     assert snapshot()["maintenance"] == []
 
 
-def test_delta_tells_of_orders_and_of_the_configuration_notice():
-    """A page that stays open shows neither as it was when it was opened."""
+def test_delta_has_orders_and_the_configuration_notice():
+    """Otherwise an open page would keep showing the old ones."""
     old = snapshot()
     new = {**snapshot(maintenance=[ORDER]), "configuration_notice": "another one"}
     assert views.delta(old, new) == {

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the watch tells whom, over a link that answers as it is told."""
+"""What the watch sends to which client, over a link whose answers the test decides."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Link:
 
 
 class Page:
-    """A subscriber that keeps what it gets."""
+    """A subscriber that keeps its messages."""
 
     def __init__(self):
         self.got = []
@@ -99,7 +99,7 @@ def run(link):
     return go
 
 
-def test_who_comes_late_gets_the_warning_that_still_holds(link, run):
+def test_late_subscriber_gets_a_warning_that_is_still_true(link, run):
     first, late = Page(), Page()
 
     async def scenario(watch):
@@ -113,14 +113,14 @@ def test_who_comes_late_gets_the_warning_that_still_holds(link, run):
         await late.until(2)
 
     (told,) = run(scenario)
-    assert told["seconds_left"] == 15.0, "on the bus once"
+    assert told["seconds_left"] == 15.0, "one event on the bus"
     assert late.kinds() == ["snapshot", "idle"]
     assert late.got[1]["data"] == {**told, "seconds_left": 8.0}
     assert first.kinds().count("idle") == 1
 
 
 @pytest.mark.parametrize("more", [{"keep_until": 900.0}, {"stays_reason": "It is full."}])
-def test_a_warning_that_holds_no_more_is_not_sent(link, run, more):
+def test_late_subscriber_gets_no_outdated_warning(link, run, more):
     late = Page()
 
     async def scenario(watch):
@@ -136,7 +136,7 @@ def test_a_warning_that_holds_no_more_is_not_sent(link, run, more):
     assert "idle" not in late.kinds()
 
 
-def test_who_was_not_to_be_warned_is_not_warned_late(link, run):
+def test_late_subscriber_gets_no_warning_that_others_did_not_get(link, run):
     late = Page()
     link.more = {"footprint_bytes": 0}
 
@@ -152,7 +152,7 @@ def test_who_was_not_to_be_warned_is_not_warned_late(link, run):
     assert "idle" not in late.kinds()
 
 
-def test_free_memory_that_drifts_is_told_in_the_end(link, run):
+def test_slow_drift_of_free_memory_is_sent_in_the_end(link, run):
     page = Page()
 
     async def scenario(watch):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``python -m tests.texts``: write ``all.txt`` anew. Read what has changed before you commit it."""
+"""``python -m tests.texts``: write ``all.txt``. Read what has changed before you commit it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ REASON = "all 32 GiB in use by running cells"
 
 
 def link(path: str = SOCKET, **changes: Any) -> SessionLink:
-    """Return the kernel's side of a session that has a broker."""
+    """Return the agent's side of a session that has a broker."""
     found = SessionLink(path, "s1", "token")
     found._down_since = None
     found.request = {"memory": 8 * GiB, "limit": 8 * GiB, "devices": 1}
@@ -40,14 +40,14 @@ def link(path: str = SOCKET, **changes: Any) -> SessionLink:
 
 
 def waiting(sheet: Sheet) -> None:
-    """Write what a cell shows while it waits, and when that ends."""
+    """Write what a cell shows while it waits, and at the end of the wait."""
     sheet.put("It waits in the queue", describe(link(queue=QueuePlace(2, 3, 40.0, REASON))))
     with mock.patch("time.monotonic", return_value=1000.0):
         long = link(queue=QueuePlace(2, 3, None, REASON), _queued_since=953.0)
-        sheet.put("It waits, and nobody can tell how long", describe(long))
-    sheet.put("It gets its slice", describe(link(state="attaching")))
-    sheet.put("Its state comes back", describe(link(state="attaching", suspended=True)))
-    sheet.put("It has asked", describe(link()))
+        sheet.put("It waits, and has no estimate", describe(long))
+    sheet.put("It is getting its slice", describe(link(state="attaching")))
+    sheet.put("Its state is being restored", describe(link(state="attaching", suspended=True)))
+    sheet.put("It has sent its request", describe(link()))
     sheet.put("Below each of these, before the cell", HOW_TO_STOP)
     sheet.put("Below each of these, in a CUDA call", HOW_TO_STOP_CALL)
     sheet.put("The wait was interrupted", str(interrupted()), interrupted().code)
@@ -61,15 +61,15 @@ def waiting(sheet: Sheet) -> None:
     service.reviver.expected = True
     sheet.put("The machine's broker does not answer", describe(service))
     missing = BrokerUnavailable(f"No GPU pool broker listens at {SOCKET}.", code="no-broker")
-    sheet.put("No broker came", str(no_broker(link(), missing)), missing.code)
+    sheet.put("No broker answered in time", str(no_broker(link(), missing)), missing.code)
     whole = BrokerUnavailable("No GPU pool broker listens there.", code="no-broker")
-    sheet.put("No broker of the machine came", str(no_broker(service, whole)), whole.code)
+    sheet.put("No broker of the machine answered", str(no_broker(service, whole)), whole.code)
     silent = link().unavailable()
-    sheet.put("A broker is there and does not answer", str(silent), silent.code)
+    sheet.put("A running broker does not answer", str(silent), silent.code)
 
 
 class Guard:
-    """What the page of a session says."""
+    """Make the page of a session with these figures."""
 
     on = True
 
@@ -99,7 +99,7 @@ def errors(sheet: Sheet) -> None:
     put("Out of memory, under the guard", Guard(full), None, oom, link(**attached))
     put("Out of memory, without the guard", Guard(), None, oom, link(**attached))
     most = link(**attached, limits={"memory": 8 * GiB})
-    put("Out of memory, and more is not allowed", Guard(full), None, oom, most)
+    put("Out of memory, and a larger slice is not allowed", Guard(full), None, oom, most)
     put("Out of memory, without a slice", Guard(), None, oom, link())
     limit = CallRefusal(
         "grow",
@@ -107,29 +107,29 @@ def errors(sheet: Sheet) -> None:
         "5 GiB more than the slice of 8 GiB was asked for; the limit of this kernel is 12 GiB",
         "Free memory in the kernel.",
     )
-    put("A CUDA call asked for too much", Guard(full), limit, oom, link(**attached))
+    put("A CUDA call asked for more than the limit", Guard(full), limit, oom, link(**attached))
     full_pool = CallRefusal("grow", "no-memory", "Nothing is free on this GPU", "Try again later")
     put("A CUDA call found no free memory", Guard(full), full_pool, oom, link(**attached))
     not_ready = "CUDA error: system not yet initialized"
-    put("A CUDA call waited in vain", Guard(), None, not_ready, link())
+    put("A CUDA call waited and got no slice", Guard(), None, not_ready, link())
     away = link()
     away._down_since = 1.0
     away.down = BrokerUnavailable(f"No GPU pool broker listens at {SOCKET}.", code="no-broker")
-    put("A CUDA call waited, and no broker came", Guard(), None, not_ready, away)
+    put("A CUDA call waited, and no broker answered", Guard(), None, not_ready, away)
     managed = "CUDA error: operation not supported"
     put("Managed memory is refused", Guard(managed=False), None, managed, link(**attached))
 
 
 def visible(sheet: Sheet) -> None:
     """Write what an assignment to CUDA_VISIBLE_DEVICES prints."""
-    for text, situation in (("3", "of no GPU of this kernel"), ("0,3", "of one too many")):
+    for text, situation in (("3", "names no GPU of this kernel"), ("0,3", "names one too many")):
         shown = io.StringIO()
         with (
             mock.patch.dict(os.environ, {OURS_VARIABLE: "GPU-5d1c"}),
             contextlib.redirect_stderr(shown),
         ):
             Visible(lambda: ["GPU-5d1c"]).check(text)
-        sheet.put(f"CUDA_VISIBLE_DEVICES is set {situation}", shown.getvalue())
+        sheet.put(f"CUDA_VISIBLE_DEVICES {situation}", shown.getvalue())
 
 
 # --------------------------------------------------------------------------- %gpu
@@ -185,22 +185,22 @@ def magic(sheet: Sheet) -> None:
         sheet.put(f"%gpu {situation}", SessionDisplay({**SESSION, **changes}, SNAPSHOT).text())
 
     put("of a kernel that computes")
-    put("of an idle one", state="idle", idle_seconds=40.0)
-    put("of an idle one that stays", state="idle", idle_seconds=400.0,
+    put("of an idle kernel", state="idle", idle_seconds=40.0)
+    put("of an idle kernel that stays", state="idle", idle_seconds=400.0,
         stays_reason="The driver refused to suspend it.")  # fmt: skip
-    put("of one that the driver cannot move", pinned_reason="it uses managed memory")
-    put("of one on a GPU that cannot suspend", devices=["MIG-11aa"])
-    put("of one that waits", state="queued", queue_position=2, queue_length=3, queued_at=900.0,
+    put("of a kernel that the driver cannot move", pinned_reason="it uses managed memory")
+    put("of a kernel on a GPU that cannot suspend", devices=["MIG-11aa"])
+    put("of a waiting kernel", state="queued", queue_position=2, queue_length=3, queued_at=900.0,
         wait_reason=REASON, **{**gone, "figures": MemoryFigures(0, 0, 12 * GiB, 2)})  # fmt: skip
-    put("of one in host memory", state="detached", suspended_bytes=6 * GiB, **gone)
-    put("without a slice, attaching by hand", state="detached", attach="manual", **gone)
-    put("without a slice, attaching by cell", state="detached", attach="cell", **gone,
+    put("of a suspended kernel", state="detached", suspended_bytes=6 * GiB, **gone)
+    put("without a slice, policy manual", state="detached", attach="manual", **gone)
+    put("without a slice, policy cell", state="detached", attach="cell", **gone,
         guard=False, guard_reason="the broker does not guard this kernel")  # fmt: skip
     put("while its state moves", state="detaching")
     put("while it gets a slice", state="attaching", **gone)
     sheet.put("%gpu pool", PoolDisplay(SNAPSHOT, "s1").text())
     sheet.put("%gpu help", HelpDisplay(SESSION["request"], guarded=True).text())
-    sheet.sub("What %gpu does not understand")
+    sheet.sub("Input that %gpu refuses")
     for line in COMMANDS:
         sheet.put(f"%gpu {line}", _refused(lambda line=line: parse_command(line, {})))
     for header in ("%%gpu", "%%gpu attach", "%%gpu much"):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The whole file, from its parts."""
+"""Makes the whole file from its parts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .source import Sentence
 FILE = Path(__file__).with_name("all.txt")
 
 HEAD = """\
-What jupyter_gpupool says to people
+The texts that jupyter_gpupool shows to users
 
-Written by `python -m tests.texts`; do not edit it, change the text in the code. Below each
-situation is what a person then reads; the code of an error or the rule of a wait is in brackets.
+`python -m tests.texts` writes this file: do not edit it, change the text in the code. Below each
+situation is the text that a user then reads. Brackets have the error code or the rule of a wait.
 """
 
 _AREAS = {
@@ -36,10 +36,10 @@ _AREAS = {
     "server": "The server extension",
 }
 
-#: Pieces of this length or less, between two values, say nothing about which text it is.
+#: Pieces of a text this short or shorter, between two values, do not identify it.
 _SHORT = 12
 
-#: Characters that a value in a text may have.
+#: The most characters that a value in a text may have.
 _VALUE = 200
 
 
@@ -55,11 +55,11 @@ def everything() -> str:
 
 
 def scenes(sheet: Sheet) -> set[str]:
-    """Write what the makers of texts say in plausible situations; return the rules met."""
+    """Write what the makers of texts return in plausible situations; return the rules met."""
     sheet.heading("A cell that waits")
     cell.waiting(sheet)
     sheet.heading(
-        "Why it waits",
+        "Why a kernel waits",
         "Shown in the waiting cell, in %gpu, in JupyterLab and in `jupyter gpupool status`.",
     )
     rules = pool.waits(sheet)
@@ -68,7 +68,7 @@ def scenes(sheet: Sheet) -> set[str]:
         "Shown in %gpu, in JupyterLab and in `jupyter gpupool status`.",
     )
     pool.stays(sheet)
-    sheet.heading("What is refused at once", "As soon as a kernel starts or asks.")
+    sheet.heading("Refusals", "The pool refuses these when a kernel starts or asks.")
     pool.refusals(sheet)
     sheet.heading("What the pool answers", "To %gpu and to JupyterLab.")
     pool.answers(sheet)
@@ -84,11 +84,11 @@ def scenes(sheet: Sheet) -> set[str]:
     commands.status(sheet)
     commands.programs(sheet)
     commands.doctor(sheet)
-    sheet.heading("A configuration that is wrong")
+    sheet.heading("A wrong configuration")
     commands.configuration(sheet)
-    sheet.heading("A kernelspec that is wrong", "Its kernels do not start.")
+    sheet.heading("A wrong kernelspec", "Its kernels do not start.")
     requests.kernelspecs(sheet)
-    sheet.heading("A request over REST that is wrong")
+    sheet.heading("A wrong request over REST")
     requests.rest(sheet)
     sheet.heading("The broker's socket")
     requests.socket(sheet)
@@ -97,17 +97,17 @@ def scenes(sheet: Sheet) -> set[str]:
 
 def remaining(sheet: Sheet, shown: str) -> None:
     """Write every sentence of the source that ``shown`` does not have."""
-    sheet.heading("JupyterLab", "Every text of the extension that can be translated.")
+    sheet.heading("JupyterLab", "Every text of the extension for translation.")
     _by_module(sheet, source.typescript_sentences())
     sheet.heading("The guard and the emulated driver, on the standard error of a program")
     _by_module(sheet, source.c_sentences())
     flat = " ".join(shown.split())
     left = [s for s in source.python_sentences() if not _is_shown(s, shown, flat)]
     left.sort(key=lambda s: _area(s.place))
-    sheet.heading("What the codes of errors mean", "In docs/errors.md, for programs.")
+    sheet.heading("The meaning of error codes", "docs/errors.md has them for programs.")
     sheet.list([f"{code}: {code.about}" for code in Code])
     for area, group in groupby(left, key=lambda s: _area(s.place)):
-        sheet.heading(f"More sentences: {area}", "With a name in angle brackets for each value.")
+        sheet.heading(f"More sentences: {area}", "A name in angle brackets stands for a value.")
         _by_module(sheet, list(group))
 
 
@@ -131,7 +131,7 @@ def _by_module(sheet: Sheet, sentences: list[Sentence]) -> None:
 
 
 def is_in(template: str, flat: str) -> bool:
-    """Return whether a text made of the template is in ``flat``, whatever its first letter."""
+    """Return whether ``flat`` has a text made from the template, with any first letter."""
     flat, template = flat.casefold(), template.casefold()
     pieces = re.split(r"<[^<>]*>|%[-.0-9]*[a-z]", " ".join(template.split()).strip("."))
     while not pieces[0] and len(pieces) > 1:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What ``jupyter gpupool`` prints, and what it says of a configuration that is wrong."""
+"""The output of ``jupyter gpupool``, and its messages about a wrong configuration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GiB, MiB = 1 << 30, 1 << 20
 
 
 def commands(sheet: Sheet) -> None:
-    """Write the commands, and what they say of a wrong one."""
+    """Write the commands, and the messages about a wrong one."""
     sheet.put(
         "jupyter gpupool --help begins and ends with",
         cli._description() + "\n" + cli.EXIT_CODES,
@@ -115,7 +115,7 @@ STATUS: dict[str, Any] = {
 
 
 def status(sheet: Sheet) -> None:
-    """Write the picture of the pool, and what an order of an admin waits for."""
+    """Write the picture of the pool, and what an admin's order waits for."""
     sheet.put("jupyter gpupool status", "\n".join(draw(STATUS, Style(width=90))))
     empty = {**STATUS, "devices": [], "sessions": [], "queue_length": 0}
     sheet.put("jupyter gpupool status, without a GPU", "\n".join(draw(empty, Style(width=90))))
@@ -144,7 +144,7 @@ def _defaults() -> BrokerSettings:
 
 @contextlib.contextmanager
 def _only(folder: str) -> Iterator[None]:
-    """Read configuration in ``folder`` alone."""
+    """Read the configuration in ``folder`` alone."""
     plain = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL")}
     with (
         mock.patch.object(loading, "jupyter_config_path", return_value=[folder]),
@@ -314,7 +314,7 @@ WRONG_SCHEDULES = (
 
 
 def configuration(sheet: Sheet) -> None:
-    """Write what is said of configuration files that are wrong."""
+    """Write the messages about wrong configuration files."""
     with tempfile.TemporaryDirectory() as folder, _only(folder):
         path = Path(folder, "jupyter_server_config.py")
 
@@ -339,13 +339,13 @@ def configuration(sheet: Sheet) -> None:
         put("Two schedules of one name", f"c.GPUPool.schedules = [{twice}, {twice}]")
         put("Three mistakes", "c.GPUPool.lingr = 1\nc.GPUPool.turn = 0\nc.GPUPool.guard = 5")
         put("c.GpuPool.idle_timeout = 60", "c.GpuPool.idle_timeout = 60")
-        put("A file that is no Python", "c.GPUPool.idle_timeout =")
+        put("A file that is not Python", "c.GPUPool.idle_timeout =")
         put("A file that ends the program", "import sys; sys.exit(3)")
         path.unlink()
         try:
             load_settings([Path("/etc/gpupool.py")])
         except ConfigError as error:
-            sheet.put("A file that is not there", str(error), error.code)
+            sheet.put("A missing file", str(error), error.code)
     in_force: Mapping[str, Any] = {
         "config": {"options": {"idle_timeout": 60.0}, "origins": {"idle_timeout": "/etc/pool.py"}},
         "broker": {"problem": ""},
@@ -356,7 +356,7 @@ def configuration(sheet: Sheet) -> None:
 
 
 def sizes(sheet: Sheet) -> None:
-    """Write what is said of sizes and durations, wherever they are typed."""
+    """Write the messages about sizes and durations, for all places where users type them."""
     for text in ("12", "0GiB", "much", "9999999TiB"):
         sheet.put(f"The size {text!r}", _wrong(parse_bytes, text))
     for text in ("soon", "0s"):

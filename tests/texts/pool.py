@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the pool says: why a kernel waits or keeps its slice, what is refused, what is answered."""
+"""The pool's texts: why a kernel waits or keeps its slice, refusals, and answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def wait(pool: Lab, name: str, size: int, **fields: Any) -> None:
 
 
 def bound(pool: Lab, name: str, *devices: str) -> list[ev.Action]:
-    """Let a session wait that has initialised CUDA on these devices."""
+    """Let a session that has initialised CUDA on these devices wait."""
     return pool.send(ev.HoldTaken, session=name, hold="h", kind="device", bound=devices)
 
 
@@ -231,33 +231,33 @@ def retry() -> tuple[Lab, str]:
     return pool, "w"
 
 
-#: Situation, the rule of ``Reason`` that it shows, and how to get there.
+#: Situation, the rule of ``Reason`` that it shows, and a function that makes the situation.
 WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
     ("An idle kernel makes room", "planned", planned),
     ("All GPUs are full", "busy", all_busy),
-    ("Something is free, but too little", "busy", part_busy),
+    ("Some memory is free, but too little", "busy", part_busy),
     ("It needs two GPUs at once", "busy", both_busy),
-    ("An idle kernel cannot leave, as host memory is short", "busy", roomless),
-    ("The idle kernel has only just come back", "busy", just_moved),
+    ("An idle kernel stays, because host memory is short", "busy", roomless),
+    ("The idle kernel has just been restored", "busy", just_moved),
     ("It initialised CUDA before it had a slice", "busy", settled_before_its_slice),
-    ("It initialised CUDA on a model of which all are busy", "busy", settled_on_a_model),
+    ("It initialised CUDA on a model whose GPUs are all busy", "busy", settled_on_a_model),
     ("Its state can return to one GPU only", "busy", state_not_moved),
-    ("What is free is reserved", "behind-head", behind_head),
+    ("The free memory is reserved", "behind-head", behind_head),
     ("The budget for suspended state is used up", "host", host_budget_full),
     ("The machine has little free memory", "host", host_short),
     ("Its owner's other kernels use the quota of memory", "quota", quota(Quota(memory=16 * GiB))),
     ("Its owner's other kernels use the quota of GPUs", "quota", quota(Quota(devices=2))),
     ("Its owner's other kernel uses the quota of slices", "quota", quota(Quota(leases=1))),
-    ("A waiting kernel has the quota", "quota", quota(Quota(leases=1), reserved=True)),
+    ("A waiting kernel has reserved the quota", "quota", quota(Quota(leases=1), reserved=True)),
     ("An earlier kernel of its owner waits for the quota", "behind-own", behind_own),
     (
-        "Its owner's idle kernel would have to leave, and has no room",
+        "Its owner's idle kernel must leave, but host memory has no room",
         "quota-host",
         own_without_host_memory,
     ),
     ("An admin has paused the GPU", "paused", paused),
     ("The only GPU that it can use has failed", "drained", drained),
-    ("No GPU that it can use is there", "nowhere", out_of_service),
+    ("The pool has no GPU that it can use", "nowhere", out_of_service),
     ("Programs outside the pool use the GPU", "foreign", foreign),
     ("The last attach failed", "retry", retry),
 )
@@ -280,7 +280,7 @@ def waits(sheet: Sheet) -> set[str]:
 
 
 def stays(sheet: Sheet) -> None:
-    """Write why an idle kernel keeps its slice although its time is over."""
+    """Write why an idle kernel keeps its slice after its idle time."""
 
     def put(situation: str, pool: Lab) -> None:
         views = pool.pool.view(pool.now).sessions
@@ -294,7 +294,7 @@ def stays(sheet: Sheet) -> None:
     pool.idle("a", 10 * GiB)
     pool.after(60.0)
     pool.refused("a", "drain")
-    put("The driver refused", pool)
+    put("The driver refused to suspend it", pool)
 
     pool = lab(idle_timeout=60.0, host_memory=15 * GiB)
     pool.parked("b", 10 * GiB, 10 * GiB)
@@ -333,7 +333,7 @@ def stays(sheet: Sheet) -> None:
 
 
 def refusals(sheet: Sheet) -> None:
-    """Write what is refused at once, as no wait could help."""
+    """Write the refusals of requests that no wait could help."""
     ask = Request(memory=4 * GiB, limit=4 * GiB)
     two = [16 * GiB, 16 * GiB]
 
@@ -349,13 +349,13 @@ def refusals(sheet: Sheet) -> None:
     size = {"memory": 20 * GiB, "limit": 20 * GiB}
     less = {"memory": 10 * GiB, "limit": 10 * GiB}
     bounded = {"max_memory_per_kernel": 12 * GiB}
-    put("Nothing", other(memory=0, limit=0))
-    put("A limit below the memory", other(limit=2 * GiB))
-    put("No GPU", other(devices=0))
-    put("No share of compute time", other(compute=0))
+    put("A size of zero", other(memory=0, limit=0))
+    put("A limit below the guaranteed memory", other(limit=2 * GiB))
+    put("Zero GPUs", other(devices=0))
+    put("A compute share of zero", other(compute=0))
     put("An unknown priority class", other(priority="urgent"))
     put("A pool without a GPU", ask, [])
-    put("More GPUs than there are", other(devices=4))
+    put("More GPUs than the pool has", other(devices=4))
     put("More than a kernel may have", other(**size), **bounded)
     put(
         "A limit above what a kernel may have",
@@ -371,7 +371,7 @@ def refusals(sheet: Sheet) -> None:
         quotas={"*": Quota(memory=8 * GiB)},
     )
     put("More GPUs than the quota", other(devices=2), quotas={"*": Quota(devices=1)})
-    put("A quota of no slice", ask, quotas={"*": Quota(leases=0)})
+    put("A quota that allows no slice", ask, quotas={"*": Quota(leases=0)})
     put("More than fits in host memory", other(**less), host_memory=8 * GiB)
     put(
         "More than the quota of suspended state",
@@ -381,7 +381,7 @@ def refusals(sheet: Sheet) -> None:
 
 
 def answers(sheet: Sheet) -> None:
-    """Write what the pool answers to requests of a kernel that it has."""
+    """Write what the pool answers to requests of a kernel with a session."""
 
     def put(situation: str, actions: list[ev.Action]) -> None:
         found = all_of(actions, ev.Answer) or all_of(actions, ev.HoldRefused)
@@ -405,18 +405,18 @@ def answers(sheet: Sheet) -> None:
     pool.seen("G0", a=3 * GiB)
     put("A larger size, with a slice", pool.change("a", 6 * GiB))
     put("A smaller size, with a slice", pool.change("a", 4 * GiB))
-    put("Less than is in use", pool.change("a", 2 * GiB))
+    put("A size below the memory in use", pool.change("a", 2 * GiB))
     put("Another number of GPUs, once CUDA is in use", pool.change("a", 4 * GiB, devices=2))
     put("Keep", pool.keep("a", 600.0))
-    put("No longer keep", pool.keep("a", -1.0))
+    put("End of keep", pool.keep("a", -1.0))
     put("Release, while a cell runs", pool.release("a"))
     pool.drop("a")
-    put("Release, while it leaves", pool.release("a"))
+    put("Release, while it is being suspended", pool.release("a"))
     put("An unknown session", pool.release("nobody"))
 
     pool = lab(gpu(0))
     pool.idle("a", 4 * GiB)
-    put("Release, idle", pool.release("a"))
+    put("Release, while it is idle", pool.release("a"))
 
     pool = lab(gpu(0))
     pool.idle("a", 4 * GiB)
@@ -453,7 +453,7 @@ def answers(sheet: Sheet) -> None:
     pool.idle("a", 4 * GiB)
     pool.release("a")
     pool.refused("a", "pinned", "it uses managed memory")
-    put("Release, and the driver does not let it go", pool.release("a"))
+    put("Release, and the driver cannot suspend it", pool.release("a"))
 
     sheet.sub("A program asks for more than its slice")
     pool = lab(gpu(0))
@@ -461,13 +461,13 @@ def answers(sheet: Sheet) -> None:
     pool.running("b", 10 * GiB)
     put("It grows", pool.grow("a", GiB))
     put("Beyond its limit", pool.grow("a", 6 * GiB))
-    put("Nothing is free", pool.grow("a", 3 * GiB))
-    put("On a GPU where it has nothing", pool.grow("a", GiB, device="G7"))
+    put("No memory is free", pool.grow("a", 3 * GiB))
+    put("On a GPU where it has no slice", pool.grow("a", GiB, device="G7"))
     pool = lab(gpu(0))
     pool.running("a", 4 * GiB, limit=12 * GiB)
     pool.running("b", 8 * GiB)
     wait(pool, "w", 8)
-    put("What is free is reserved", pool.grow("a", 2 * GiB))
+    put("The free memory is reserved", pool.grow("a", 2 * GiB))
     pool = lab(gpu(0), host_memory=6 * GiB)
     pool.running("a", 4 * GiB, limit=12 * GiB)
     put("Beyond what host memory holds", pool.grow("a", 4 * GiB))
@@ -487,12 +487,12 @@ def answers(sheet: Sheet) -> None:
     wait(pool, "w", 12)
     put("The driver lost its state", pool.failed("w", "The process is gone.", lost=True))
     put("After its kernel was lost", pool.hold("w"))
-    put("In a session that is not there", pool.hold("nobody"))
+    put("In an unknown session", pool.hold("nobody"))
     pool = lab(gpu(0))
     pool.running("a", 16 * GiB)
     wait(pool, "w", 12)
     put("The kernel ended", pool.end("w"))
-    put("A session that exists", pool.open("a", GiB))
+    put("A session that exists already", pool.open("a", GiB))
     pool = lab(gpu(0), gpu(1, "L4"))
     pool.send(ev.DeviceAppeared, device=dataclasses.replace(gpu(1, "L4"), memory_total=8 * GiB))
     pool.open("w", 12 * GiB)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What is said of a request that is wrong: in a kernelspec, over REST, on the broker's socket."""
+"""Messages about a wrong request: in a kernelspec, over REST, on the broker's socket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .sheet import Sheet
 
 
 def kernelspecs(sheet: Sheet) -> None:
-    """Write what is said of the options of a kernelspec."""
+    """Write the messages about the options of a kernelspec."""
     for options in ({"memry": "12GiB"}, {"gpu": 1}):
         _put(sheet, json.dumps(options), lambda o=options: check_options(o, "train"))
     _put(sheet, '{"memory": "much"}', lambda: GPUPoolProvisioner(memory="much"))
@@ -27,7 +27,7 @@ def kernelspecs(sheet: Sheet) -> None:
 
 
 def rest(sheet: Sheet) -> None:
-    """Write what is said of the body of a request."""
+    """Write the messages about the body of a request."""
     bodies: tuple[dict[str, Any], ...] = (
         {}, {"memry": 1}, {"memory": "much"}, {"memory": 1.5}, {"devices": 0}, {"priority": 5},
     )  # fmt: skip
@@ -39,7 +39,7 @@ def rest(sheet: Sheet) -> None:
 
 
 def socket(sheet: Sheet) -> None:
-    """Write what the broker says of a line that is no request, and a client of a socket."""
+    """Write a broker's messages about a wrong line, and a client's about a wrong socket."""
     lines = (
         b"hello\n",
         b'{"v": 99, "type": "status"}\n',
@@ -53,7 +53,7 @@ def socket(sheet: Sheet) -> None:
     _put(sheet, "A relative path", lambda: check_path(Path("broker.sock")))
     _put(sheet, "A path that is too long", lambda: check_path(Path("/" + "x" * 110)))
     _put(sheet, "No broker", lambda: check_socket(Path("/nowhere/broker.sock")))
-    _put(sheet, "Something that is no socket", lambda: check_socket(Path("/dev/null")))
+    _put(sheet, "A file that is no socket", lambda: check_socket(Path("/dev/null")))
 
 
 def _put(sheet: Sheet, situation: str, call: Callable[[], object]) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The form of the file: headings, and below each situation what a person then reads."""
+"""The form of the file: headings, and below each situation the text that a user then reads."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Sheet:
             self._lines += ["", *textwrap.wrap(about, 96)]
 
     def put(self, situation: str, text: str, code: str = "") -> None:
-        """Add what is shown in a situation; ``code`` is for programs."""
-        assert text, f"nothing is shown: {situation}"
+        """Add the text of a situation; ``code`` is for programs."""
+        assert text, f"no text is shown: {situation}"
         mark = f"  [{code}]" if code else ""
         self._lines += ["", f"{situation}{mark}"]
         for line in text.splitlines():
-            # What is in columns stays as it is.
+            # Columns keep their line breaks.
             whole = [line] if "  " in line.strip() or len(line) <= 96 else textwrap.wrap(line, 96)
             self._lines += [f"    {part}".rstrip() for part in whole]
 
     def list(self, texts: list[str]) -> None:
-        """Add texts that stand by themselves."""
+        """Add texts without a situation."""
         for text in texts:
             self._lines += textwrap.wrap(
                 text, 100, initial_indent="  - ", subsequent_indent="    ",
@@ -42,5 +42,5 @@ class Sheet:
         self._lines += ["", title]
 
     def text(self) -> str:
-        """Return all of it."""
+        """Return the whole text."""
         return "\n".join(self._lines).lstrip("\n") + "\n"

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "jupyter_gpupool"
 EMULATOR = ROOT / "emucuda"
 LABEXTENSION = ROOT / "labextension"
 
-#: Modules whose sentences no user or admin meets, and the one whose sentences have a chapter.
+#: Modules with sentences that users and admins never read, and a module with its own chapter.
 INTERNAL = (
     "emucuda/kernels.py",
     "errors.py",
@@ -27,7 +27,7 @@ INTERNAL = (
     "pool/invariants.py",
 )
 
-#: Calls whose first argument is no prose.
+#: Calls whose first argument is not a text for people.
 _NO_PROSE = ("compile", "match", "search", "sub", "fullmatch", "execute", "executescript")
 
 _SQL = re.compile(r"^\s*(SELECT|CREATE|INSERT|PRAGMA|UPDATE|DELETE|REPLACE)\b|^(\w+, )+\w+$")
@@ -38,7 +38,7 @@ _HOLE = re.compile(r"<[^<>]*>|%[-.0-9]*[a-z%]|%[0-9]")
 
 @dataclass(frozen=True)
 class Sentence:
-    """A literal of the source; ``code`` is that of the error it is raised with."""
+    """A literal of the source; ``code`` is the code of the error that it belongs to."""
 
     place: str
     line: int
@@ -84,7 +84,7 @@ def _python(source: str, place: str) -> list[Sentence]:
 
 
 def _not_shown(tree: ast.AST) -> Iterator[int]:
-    """Yield the literals that nobody is shown: docstrings, patterns, parts of an f-string."""
+    """Yield the literals that no user reads: docstrings, patterns, parts of an f-string."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, (ast.Constant, ast.JoinedStr)):
             yield from map(id, ast.walk(node))
@@ -101,7 +101,7 @@ def _not_shown(tree: ast.AST) -> Iterator[int]:
 
 
 def _coded(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the message of each error, refusal or line of the log that has a code, with that."""
+    """Yield each message of an error, refusal or log line that has a code, with that code."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -111,7 +111,7 @@ def _coded(tree: ast.AST) -> Iterator[tuple[int, str]]:
         texts = [a for a in node.args if not list(_codes(a))]
         if found[0] and texts:
             message = next((a for a in texts if _is_literal(a)), None)
-            # A message that is no literal was made before: the call itself stands for it.
+            # The message was made elsewhere, not as a literal: the call stands in its place.
             yield id(node if message is None else message), "] [".join(dict.fromkeys(found))
 
 
@@ -133,7 +133,7 @@ def _codes(node: ast.expr) -> Iterator[str]:
 
 @lru_cache
 def class_codes() -> dict[str, str]:
-    """Return the code of each class of errors that has one."""
+    """Return the code of each class of errors with a code."""
     found = {}
     for tree in _trees():
         for node in ast.walk(tree):
@@ -156,7 +156,7 @@ def _name(function: ast.expr) -> str:
 
 
 def _template(node: ast.AST) -> str | None:
-    """Return the literal with ``<name>`` for each value; None of what is no text."""
+    """Return the literal with ``<name>`` for each value; None if it is no text."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     assert isinstance(node, ast.JoinedStr)
@@ -171,7 +171,7 @@ def _template(node: ast.AST) -> str | None:
 
 
 def _label(node: ast.expr) -> str:
-    """Return a word for the value of an expression: its last name that says something."""
+    """Return a word for the value of an expression: its last name with a meaning."""
     names = [
         n.id if isinstance(n, ast.Name) else n.attr
         for n in ast.walk(node)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a machine can check of the rules for prose in CONTRIBUTING: names, and phrases."""
+"""What a machine can check of CONTRIBUTING's rules for prose: names, and phrases."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 #: The longest name of a test.
 LONGEST = 60
 
-#: What a reader has to read twice: a clause without a subject, no actor, or an old form.
+#: Phrases that make a reader stop: a clause without a subject, no actor, or an old form.
 PHRASES = re.compile(
     r"\b(?:for ever|(?:to|can|cannot|could) be had|there is not|(?:is|are) said|can not|such a one"
     r"|as if it were|[Ww]hoever|[Hh]e (?:is|was|has|had))\b"
 )
 
-#: Classes that share their name with another one; to become fewer.
+#: Classes that share a name; a shorter list is better.
 SHARED_CLASSES = {"Answer", "CompilerMissing", "HoldWait", "Holder", "Slice"}
 
-#: Modules that share their name: all but ``build``, ``machine`` and ``model`` are about one thing.
+#: Modules that share a name: all but ``build``, ``machine`` and ``model`` have the same subject.
 SHARED_MODULES = {"agent", "build", "machine", "maintenance", "model", "provisioner", "text"}
 
 SOURCES = ("jupyter_gpupool", "emucuda", "labextension/src", "benchmarks", "tests")
@@ -61,7 +61,7 @@ def pages() -> Iterator[Path]:
 
 
 def test_pages_have_no_phrase_to_read_twice() -> None:
-    # CONTRIBUTING quotes what was there before.
+    # CONTRIBUTING quotes older texts.
     assert [line for line in found(pages()) if not line.startswith("CONTRIBUTING.md:")] == []
 
 

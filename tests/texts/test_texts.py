@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The file of all texts is what the product says, and misses nothing."""
+"""The file of all texts has exactly the texts of the product."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jupyter_gpupool.pool import model
 from . import collect
 from .sheet import Sheet
 
-#: How to write the file anew.
+#: The command that writes the file again.
 HOW = "Read the difference; then run: python -m tests.texts"
 
 
@@ -24,7 +24,7 @@ def text() -> str:
     return collect.everything()
 
 
-def test_file_is_what_the_product_says(text: str) -> None:
+def test_file_has_the_texts_of_the_product(text: str) -> None:
     committed = collect.FILE.read_text(encoding="utf-8").splitlines()
     lines = list(difflib.unified_diff(committed, text.splitlines(), "all.txt", "now", lineterm=""))
     shown = "\n".join(lines[:60])

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What samples teach: overhead of the driver for each process, overuse, the driver's own memory.
+"""Learn from samples: the driver's overhead for each process, overuse, the driver's own memory.
 
-The rules are in ``pool/attribution.py``; here they meet the broker's sessions, pages and journal.
+The rules are in ``pool/attribution.py``; this applies them to the sessions, pages and journal.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .actions import DeviceActions
 from .health import Health
 from .samples import Samples
 
-#: A change by less than this is not worth telling.
+#: A smaller change of the driver's own memory is ignored.
 STEP = 1 << 20
 
 
 class Overheads:
     """Learns how much the driver takes for each process beyond what its guard has charged.
 
-    What it has learnt of a process is a part of the session's slice like any allocation: it keeps
-    ``use.beyond`` and the page of every attached session true.
+    This overhead counts in the session's slice like any allocation: the class keeps ``use.beyond``
+    and the page of every attached session up to date.
     """
 
     def __init__(self, core: Core, pages: ControlPages, activity: Activity) -> None:
@@ -56,12 +56,12 @@ class Overheads:
         old: Collection[str],
         owners: Mapping[ProcessId, str | None],
     ) -> None:
-        """Compare samples with the pages as they were before them, by session, and as they are.
+        """Compare samples with each session's page as it was before them and as it is now.
 
-        Only one look is compared at a time; another one that ends meanwhile teaches nothing.
+        Only one sample is compared at a time; one that ends meanwhile is ignored.
 
-        ``old`` are devices of which the sample says nothing; ``owners`` are the sessions of the
-        processes on the devices: a page may name processes that are not its session's.
+        ``old`` are devices that the sample does not cover; ``owners`` are the sessions of the
+        processes on the devices: a page may name processes of other sessions.
         """
         if self._learning:
             return
@@ -81,7 +81,7 @@ class Overheads:
         shown = {s.uuid: {p.pid: p.bytes for p in s.processes} for s in samples}
         by_uuid = {s.uuid: s for s in samples if s.uuid not in old}
         living: set[tuple[ProcessId, int]] = set()
-        #: Of sessions that were attached or resumed meanwhile, or are not attached.
+        #: Processes of sessions that were attached or resumed meanwhile, or are not attached.
         stays: set[ProcessId] = set()
         pace = Pace()
         for session in [*self._core.sessions]:
@@ -148,7 +148,7 @@ class Overheads:
         return living
 
     def _tell(self, session: LiveSession) -> None:
-        """Let the page say how much of the slice is left for allocations."""
+        """Write into the page how much of the slice is left for allocations."""
         record = self._core.record(session.id)
         if record is not None and record.state in ATTACHED:
             self._pages.follow(session, record)
@@ -164,9 +164,9 @@ class Overheads:
 class OveruseWatch:
     """Notices sessions with more device memory than they were granted; acts once for each time.
 
-    The guard keeps ordinary software within its slice. What goes around it (a cleared
-    ``LD_PRELOAD``, the driver opened by its path) shows here, a few samples late; the option
-    ``overuse`` says what is done.
+    The guard keeps ordinary software within its slice. Use that bypasses it (a
+    cleared ``LD_PRELOAD``, the driver opened by its path) shows here, a few samples late; the
+    option ``overuse`` sets what the broker does then.
     """
 
     def __init__(
@@ -184,9 +184,9 @@ class OveruseWatch:
         self._log = log
 
     def seen(self, sizes: Mapping[str, Mapping[str, int]], old: Collection[str]) -> None:
-        """Take note of a sample: bytes by session and device, as NVML shows them.
+        """Note a sample: bytes by session and device, as NVML shows them.
 
-        ``old`` are devices that could not be read, or of which the sample is old news.
+        ``old`` are devices that could not be read, or whose sample is out of date.
         """
         for session in self._core.sessions:
             used = sizes.get(session.id)
@@ -228,10 +228,10 @@ class OveruseWatch:
 
 
 class DriverShares:
-    """Measures what the driver takes by itself, again whenever a device is at rest.
+    """Measures the driver's own memory again whenever a device is idle.
 
-    It grows in weeks of kernels that come and go. Measured only at the broker's start, the growth
-    would count as used outside the pool, and the device would shrink.
+    It grows over weeks of kernels that come and go. If the broker measured it only at its start,
+    the growth would count as used outside the pool, and the device would lose capacity.
     """
 
     def __init__(self, core: Core, health: Health, log: logging.Logger) -> None:
@@ -239,14 +239,14 @@ class DriverShares:
         self._health = health
         self._log = log
         self._seen: dict[str, deque[int]] = {}
-        #: Devices on which NVML has named a process: elsewhere nobody knows whose memory is whose.
+        #: Devices on which NVML has named a process: elsewhere the owner of memory is unknown.
         self._named: set[str] = set()
 
     def look(self, sample: DeviceSample, listed: Sequence[Listed], *, leased: bool) -> None:
-        """Take note of a sample.
+        """Check a new sample.
 
-        ``listed`` are its processes with their sessions; ``leased``: some session has a slice
-        there.
+        ``listed`` are its processes with their sessions; ``leased``: whether a session has
+        a slice there.
         """
         uuid = sample.uuid
         if any(entry.known and entry.bytes for entry in listed):

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Attach and suspend: the agent's consent, then the driver. Each ends as one event.
+"""Attach and suspend: ask the agent, then call the driver. Each ends as one event.
 
 At most one action runs per session; the pool sees to that. A driver call cannot be cancelled, so
-neither is an action: when its session has ended meanwhile, the pool drops its completion.
+neither can an action: if its session ends meanwhile, the pool ignores the result.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ..sessions import LiveSession
 from .health import Health
 from .samples import Samples
 
-#: Seconds that an agent has to answer a yield; it answers from a thread of its own.
+#: Seconds for an agent to answer a request to yield, which it does in a thread of its own.
 YIELD_TIMEOUT = 1.0
 
-#: Why a session is not suspended, as the pool knows it: see :class:`SuspendRefused`.
+#: Why a session is not suspended, in the pool's terms: see :class:`SuspendRefused`.
 Obstacle = Literal["busy", "pinned", "drain", "host"]
 
-#: Why a session is not suspended that would lose a graph by it.
+#: A suspend would lose the session's CUDA graph.
 RECORDING = "it records a CUDA graph"
 
-#: A process that has just ended may give its memory back a moment later: seconds, and between.
+#: Seconds to wait for memory of a process that has just ended, and between two checks.
 ROOM_WAIT, ROOM_POLL = 1.0, 0.05
 
-#: Seconds that a suspend before a kill may take, and then until the server must have killed.
+#: Seconds for a suspend before a kill, and then for the server to kill the kernel.
 RETIRE, RETIRED = 10.0, 30.0
 
 #: Seconds in which the agent can still show why its session is lost.
@@ -71,12 +71,12 @@ class DeviceActions:
         self._running: set[asyncio.Task[None]] = set()
         #: Sessions with an action under way.
         self.busy: set[str] = set()
-        #: The broker ends: what is begun is finished, and nothing new is begun.
+        #: The broker is ending: it finishes the actions under way and begins no new one.
         self._closing = False
 
     def attach(self, action: e.Attach) -> None:
         if not action.origin and self._samples.fits(action.slices):
-            # Nothing to restore, and a fresh sample shows that there is room.
+            # Nothing has to be restored, and a fresh sample shows enough free memory.
             self._core.handle(
                 e.AttachDone(now=self._core.now(), session=action.session, epoch=action.epoch)
             )
@@ -90,7 +90,7 @@ class DeviceActions:
         self._start(action.session, self._end(action))
 
     async def finish(self, timeout: float) -> None:
-        """Begin nothing more, and wait for what is under way at most ``timeout`` seconds."""
+        """Begin no new action, and wait at most ``timeout`` seconds for those under way."""
         self._closing = True
         if self._running:
             await asyncio.wait(self._running, timeout=timeout)
@@ -128,7 +128,7 @@ class DeviceActions:
         )
         now, name, epoch = self._core.now(), session.id, action.epoch
         if outcome.status == "resumed":
-            # Before its calls go on.
+            # Before the process makes another call.
             devices = [piece.device for piece in action.slices]
             guard = self._service.guard
             moves = guard.moves(devices, action.origin) if guard is not None else {}
@@ -152,7 +152,7 @@ class DeviceActions:
         )
 
     async def _examine(self, uuid: str) -> None:
-        """Test a device on which a resume failed; one that fails is out of service."""
+        """Test a device on which a resume failed; take it out of service if it fails."""
         device = await self._service.self_test(uuid)
         if not device.can_suspend:
             self._health.bad(uuid, device.tier_reason)
@@ -237,16 +237,16 @@ class DeviceActions:
     # ------------------------------------------------------------------ safe to kill
 
     async def retire(self, session: LiveSession) -> bool:
-        """Make a session's processes safe to kill, for it is about to end; return whether they are.
+        """Make the processes of an ending session safe to kill; return whether they are.
 
-        Where the driver hangs when a restored process is killed, that means to suspend them again;
-        elsewhere nothing has to be done. Bounded, and never an error: the session ends anyhow.
+        Some drivers hang when a restored process is killed: there the broker suspends them again.
+        This takes a bounded time and raises no error: the session ends in any case.
         """
         record = self._core.record(session.id)
         if not self._service.hazard or record is None or session.process is None:
             return True
         if not record.resumes or record.state not in ATTACHED:
-            return True  # never restored, or suspended (again)
+            return True  # no process was restored, or all are suspended again
         self._pages.set_gate(session, CLOSED)
         devices = [piece.device for piece in record.slices]
         try:
@@ -263,12 +263,12 @@ class DeviceActions:
         return safe
 
     def retire_and_end(self, session: LiveSession, done: Callable[[bool], None]) -> None:
-        """Do what :meth:`retire` does and tell; end the session if nobody else does."""
+        """Call :meth:`retire`, pass the result to ``done``; kill the kernel if nobody else does."""
         was = session.process
 
         def end() -> None:
             if self._core.sessions.find(session.id) is session and was is not None:
-                # Its processes are suspended, and the pool takes them for attached.
+                # Its processes are suspended, but the pool counts them as attached.
                 procfs.kill([*reversed(procfs.descendants(was)), was])
 
         async def work() -> None:
@@ -279,14 +279,14 @@ class DeviceActions:
         self._start("", work())
 
     def _kept(self, session: LiveSession, message: str) -> None:
-        """A part of a session is still in host memory, though its suspend was refused."""
+        """Note that a refused suspend left part of a session in host memory."""
         self._core.note("kept", session, reason=message)
         session.send({"type": "notice", "message": f"CUDA calls wait. {message}"})
 
     async def _close_gate(self, session: LiveSession) -> tuple[Obstacle, str] | None:
-        """Let no call into the driver any more; return the kind of refusal, and why, if one runs.
+        """Keep new calls out of the driver; if one is running, return a refusal's kind and reason.
 
-        A refusal after this opens the gate again: the page follows the pool's record.
+        The gate opens again after a refusal, because the page follows the pool's record.
         """
         if session.landing:
             return "drain", "one of its processes is moving to its GPU"
@@ -302,7 +302,7 @@ class DeviceActions:
         if moving:
             return "drain", moving
         if self._activity.recording(session):
-            self._activity.busy(session)  # says so to the pool
+            self._activity.busy(session)  # tells the pool
             return "busy", RECORDING  # begun just before the gate was closed
         return None
 
@@ -330,11 +330,11 @@ class DeviceActions:
     async def _footprint(
         self, session: LiveSession, process: ProcessId, slices: Sequence[Slice]
     ) -> dict[str, int]:
-        """Return the bytes that a suspend will move, by device, as far as can be seen now."""
+        """Return the bytes that a suspend will move, by device, as far as it is known."""
         try:
             samples = await self._samples.take()
         except GPUPoolError:
-            samples = []  # the suspend itself will say what is wrong
+            samples = []  # the suspend itself will report the problem
         shown: dict[str, int] = {}
         for sample in samples:
             for entry in sample.processes:
@@ -377,7 +377,7 @@ class DeviceActions:
             )
         )
         if session is not None:
-            # The agent may have given the lease up: it has it again.
+            # The agent may have given up the lease, so return it.
             self._core.push_lease(session, why)
 
     # ------------------------------------------------------------------ end
@@ -405,9 +405,9 @@ class DeviceActions:
         )
 
     def end_frozen(self, name: str, frozen: Sequence[ProcessId]) -> None:
-        """End what is still suspended of a session whose kernel is gone.
+        """End the processes that are still suspended after their kernel has ended.
 
-        No kernel could resume it, and its state would stay in host memory.
+        Nothing would resume them, and their state would stay in host memory.
         """
         left = [process for process in frozen if procfs.alive(process)]
         if left:
@@ -417,11 +417,11 @@ class DeviceActions:
         for process in left:
             state = await self._service.driver_state(process, session=name)
             if state == "locked":
-                # It has its memory on the device still, and can go on.
+                # Its memory is still on the device, so it can go on.
                 await self._service.unlock(process, session=name)
             elif state in ("checkpointed", "failed"):
                 self._core.log.warning(
-                    "Process %d of session %s was suspended when its kernel ended: ended, too",
+                    "Ended process %d of session %s, which was suspended when its kernel ended",
                     process.pid, name,
                 )  # fmt: skip
                 for problem in procfs.kill([process]):
@@ -431,7 +431,7 @@ class DeviceActions:
 
     def _start(self, name: str, work: Coroutine[None, None, None]) -> None:
         if self._closing:
-            work.close()  # the next broker finds it in the journal, not begun
+            work.close()  # the next broker finds the action in the journal, not begun
             return
         task = asyncio.get_running_loop().create_task(self._guarded(name, work))
         self._running.add(task)
@@ -452,7 +452,7 @@ class DeviceActions:
             self.busy.discard(name)
 
     async def _recover(self, name: str, before: SessionRecord, message: str) -> None:
-        """End an action that raised an unexpected error, by what the driver says is true."""
+        """End an action that raised an unexpected error; the driver's state decides the result."""
         session = self._core.sessions.find(name)
         if session is None or session.process is None:
             return

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Devices that failed: out of service at once, tested again later, back when they pass."""
+"""Take failed devices out of service, test them again later, bring back those that pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..core import Core
 #: Longest pause between two tests of a device that goes on failing, in seconds.
 MOST = 3600.0
 
-#: Codes of tests that were not made, which says nothing about the device.
+#: Codes of a test that did not run, which is no verdict on the device.
 _NO_VERDICT = (Code.NO_ROOM, Code.PAUSED)
 
 
@@ -28,7 +28,7 @@ class Health:
 
     A device that NVML could not read comes back when NVML reads it again. One that had an Xid, or
     failed a self-test, comes back when it passes a self-test: after ``retest_after`` seconds the
-    first time, then after twice as long, and when an admin asks (0: only then).
+    first time, then after twice as long, and when an admin asks (with 0, only then).
 
     ``retest`` tests a device, and raises :class:`GPUPoolError` if it fails.
     """
@@ -55,7 +55,7 @@ class Health:
         self._tests: dict[str, asyncio.Task[GPUPoolError | None]] = {}
 
     def begin(self, devices: Iterable[Device]) -> None:
-        """Announce the pool's devices, and those of them that have failed already."""
+        """Announce the pool's devices, and which of them have failed already."""
         for device in devices:
             reason = self.failed.get(device.uuid)
             self.add(device)
@@ -63,7 +63,7 @@ class Health:
                 self.lost(device.uuid, reason)
 
     def measured(self, device: Device) -> None:
-        """Keep a device of which a figure was measured again."""
+        """Replace a device after one of its figures was measured again."""
         self.devices[device.uuid] = device
 
     def add(self, device: Device) -> None:
@@ -86,7 +86,7 @@ class Health:
         self._schedule(uuid)
 
     def bad(self, uuid: str, reason: str) -> None:
-        """Take out a device that failed its self-test; NVML's word does not bring it back."""
+        """Take out a device that failed its self-test; only a test that passes brings it back."""
         self._bad.add(uuid)
         self.lost(uuid, reason)
 
@@ -106,7 +106,7 @@ class Health:
         self._test(uuid).add_done_callback(tested)
 
     def readable(self, uuid: str) -> None:
-        """Take note that NVML can read a device (again)."""
+        """Note that NVML can read a device (again)."""
         if uuid not in self._bad and uuid in self.failed:
             self._back(uuid, "healthy again")
 
@@ -116,7 +116,7 @@ class Health:
         return "" if error is None else error.message
 
     def close(self) -> None:
-        """Test nothing more."""
+        """Stop testing."""
         for timer in self._timers.values():
             timer.cancel()
         for test in self._tests.values():
@@ -125,7 +125,7 @@ class Health:
     # ------------------------------------------------------------------ internals
 
     def _test(self, uuid: str) -> asyncio.Task[GPUPoolError | None]:
-        """Return the test that is under way, begun now if need be."""
+        """Return the test that is under way, or begin one."""
         test = self._tests.get(uuid)
         if test is None:
             test = asyncio.get_running_loop().create_task(self._retest(uuid))
@@ -200,7 +200,7 @@ class SuddenEnds:
         self._log = log
 
     def ending(self, event: e.SessionEnded) -> None:
-        """Look at a session that is about to end."""
+        """Check whether a session that is about to end lost its process without a suspend."""
         session = self._core.sessions.find(event.session)
         record = self._core.record(event.session)
         if session is None or record is None or session.retired or session.process is None:
@@ -209,7 +209,7 @@ class SuddenEnds:
             self.ended(record)
 
     def ended(self, record: SessionRecord) -> None:
-        """Have the GPUs tested of a kernel that ended without a suspend."""
+        """Test the GPUs of a kernel that ended without a suspend."""
         if not self._service.hazard or not record.resumes or not record.slices:
             return
         why = (

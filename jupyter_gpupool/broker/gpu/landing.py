@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Processes that asked about one device and have their slice on another of the model.
+"""Processes that initialised CUDA on one device and have their slice on another of the model.
 
 CUDA binds a process to the devices that it sees at cuInit, which needs no lease. At its first
-context such a process asks to *land*: it takes a context on the device that it sees, in the room
-that each device keeps for one (``Device.landing_bytes``), and is then suspended there and restored
-on its slice. One process at a time has that room; others wait.
+context such a process asks to *land*: it makes a context on the device that it sees, in the memory
+that each device keeps free for one (``Device.landing_bytes``), and is then suspended there and
+restored on its slice. One process at a time has that room; others wait.
 
 A process that cannot be moved, because the driver refuses it or its slice is on another model,
 asks to *stay*: its session gives the slice back and waits for a GPU that the process can use.
@@ -48,10 +48,10 @@ from ..transport.connection import Connection
 from .actions import DeviceActions
 from .samples import Samples
 
-#: Seconds between looks for room for a context, and at a process that has it.
+#: Seconds between checks for room for a context, and checks of a process that has it.
 ROOM_POLL, WATCH = 0.1, 0.5
 
-#: Seconds in which a process that was given the room makes its context and says so.
+#: Seconds for a process with the room to make its context and report it.
 PATIENCE = 60.0
 
 #: Tries to move a process, and seconds between them: its work may have to drain first.
@@ -60,10 +60,10 @@ TRIES, PAUSE = 4, 0.5
 #: After so many failed moves in a row a session waits for the devices that its processes see.
 MOST_FAILED = 3
 
-#: On its way to its slice.
+#: The process is moving to its slice.
 _MOVING = (LANDING_MOVES, LANDING_RESTORE)
 
-#: Seconds in which the thread that a dead broker was moving asks the next one.
+#: Seconds for a thread whose move a dead broker interrupted to ask the next broker.
 AGAIN = 10.0
 
 
@@ -76,16 +76,16 @@ class _Landing:
     origin: tuple[str, ...]
     room: contextlib.AsyncExitStack
     watch: asyncio.Task[None] | None = None
-    #: The move failed: the process still has the contexts that it made for it.
+    #: The move failed: the process still has the contexts that it made for the move.
     refused: bool = False
 
 
 @dataclass(frozen=True)
 class _Way:
-    """From where to where, by the page: ``origin[i]`` to ``target[i]``.
+    """A move, by the session's page: from ``origin[i]`` to ``target[i]``.
 
-    ``seen``: what the process sees in the place of each device of the slice, for a session that
-    is to wait for that.
+    ``seen``: the device that the process sees in place of each device of the slice, for a session
+    that must wait for those.
     """
 
     slot: Slot
@@ -93,7 +93,7 @@ class _Way:
     seen: tuple[str, ...]
     origin: tuple[str, ...] = ()
     target: tuple[str, ...] = ()
-    #: Why it is not moved, and whether no device but those that it sees will do.
+    #: Why the process cannot be moved, and whether it can use only the devices that it sees.
     problem: str = ""
     stay: bool = False
 
@@ -145,15 +145,15 @@ class Landings:
                 self._cancel(pid)
                 connection.answer(rid)  # it sees the slice
             elif step == "stay":
-                self._cancel(pid)  # it has released its contexts
+                self._cancel(pid)  # the process has released its contexts
                 self._waiting[connection] = self._start(self._stay(connection, session, way, rid))
             elif way.problem:
                 raise RefusedError(way.problem, code=Code.NOT_MOVED)
             elif step == "begin":
                 self._waiting[connection] = self._start(self._begin(connection, session, way, rid))
             elif way.slot.landing < LANDING_MOVES:
-                # Its calls may reach the driver at any moment.
-                raise RefusedError("It does not hold its calls back.", code=Code.BAD_REQUEST)
+                # The process's calls may reach the driver at any moment.
+                raise RefusedError("The process may still make CUDA calls.", code=Code.BAD_REQUEST)
             else:
                 self._start(self._move(connection, session, way, rid))
         except RefusedError:
@@ -166,13 +166,13 @@ class Landings:
             self._over(process)
 
     def gone(self, connection: Connection) -> None:
-        """The thread that waits for room waits no more."""
+        """Note that a thread has stopped waiting for room."""
         task = self._waiting.pop(connection, None)
         if task is not None:
             task.cancel()
 
     def close(self) -> None:
-        """The broker ends; a process that is being moved is for the next one."""
+        """Stop; the next broker finishes the moves under way."""
         for task in self._tasks:
             task.cancel()
 
@@ -198,7 +198,7 @@ class Landings:
             home, target = known.get(name), self._core.pool.device(piece.device)
             if home is None or target is None:
                 raise RefusedError(
-                    "The GPU on which it initialised CUDA is no longer in the pool.",
+                    "The GPU on which the process initialised CUDA is no longer in the pool.",
                     code=Code.NOT_MOVED,
                     next_step="Start the process (or the kernel) again.",
                 )
@@ -206,20 +206,20 @@ class Landings:
             pairs.append((home.uuid, target.uuid))
             if home.model != target.model:
                 problem = problem or (
-                    f"It initialised CUDA on GPU {home.index}, and the slice is on GPU "
+                    f"The process initialised CUDA on GPU {home.index}, and the slice is on GPU "
                     f"{target.index}, of another model."
                 )
             elif unusable := self._unusable(home.uuid):
                 stay = True
-                problem = f"It initialised CUDA on GPU {home.index}. {unusable}"
+                problem = f"The process initialised CUDA on GPU {home.index}. {unusable}"
             elif not (home.landing_bytes and target.can_migrate):
                 stay = True
                 problem = (
-                    f"It initialised CUDA on GPU {home.index}, the slice is on GPU "
+                    f"The process initialised CUDA on GPU {home.index}, the slice is on GPU "
                     f"{target.index}, and this driver does not move processes."
                 )
         if pairs and not problem and session.not_landed >= MOST_FAILED:
-            stay, problem = True, "An earlier attempt to move it to the GPU of its slice failed."
+            stay, problem = True, "An earlier move of the process to the GPU of its slice failed."
         return _Way(
             slots[0], [piece.device for piece in record.slices], tuple(seen),
             tuple(o for o, _ in pairs), tuple(t for _, t in pairs),
@@ -227,7 +227,7 @@ class Landings:
         )  # fmt: skip
 
     def _unusable(self, uuid: str) -> str:
-        """Return why no context can be made on a device until somebody mends that; or ""."""
+        """Return why no context can be made on a device until an admin acts; or ""."""
         if self._service.is_aside(uuid):
             return "That GPU is paused by the administrator."
         sample = self._samples.last.get(uuid)
@@ -258,7 +258,7 @@ class Landings:
             await room.aclose()
 
     def _look_again(self, session: LiveSession, way: _Way) -> None:
-        """Raise RefusedError if a process that waits for room need not, or waits in vain."""
+        """Raise RefusedError if a process no longer needs to wait for room, or waits in vain."""
         now = self._way(session, self._record(session), way.slot.pid)
         if now.problem:
             raise RefusedError(now.problem, code=Code.NOT_MOVED)
@@ -321,7 +321,7 @@ class Landings:
             landing = _Landing(session, way.process, way.origin, contextlib.AsyncExitStack())
             self._under_way[way.process] = landing
         if landing.watch is not None:
-            landing.watch.cancel()  # it has come
+            landing.watch.cancel()  # the process has made its context
             landing.watch = None
         self._tell(session)
         problem, again = "", True
@@ -337,7 +337,7 @@ class Landings:
             session.not_landed += 1
         finally:
             if problem and way.process in self._under_way:
-                # Nothing of the session is suspended while the process has contexts there.
+                # No process of the session may be suspended while this one has contexts there.
                 landing.refused = True
                 landing.watch = self._start(self._watch(landing))
             else:
@@ -348,7 +348,7 @@ class Landings:
                     session.page.set_sees(way.slot, _on_slice(way.slot))
                 session.page.set_landing(way.slot, LANDING_BEGUN if problem else LANDING_NONE)
         if problem:
-            text = f"It was not moved to the GPU of its slice. {problem}"
+            text = f"The process was not moved to the GPU of its slice. {problem}"
             self._log.warning("Session %s, process %d: %s", session.id, way.process.pid, text)
             connection.refuse(rid, RefusedError(text, code=Code.NOT_MOVED))
         else:
@@ -360,13 +360,13 @@ class Landings:
             return "A CUDA call of the process did not return.", True
         record, page = self._record(session), session.page
         if page is None:
-            return "The page that it shares with the broker is lost.", False
+            return "The page that the process shares with the broker is lost.", False
         sizes = {piece.device: piece.bytes for piece in record.slices}
         need = {uuid: min(self._service.context_bytes(uuid), sizes[uuid]) for uuid in way.target}
         began = self._core.now()
 
         def restoring() -> None:
-            # A page that was given up meanwhile must not leave the process between the two calls.
+            # A damaged page must not stop the move between the two calls.
             with contextlib.suppress(OSError):
                 page.set_landing(way.slot, LANDING_RESTORE)
 
@@ -383,7 +383,7 @@ class Landings:
             )  # fmt: skip
             return "", False
         if outcome.status in ("failed", "hung"):
-            message = f"{outcome.message} It was on its way to the GPU of its slice."
+            message = f"{outcome.message} The process was moving to the GPU of its slice."
             self._actions.end_session(e.EndSession(session=session.id, message=message))
             return outcome.message, False
         with contextlib.suppress(OSError):
@@ -397,7 +397,7 @@ class Landings:
     async def _stay(
         self, connection: Connection, session: LiveSession, way: _Way, rid: int | None
     ) -> None:
-        """Give the slice back, for one that the process can use. It asks again until it has one."""
+        """Give the slice back for one that the process can use; the process asks again for it."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + PATIENCE
         text = way.problem or "The process was not moved to the GPU of its slice."
@@ -412,13 +412,13 @@ class Landings:
             self._waiting.pop(connection, None)
 
     def _given_back(self, session: LiveSession, way: _Way, text: str) -> bool:
-        """Give the slice back, unless it is in use; return whether the process may look again."""
+        """Give the slice back, unless it is in use; return whether the process may ask again."""
         record, gate = self._record(session), self._pages.gate(session)
         if [piece.device for piece in record.slices] != way.slice:
             return True
         others = any(landing.session is session for landing in self._under_way.values())
         if others or record.state != "active" or gate == PAUSED:
-            return False  # for a moment
+            return False  # not now, but soon
         self._pages.set_gate(session, CLOSED)
         reading = self._pages.read(session)
         if reading is None or reading.inflight or _used_by_others(reading, way.slot.pid):
@@ -426,7 +426,7 @@ class Landings:
             if reading is None or not _used_by_others(reading, way.slot.pid):
                 return False
             raise RefusedError(
-                f"{text} Other processes of the kernel use the slice, so it cannot move instead.",
+                f"{text} Other processes of the kernel use the slice, so the slice cannot move.",
                 code=Code.NOT_MOVED,
                 next_step="End them or start this process again, and try again.",
             )
@@ -460,8 +460,8 @@ class Landings:
     async def recover(self, name: str) -> None:
         """Let processes run that an earlier broker was moving, before session ``name`` goes on.
 
-        The thread that waits for the move asks again. One that was interrupted meanwhile does not:
-        then the process goes on where it is, and lands with its next context.
+        The thread that waits for the move asks again, unless it was interrupted meanwhile: then
+        the process goes on where it is, and moves at its next context.
         """
         page = await self._page(name)
         if page is None:
@@ -496,7 +496,7 @@ class Landings:
                 if page is None and path.is_symlink():
                     self._log.warning(
                         "The page of session %s was deleted and no process has it; a process that "
-                        "was on its way to its GPU goes on when it is seen.", name,
+                        "was moving to its GPU goes on once the broker finds it.", name,
                     )  # fmt: skip
                 return page
             return Page.open(path)
@@ -507,7 +507,7 @@ class Landings:
     def _forget(self, name: str, slot: Slot) -> None:
         session = self._core.sessions.find(name)
         if session is None and procfs.alive(ProcessId(slot.pid, slot.start_time)):
-            # The driver is still asked about the sessions that this broker goes on with.
+            # The broker still asks the driver about the sessions that it recovers.
             asyncio.get_running_loop().call_later(AGAIN, self._forget, name, slot)
             return
         reading = self._pages.read(session) if session is not None else None
@@ -520,7 +520,7 @@ class Landings:
 
 
 def _used_by_others(reading: Reading, pid: int) -> bool:
-    """Return whether other processes of the session than ``pid`` have contexts on its slice."""
+    """Return whether processes of the session except ``pid`` have contexts on its slice."""
     others = [slot for slot in reading.slots if slot.pid != pid]
     return any(any(slot.used) or SEES_SLICE in slot.sees for slot in others)
 

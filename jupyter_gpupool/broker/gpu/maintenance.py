@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Devices that an admin takes out of service for a while, and gives back.
 
-``pause`` is for work on the driver or on a device: every session that can be suspended is, and
-then the broker's own children close the device files. ``drain`` empties one device and lets the
-pool go on using the driver. Both last until ``resume``, and survive a restart of the broker; one
-that starts while the whole pool is paused does not touch the driver.
+``pause`` is for work on the driver or on a device: the broker suspends each session that it can,
+and then its own children close the device files. ``drain`` empties one device and lets the pool go
+on using the driver. Both last until ``resume``, and survive a restart of the broker; a broker that
+starts while the whole pool is paused does not touch the driver.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ MAX_REASON = 200
 
 Kind = Literal["pause", "drain"]
 
-#: Where the journal has the orders.
+#: The journal's name for the orders.
 _META = "maintenance"
 
-#: Seconds between two looks at what a pause waits for; reading all of /proc happens less often.
+#: Seconds between two checks of what a pause waits for, and between two reads of all of /proc.
 POLL, SCAN = 0.2, 1.0
 
 #: Stands for the broker itself where a session is named.
@@ -61,7 +61,7 @@ class Order:
     reason: str
     by: str
     since: float
-    #: What was asked for is true now: no lease is left and, of a pause, no device file is open.
+    #: The order is carried out: no lease is left and, for a pause, no device file is open.
     closed: bool = False
 
     @property
@@ -106,24 +106,24 @@ class Maintenance:
         self._aside = aside
         self._log = log
         self._orders = stored(core.journal)
-        #: Who had device files open when a pause looked last, by its device; and how many processes
-        #: it could not ask.
+        #: Processes that had device files open at a pause's last check, by the pause's device; and
+        #: the number of processes that it could not check.
         self._left: dict[str, list[tuple[Holder, str]]] = {}
         self._unseen: dict[str, int] = {}
         self._own = procfs.identify(os.getpid())
-        #: What is being done for an order beside its sessions with a lease, by its device.
+        #: What the broker does for an order apart from suspends, by the order's device.
         self._step: dict[str, str] = {}
-        #: Sessions that were told to restart, by order.
+        #: Sessions whose users were asked to restart them, by order.
         self._told: set[tuple[str, float, str]] = set()
         self._busy = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self) -> None:
-        """Tell the pool what an earlier broker was asked for."""
+        """Tell the pool the orders that an earlier broker had."""
         for device, order in self._orders.items():
             if order.kind == "pause" and device and not self._service.down:
-                # To find the devices, this broker has opened the files of all.
+                # This broker has opened all device files to find the devices.
                 self._orders[device] = replace(order, closed=False)
         for order in self._orders.values():
             self._log.warning("%s", self._sentence(order))
@@ -249,9 +249,9 @@ class Maintenance:
         return [self._orders[device]] if device in self._orders else []
 
     def _exchange(self, found: Iterable[Device]) -> None:
-        """Take note of which devices there are now, and of what they can do.
+        """Note which devices exist now, and what they can do.
 
-        One that failed and was not tested now stays out of service.
+        A device that failed before and was not tested now stays out of service.
         """
         there = {device.uuid: device for device in found}
         for uuid in [uuid for uuid in self._health.devices if uuid not in there]:
@@ -323,7 +323,7 @@ class Maintenance:
     # ------------------------------------------------------------------ until it is true
 
     def go_on(self) -> None:
-        """Work on what is not finished; not before all sessions are known that have a lease."""
+        """Work on unfinished orders, once all sessions that have a lease are known."""
         if self._work is None or self._work.done():
             self._work = asyncio.get_running_loop().create_task(self._until_closed())
 
@@ -334,14 +334,14 @@ class Maintenance:
             try:
                 scanned = await self._look(scanned, loop.time())
             except (OSError, GPUPoolError) as error:
-                # /proc cannot be listed without a free descriptor; or a child does not end.
+                # No descriptor is free to list /proc, or a child does not end.
                 for device in self._step:
                     self._step[device] = f"another try, because the last one failed: {error}"
                 self._log.error("The pause continues later: %s", error)
             await asyncio.sleep(POLL)
 
     async def _look(self, scanned: float, now: float) -> float:
-        """Do what can be done for each order now; return when open files were looked for last."""
+        """Work on each order now; return the time of the last search for open files."""
         due = now >= scanned + SCAN
         async with self._busy:
             for order in [o for o in self._orders.values() if not o.closed]:
@@ -358,17 +358,17 @@ class Maintenance:
                             continue
                     if not self._stood_aside(order):
                         self._step[order.device] = (
-                            "the broker's own processes to end what they do and close the device "
+                            "the broker's own processes to finish their work and close the device "
                             "files"
                         )
                     await self._stand_down(order)
                     if not self._left.get(order.device):
-                        self._step[order.device] = "a look at who has device files open"
+                        self._step[order.device] = "a search for processes with open device files"
                     if not due:
                         continue
                     scanned = now
                     if await self._open_files(order):
-                        self._step.pop(order.device, None)  # these are named
+                        self._step.pop(order.device, None)  # ``status`` names these
                         self._tell_holders(order)
                         continue
                 self._done(order)
@@ -383,7 +383,7 @@ class Maintenance:
             self._save()
 
     def _stood_aside(self, order: Order) -> bool:
-        """Return whether the children are gone that suspend sessions where ``order`` is."""
+        """Return whether the children that suspend sessions on the order's devices have ended."""
         return bool(self._service.down) or self._service.is_aside(order.device)
 
     async def _stand_down(self, order: Order) -> None:
@@ -403,9 +403,9 @@ class Maintenance:
         return found
 
     async def _open_files(self, order: Order) -> bool:
-        """Return whether a process of this pool has a device file open; see who else has."""
+        """Return whether a process of this pool has a device file open; note which others have."""
         if order.device and not self._service.has_file(order.device):
-            return False  # a MIG instance: its GPU's file is the other instances' as well
+            return False  # a MIG instance, which shares its GPU's file with other instances
         look = asyncio.to_thread(self._service.holders, order.device)
         found, self._unseen[order.device] = await look
         left = [(holder, await self._whose(holder)) for holder in found]
@@ -413,7 +413,7 @@ class Maintenance:
         return any(whose for _, whose in left)
 
     async def _whose(self, holder: Holder) -> str:
-        """Return the session of a process, "broker" for a child of this one, "" for any other."""
+        """Return the session of a process; "broker" for this broker's child, "" for any other."""
         sessions, pid = self._core.sessions, holder.process.pid
         for session in sessions:
             if session.process and procfs.descends(pid, session.process):
@@ -440,7 +440,7 @@ class Maintenance:
                 )
 
     def _tell_holders(self, order: Order) -> None:
-        """Ask the users of sessions without a slice that use the driver all the same."""
+        """Ask the users of sessions that use the driver without a slice."""
         why = (
             f"This kernel has opened the device file of GPU {self._index(order.device)}, so it "
             "keeps that GPU in use"

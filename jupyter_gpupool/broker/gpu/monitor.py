@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the driver and the host show, told to the pool; and processes that are not of the pool.
+"""Tell the pool what the driver and the host show; find processes that are not of the pool.
 
-Runs only while there is a session, and slower while nothing is attached and nobody waits.
+Runs only while there is a session, and slower while none is attached and none waits.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from .accounting import DriverShares, Overheads, OveruseWatch
 from .health import Health
 from .samples import QUIET, Samples
 
-#: Seconds between a change and the look at it.
+#: Seconds between a change and the sample after it.
 SETTLE = 0.05
 
-#: Least seconds between two looks for better home devices: each reads all sessions.
+#: Least seconds between two searches for better home devices: each reads all sessions.
 HOMES = 2.0
 
-#: Seconds for a look under way to be given up when the broker ends.
+#: Seconds for which an ending broker waits for the sample under way.
 CLOSE = 1.0
 
 #: A change of host memory that is worth an event while nobody waits, in bytes.
 HOST_STEP = 64 << 20
 
-#: Seconds to read the environment of a foreign process: it blocks while the process is being
-#: suspended by somebody else, so it is read in a thread and given up.
+#: Seconds to read the environment of a foreign process. The read blocks while something else
+#: suspends that process, so a thread does it, and the broker stops waiting.
 ENVIRON_TIMEOUT = 1.0
 
 
 class Monitor:
-    """Samples devices and host while there are sessions, and until these are seen to be gone."""
+    """Samples devices and host while there are sessions, and until their processes are gone."""
 
     def __init__(
         self,
@@ -82,39 +82,39 @@ class Monitor:
         self._homes = homes
         self._rooms = rooms
         self._log = log
-        #: Whether metrics are served, for which it samples without a session, too.
+        #: Whether metrics are served: then it also samples without a session.
         self._for_metrics = False
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
-        #: By device: whose memory it is, and which sessions were idle before the look began, and
-        #: since when: what the pool knows of an idle session must have been seen since, or its
-        #: whole slice counts as its state.
+        #: By device: whose memory it is, and which sessions were idle before the sample began, and
+        #: since when. The pool's figure of an idle session must be from after that time: otherwise
+        #: its whole slice counts as its state.
         self._told: dict[str, tuple[Attribution, frozenset[tuple[str, float]]]] = {}
         self._told_host = -1
         self._told_changes: dict[str, int] = {}
-        #: Whose session each process on a device is; None: nobody's.
+        #: The session of each process on a device; None: of no session.
         self._known: dict[ProcessId, str | None] = {}
         self._reported: set[ProcessId] = set()
-        #: Processes that were a session's when they were first seen, and are on a device still.
+        #: Processes on a device that belonged to a session when they were first seen.
         self._ours: set[ProcessId] = set()
-        #: Those of them whose session has ended since the last look: they are about to end, too.
+        #: Those of them whose session has ended since the last sample: they are about to end, too.
         self._leaving: set[ProcessId] = set()
         self._failing = ""
-        #: This process: what it starts (workers, self-tests) is the pool's.
+        #: This process, whose children (workers, self-tests) belong to the pool.
         self.own = identify(os.getpid())
         self._homes_at = float("-inf")
 
     def start(self) -> None:
-        """Begin, in a task of its own."""
+        """Begin to sample in a new task."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def wake(self) -> None:
-        """Look whether there is something to sample now: a session came or went."""
+        """Check whether to sample now: a session came or went."""
         self._woken.set()
 
     def sample_for_metrics(self, on: bool) -> None:
-        """Sample without a session, too, or not any more."""
+        """Switch sampling without a session on or off."""
         self._for_metrics = on
         self.wake()
 
@@ -122,7 +122,7 @@ class Monitor:
         return self._for_metrics or len(self._core.sessions) > 0
 
     async def close(self) -> None:
-        """End. A flag besides the cancellation: up to Python 3.11 ``wait_for`` may swallow that."""
+        """End, by a flag too: up to Python 3.11, ``wait_for`` may swallow the cancellation."""
         self._closed = True
         self.wake()
         self._core.changed.set()
@@ -131,7 +131,7 @@ class Monitor:
             await asyncio.wait({self._task}, timeout=CLOSE)
 
     async def _run(self) -> None:
-        after = 0  # looks that have begun since the last session went
+        after = 0  # samples begun since the last session ended
         changed = self._core.changed
         while not self._closed:
             self._woken.clear()
@@ -148,12 +148,12 @@ class Monitor:
                     await asyncio.sleep(SETTLE)  # changes come in groups
                     break
                 if left:
-                    # Devices at rest change little; host memory is everybody's.
+                    # Idle devices change little, but any process may take host memory.
                     await self._try(self._pressure.look)
             changed.clear()
 
     async def _try(self, look: Callable[[], Awaitable[None]]) -> None:
-        """Look; one that fails is logged once, and the next one may do."""
+        """Call ``look``; log its failure once, as the next call may succeed."""
         try:
             await look()
         except (GPUPoolError, OSError) as error:
@@ -169,8 +169,8 @@ class Monitor:
         """Take one sample and tell the pool."""
         waited_for = "queued" in self._core.busy.values()
         available = await self._room.read(self._room.machine)
-        # What was suspended since the last word is counted against it until there is a new one,
-        # also when it has come back meanwhile: without news there would be no room in the end.
+        # The pool subtracts each suspend from the last figure until it gets a new one, even after
+        # a resume. So it needs new figures, or no room would be left in the end.
         moved = self._core.changes != self._told_changes
         if waited_for or moved or abs(available - self._told_host) >= HOST_STEP:
             self._told_host = available
@@ -184,7 +184,7 @@ class Monitor:
         samples = await self._samples.take()
         await self._identify(samples)
         pace = Pace()
-        # What is attached or given back while these are gathered shows in ``changes``.
+        # An attach or a release during these reads shows in ``changes``.
         granted = await self._granted(pace)
         idle = await self._idle(began, pace)
         counted = await self._counted(pace)
@@ -193,10 +193,10 @@ class Monitor:
         for sample in samples:
             await pace.step()
             if sample.lost:
-                continue  # the device service tells of a loss itself, once
+                continue  # the device service itself reports a loss, once
             self._health.readable(sample.uuid)
             if self._core.changes.get(sample.uuid) != before.get(sample.uuid):
-                continue  # something was attached or suspended there meanwhile: old news
+                continue  # out of date: something was attached or suspended there meanwhile
             old.discard(sample.uuid)
             leased = bool(granted.get(sample.uuid))
             self._driver_shares.look(sample, self._listed(sample), leased=leased)
@@ -219,7 +219,7 @@ class Monitor:
         await self._update_pages()
 
     async def _update_pages(self) -> None:
-        """Write into the pages what is free where, as far as it matters to them."""
+        """Write into each page the free memory that matters to its session."""
         now = asyncio.get_running_loop().time()
         if now - self._homes_at >= HOMES:
             self._homes_at = now
@@ -229,7 +229,7 @@ class Monitor:
     # ------------------------------------------------------------------ whose memory
 
     async def _identify(self, samples: Sequence[DeviceSample]) -> None:
-        """Find out whose session each process on a device is, once per process."""
+        """Find the session of each process on a device, once per process."""
         present: dict[ProcessId, str | None] = {}
         pace = Pace()
         for sample in samples:
@@ -280,10 +280,10 @@ class Monitor:
         granted: Mapping[str, int],
         counted: Mapping[str, Mapping[str, int]],
     ) -> Attribution:
-        """Return whose memory a device's is (:mod:`jupyter_gpupool.pool.attribution`).
+        """Return the owners of a device's memory (:mod:`jupyter_gpupool.pool.attribution`).
 
-        ``granted`` are the bytes of the sessions with a slice there, ``counted`` what the guard
-        counts, by session and device.
+        ``granted`` are the bytes of the sessions with a slice there, ``counted`` the bytes that the
+        guard counts, by session and device.
         """
         uuid, device = sample.uuid, self._core.pool.device(sample.uuid)
         observed = Observed(

@@ -14,7 +14,7 @@ from ...units import format_bytes
 from ..configuration import Configuration
 
 #: A sample this young (seconds) is good enough to attach a session that holds nothing yet: there
-#: is nothing to restore, and so nothing to lose if a process outside the pool was faster.
+#: is nothing to restore, and nothing is lost if a process outside the pool took the memory.
 FRESH = 10.0
 
 #: Intervals between samples while nothing is attached and no session waits.
@@ -48,8 +48,8 @@ class Samples:
     def recent(self, device: str) -> DeviceSample | None:
         """Return the last sample of a device; None if it is old, or reading the device failed.
 
-        The broker takes no samples while there is no session: what it saw before is no figure. The
-        monitor's slowest pace may miss two samples.
+        The broker takes no samples while there is no session, so earlier ones do not count. At its
+        slowest pace, the monitor may miss two samples.
         """
         lasts = 3 * QUIET * self._configuration.settings.sample_interval
         sample = self.last.get(device) if self._age() <= lasts else None

@@ -4,8 +4,8 @@
 
 ``torch.cuda.is_available()`` is enough for that: such a process has no context and no slice, so the
 pool never suspends it, but it has the driver's device files open. Where the driver can suspend it
-(see ``docs/driver-facts.md``), the broker does so during a pause. To the pool the kernel is
-suspended then: its next slice restores it, on any GPU, also after a broker was killed.
+(see ``docs/driver-facts.md``), the broker does so during a pause. Then the pool
+treats the kernel as suspended: its next slice restores it, on any GPU, even by another broker.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class UnleasedSuspends:
     # ------------------------------------------------------------------ before a pause is complete
 
     async def suspend(self, devices: list[str], order: tuple[str, float]) -> None:
-        """Suspend kernels that see one of ``devices`` without a context, where the driver can.
+        """Suspend kernels that see one of ``devices`` without a context, if the driver can.
 
         For one ``order`` the broker asks the driver about the same processes once.
         """
@@ -66,14 +66,14 @@ class UnleasedSuspends:
                 self._log.error("Session %s was not suspended: %r", session.id, error)
 
     def forget(self, order: tuple[str, float]) -> None:
-        """An order is over."""
+        """Note that an order is over."""
         self._tried = {key: pids for key, pids in self._tried.items() if key[:2] != order}
 
     def _candidate(
         self, session: LiveSession, devices: list[str]
     ) -> tuple[ProcessId, SessionRecord] | None:
-        """Return process and record of a session that only looked at ``devices``, else None."""
-        self._activity.settle(session)  # what it sees is journalled before anything is suspended
+        """Return process and record of a contextless session that sees ``devices``, or None."""
+        self._activity.settle(session)  # journals the devices that it sees, before a suspend
         record = self._core.record(session.id)
         if record is None or record.state not in WAITS or record.suspended:
             return None
@@ -118,7 +118,7 @@ class UnleasedSuspends:
     # ------------------------------------------------------------------ after it
 
     async def resume(self) -> None:
-        """Restore the kernels suspended here, except those that wait for a slice: that does it."""
+        """Restore the kernels suspended here, unless a slice that they wait for will do so."""
         for session in [*self._core.sessions]:
             record = self._core.record(session.id)
             if record is None or record.state != "detached" or not record.suspended:
@@ -128,7 +128,7 @@ class UnleasedSuspends:
             try:
                 if not await self._restored(session):
                     continue  # its next slice restores it, if that is possible at all
-            except Exception as error:  # everybody else is resumed; its next slice tries again
+            except Exception as error:  # the others are resumed; this one's next slice tries again
                 self._log.error("Session %s stays suspended: %r", session.id, error)
                 continue
             self._core.handle(e.SetAside(now=self._core.now(), session=session.id, suspended=()))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a kernel's agent says: who it is, what it holds, what it gives back."""
+"""Messages of a kernel's agent: its identity, its holds, what it gives back."""
 
 from __future__ import annotations
 
@@ -143,10 +143,10 @@ class AgentMessages:
             connection.begin_wait()
             session.waits[hold] = HoldWait(connection, message.get("id"))
         elif message.get("epoch", record.epoch) != record.epoch:
-            # The agent believes in a lease that has ended. It has begun a cell all the same, so the
-            # hold counts; tell it of the present lease.
+            # The agent's lease has ended, but it has begun a cell, so the hold counts. Tell it of
+            # the present lease.
             self._log.warning(
-                "Session %s took a hold in epoch %s and is in %d",
+                "Session %s took a hold in epoch %s, but its epoch is %d",
                 session.id, message.get("epoch"), record.epoch,
             )  # fmt: skip
             self._core.push_lease(session, "epoch")
@@ -205,6 +205,6 @@ def _belongs(pid: int, process: ProcessId, member: bool) -> bool:
 
 
 def _note_cuda(session: LiveSession, cuda: bool | None) -> None:
-    """Believe the agent; but where there is a page it knows of every process, the agent of one."""
+    """Note whether CUDA is in use: the agent knows its own process, a page all processes."""
     if cuda is not None and session.page is None:
         session.cuda = cuda

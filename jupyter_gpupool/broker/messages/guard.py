@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the guard in a session's processes asks: a lease for a call that waits, a larger grant.
+"""Requests of the guard in a session's processes: a lease for a waiting call, a larger grant.
 
-Each question has a connection of its own, made by the thread that waits; when it ends, the thread
-has stopped waiting. All threads of a session share one hold, so they are one place in the queue.
+Each question has a connection of its own, made by the thread that waits; when that ends, the thread
+has stopped waiting. All threads of a session share one hold, so they take one place in the queue.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from ..transport.connection import Connection
 #: Threads of one session that may wait at once.
 MAX_GUARDS = 1000
 
-#: Questions a second that one session may ask for long, and at once; more are answered later.
+#: Questions a second that one session may ask, and in one burst; further ones wait.
 QUESTIONS = 200.0, 400.0
 
-#: Seconds for which the same refusal of the same session is in the journal once.
+#: Seconds in which a session's repeated refusal appears only once in the journal.
 SAME = 10.0
 
-#: Seconds for which what was read of a page is good enough for a question.
+#: Seconds for which the last read of a page can serve a question.
 RECENT = 0.1
 
-#: Most bytes that one question may be about.
+#: Most bytes that one question may ask for.
 MAX_GROWTH = 1 << 50
 
 
 _Method = Callable[[Connection, LiveSession, Message], None]
 
-#: No request's id.
+#: An id that no request has.
 _NOBODY = -1
 
 
@@ -103,7 +103,7 @@ class GuardMessages:
             self._home_now(connection, session, message)
 
     def page(self, connection: Connection, message: Message) -> None:
-        """A new process does not find the page; somebody, or a logout, has deleted it."""
+        """Restore the page, which a new process did not find: a user or a logout deleted it."""
         session = self._session(connection, message)
         if self._may_ask(connection, session, message, self._page_now):
             self._page_now(connection, session, message)
@@ -114,7 +114,7 @@ class GuardMessages:
             self._land_now(connection, session, message)
 
     def gone(self, connection: Connection) -> None:
-        """A thread waits no more: interrupted, ended, or answered before."""
+        """Note that a thread has stopped waiting: interrupted, ended, or answered before."""
         self._landings.gone(connection)
         rid = self._growing.pop(connection, None)
         if rid is not None:
@@ -124,20 +124,20 @@ class GuardMessages:
             return
         record = self._core.record(session.id)
         if record is None or session.guards or record.state in ATTACHED:
-            return  # attached: its activity says when the hold is over
+            return  # attached: its use of the GPU shows when the hold ends
         self._activity.drop(session)
 
     # ------------------------------------------------------------------ what the pool answers
 
     def granted(self, session: LiveSession, epoch: int) -> None:
-        """The session has its lease and its gate is open: let its threads go on."""
+        """Let the session's threads go on: it has its lease, and its gate is open."""
         waiting, session.guards = session.guards, {}
         session.use.busy_at = self._now()
         for connection, request_id in waiting.items():
             connection.answer(request_id, {"epoch": epoch})
 
     def refused(self, session: LiveSession, refusal: Refusal) -> None:
-        """The session will not get a lease now: tell its threads, and its user why."""
+        """Tell the session's threads and its user why it does not get a lease now."""
         session.use.held = False
         waiting, session.guards = session.guards, {}
         self._tell(session, "attach", refusal)
@@ -147,11 +147,11 @@ class GuardMessages:
     # ------------------------------------------------------------------ the session's life
 
     def about_to_change(self) -> None:
-        """The pool is about to handle an event: what it refused until now it may grant after it."""
+        """Withdraw the refused sizes: after the next event the pool may grant them."""
         self._refused_growth.withdraw()
 
     def changed(self, session: LiveSession) -> None:
-        """The session's state, lease or request has changed: its page must say so first."""
+        """Update the page after a change of state, lease or request, before any answer."""
         record = self._core.record(session.id)
         if record is None:
             return
@@ -162,11 +162,11 @@ class GuardMessages:
         if attached:
             self._time_share.start()
         if record.state == "queued" and not record.bound:
-            # A process may have called cuInit while it was attaching, which has failed.
+            # A process may have called cuInit during an attach that failed.
             self._activity.settle(session)
 
     def ended(self, session: LiveSession, reason: str) -> None:
-        """The session is over."""
+        """Refuse the threads that wait for a session that has ended."""
         self._allowance.pop(session.id, None)
         self._told.pop(session.id, None)
         waiting, session.guards = session.guards, {}
@@ -184,7 +184,7 @@ class GuardMessages:
     def _session(self, connection: Connection, message: Message) -> LiveSession:
         session = self._core.sessions.proven(connection.peer, message)
         if self._sessions.setdefault(connection, session) is not session:
-            raise RefusedError("This connection is another session's.", code=Code.NOT_YOURS)
+            raise RefusedError("This connection belongs to another session.", code=Code.NOT_YOURS)
         if connection in session.guards or connection in self._growing:
             raise RefusedError("This connection already waits for an answer.", code=Code.DUPLICATE)
         return session
@@ -210,7 +210,7 @@ class GuardMessages:
         if record.attach == "manual" and not record.slices and not record.holds:
             refusal = Refusal(
                 Code.MANUAL,
-                "This kernel has no GPU slice, and gets one only when it is asked for (attach "
+                "This kernel has no GPU slice, and gets one only when you ask for it (attach "
                 "policy 'manual').",
                 "Run %gpu attach, or begin the cell with %%gpu, and try again.",
             )
@@ -220,15 +220,15 @@ class GuardMessages:
         self._activity.take(session)
 
     def _home_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
-        """A process settles on its devices now, and mostly asks for the lease a moment later."""
-        # The process that asks has said that it is about to look.
+        """A process reads its devices now; most processes ask for the lease a moment later."""
+        # The page already marks the process that asks.
         self._settle_home(session, looking=1)
         connection.answer(message.get("id"))
 
     def request_changed(self, session: LiveSession) -> None:
-        """Let the kernel's processes see as many devices as it asks for by now.
+        """Let the kernel's processes see as many devices as it now asks for.
 
-        What a program then writes into ``CUDA_VISIBLE_DEVICES`` is compared with these.
+        A program's later value of ``CUDA_VISIBLE_DEVICES`` is compared with these.
         """
         if session.page is not None:
             self._settle_home(session, looking=0)
@@ -240,13 +240,13 @@ class GuardMessages:
             return
         self._pages.set_home(session, self._homes.now(record, session.home))
         if record.state == "queued":
-            # It waits for a slice that its agent asked for, and must get one that it can use.
+            # The agent asked for this slice, which the session's processes must be able to use.
             self._activity.settle(session)
 
     def _page_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
         try:
             if session.page is None:
-                raise FileNotFoundError("it was lost before this broker came")
+                raise FileNotFoundError("it was lost before this broker started")
             self._pages.restore(session)
         except OSError as error:
             raise RefusedError(
@@ -262,7 +262,7 @@ class GuardMessages:
         self._landings.ask(connection, session, message)
 
     def _settled(self, session: LiveSession, record: SessionRecord, looking: int) -> bool:
-        """Return whether a process has looked at its devices, beside ``looking`` that do so now."""
+        """Return whether a process has read its devices, apart from ``looking`` that do so now."""
         if record.suspended or record.bound:
             return True
         reading = self._pages.read(session)
@@ -275,7 +275,7 @@ class GuardMessages:
             raise RefusedError("The session has no lease that could grow.", code=Code.NO_MEMORY)
         device, total = record.slices[ordinal].device, record.slices[ordinal].bytes
         total += message["bytes"]
-        # What the driver takes beyond the charge is not in the sums that the guard compares.
+        # The guard's sums lack the memory that the driver takes beyond the charge.
         beyond = session.use.beyond
         vain = max(1, total - (beyond[ordinal] if ordinal < len(beyond) else 0))
         self._asked += 1
@@ -296,7 +296,7 @@ class GuardMessages:
 
         self._growing[connection] = rid
         self._core.expect(rid, reply)
-        # What is known of its use may be a second old, and the question is about now. (But the page
+        # The last read of its use may be a second old, which is too old here. (But to read the page
         # of 256 processes takes milliseconds, and an application may ask hundreds of times.)
         if self._now() - session.use.read_at >= RECENT:
             self._activity.read(session)
@@ -308,7 +308,7 @@ class GuardMessages:
         )  # fmt: skip
 
     def _tell(self, session: LiveSession, what: str, refusal: Refusal) -> None:
-        """Leave the reason where people find it: with the agent, and in the journal."""
+        """Give the reason to the agent, and write it to the journal."""
         session.send(
             {
                 "type": "refused",
@@ -329,7 +329,7 @@ class GuardMessages:
     def _may_ask(
         self, connection: Connection, session: LiveSession, message: Message, method: _Method
     ) -> bool:
-        """Return whether the question may be handled now; if not, it is, later."""
+        """Return whether to handle the question now; if not, it is handled later."""
         now = self._now()
         bucket = self._allowance.get(session.id)
         if bucket is None:
@@ -354,34 +354,34 @@ class GuardMessages:
 #: Seconds after which the guard asks the broker again in any case.
 LASTS = 1.0
 
-#: Refusals that come of the figures. Another may be over at once, without an event.
+#: Refusals that depend on the figures. Any other may end at once, without an event.
 CODES = (Code.LIMIT, Code.NO_MEMORY, Code.QUOTA)
 
 
 class RefusedGrowth:
-    """Growth that was just refused need not be asked for again before anything has changed.
+    """Lets the guard repeat a refusal of growth until something changes.
 
-    Programs that look for the largest size that fits, or that retry, ask hundreds of times. So the
-    page says from how many bytes in all a growth is refused, and the guard refuses it without a
-    message. The pool decides by its events alone: the figure is withdrawn before the pool handles
-    the next event. So the guard never refuses what the pool would have granted. The figure also
-    ends by itself: a broker that was killed withdraws nothing.
+    Programs that search for the largest size that fits, or that retry, ask hundreds of times. So
+    the page has the total from which growth is refused, and the guard refuses it without a message.
+    The pool decides by its events alone, and the figure is withdrawn before the pool handles the
+    next event. So the guard never refuses what the pool would have granted. The figure also
+    expires: a broker that was killed withdraws nothing.
     """
 
     def __init__(self, pages: ControlPages) -> None:
         self._pages = pages
-        #: By session: bytes in all from which its growth is refused, by place of the device.
+        #: By session: the totals from which its growth is refused, by number of the device.
         self._totals: dict[LiveSession, dict[int, int]] = {}
 
     def refused(self, session: LiveSession, ordinal: int, total: int) -> None:
-        """A growth to ``total`` bytes of its device number ``ordinal`` was refused just now."""
+        """Note that a growth to ``total`` bytes on device number ``ordinal`` was just refused."""
         totals = self._totals.setdefault(session, {})
         totals[ordinal] = min(total, totals.get(ordinal, total))
         row = [totals.get(place, 0) for place in range(max(totals) + 1)]
         self._pages.set_vain(session, row, time.monotonic_ns() + int(LASTS * 1e9))
 
     def withdraw(self) -> None:
-        """Something is about to change."""
+        """Withdraw all figures: something is about to change."""
         if self._totals:
             told, self._totals = self._totals, {}
             for session in told:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a message asks for, and whether its sender may act on the session that it names."""
+"""Read the request in a message; check that its sender may act on the session that it names."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _HOLD_KINDS = frozenset(get_args(HoldKind))
 
 
 def read_request(base: Request, fields: Mapping[str, Any]) -> Request:
-    """Return ``base`` with what ``fields`` asks for.
+    """Return ``base`` with the changes in ``fields``.
 
     Raises
     ------
     RefusedError
-        With code ``bad-request``. Whether the pool can do it, the pool says.
+        With code ``bad-request``. The pool decides later whether it can grant the request.
     """
     wanted: dict[str, Any] = {}
     for name in ("memory", "limit", "devices", "compute"):
@@ -44,13 +44,13 @@ def read_request(base: Request, fields: Mapping[str, Any]) -> Request:
     priority = fields.get("priority")
     if priority is not None:
         if not isinstance(priority, str):
-            raise RefusedError("A priority class is a name.", code=Code.BAD_REQUEST)
+            raise RefusedError("A priority class must be a name.", code=Code.BAD_REQUEST)
         wanted["priority"] = priority
     return changed_request(base, wanted)
 
 
 def named(fields: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the fields that somebody has given a value."""
+    """Return the names of the fields that have a value."""
     return frozenset(name for name, value in fields.items() if value is not None)
 
 
@@ -62,7 +62,7 @@ def read_hold_kind(kind: str) -> HoldKind:
 
 
 def read_holds(given: list[Any], now: float) -> tuple[Hold, ...]:
-    """Return the holds that an agent says it has."""
+    """Return the holds that an agent reports."""
     holds = []
     for entry in given[:MAX_HOLDS]:
         name = entry.get("id", entry.get("hold")) if isinstance(entry, dict) else entry
@@ -74,7 +74,7 @@ def read_holds(given: list[Any], now: float) -> tuple[Hold, ...]:
 
 
 def session_of(connection: Connection) -> LiveSession:
-    """Return the session of the agent at the other end; refuse anybody else."""
+    """Return the session of the agent at the other end; refuse any other peer."""
     if connection.session is None:
         raise RefusedError(
             "Send hello first: this connection has no session.", code=Code.UNKNOWN_SESSION
@@ -103,6 +103,6 @@ def check_may_act(access: Access, connection: Connection, session: LiveSession) 
 def note_refusal(
     core: Core, session: LiveSession | None, what: str, refusal: Refusal, owner: str = ""
 ) -> None:
-    """Note in the journal that something was refused."""
+    """Write a refusal to the journal."""
     detail = {"what": what, "code": refusal.code}
     core.note("refuse", session, owner=owner, reason=refusal.message, detail=detail)

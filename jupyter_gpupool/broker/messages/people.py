@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What people ask: another size, release, keep; the pool's state and history."""
+"""Requests of people: another size, release, keep; the pool's state and history."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_WATCHERS = 64
 #: Seconds for which a slice may be kept idle at a time: 30 days.
 MAX_KEEP = 30 * 86400
 
-#: Requests that may wait for a sample at once; more are judged by the last one.
+#: Requests that may wait for a new sample at once; for any more, the last sample counts.
 MAX_LOOKS = 16
 
 
@@ -65,11 +65,11 @@ class PeopleMessages:
         core.read_rows(self._show_row)
 
     def close(self) -> None:
-        """Read the journal no more: the broker ends."""
+        """Stop reading the journal: the broker ends."""
         self._history.close()
 
     def gone(self, connection: Connection) -> None:
-        """Show no more rows to a connection that has ended."""
+        """Stop sending rows to a connection that has ended."""
         if connection in self._watchers:
             self._watchers.remove(connection)
             connection.account.watchers -= 1
@@ -80,13 +80,13 @@ class PeopleMessages:
         session = self._acting(connection, message)
         record = self._lifecycle.record(session)
         memory = read_request(record.request, message).memory
-        # What the guard counts is exact, and older by up to a sample.
+        # The guard's count is exact, but up to one sample old.
         guarded = session.page is not None and any(memory < s.bytes for s in record.slices)
         shrinks = memory < record.footprint or guarded
         if not shrinks or len(self._looks) >= MAX_LOOKS:
             self._request_now(connection, message)
             return
-        # Less than the last sample showed in use: it may have freed some since.
+        # The last sample showed more in use: the kernel may have freed some since.
         task = asyncio.get_running_loop().create_task(self._look_first(connection, message))
         self._looks.add(task)
         task.add_done_callback(self._looks.discard)
@@ -142,7 +142,7 @@ class PeopleMessages:
         session: LiveSession,
         event: Callable[[str], e.Event],
     ) -> None:
-        """Hand an event to the pool and answer with what it answers."""
+        """Give the pool an event and pass on its answer."""
         request_id, rid = message.get("id"), f"r{next(self._rids)}"
 
         def reply(refusal: Refusal | None, note: str) -> None:
@@ -208,7 +208,7 @@ class PeopleMessages:
         if connection not in self._watchers:
             if connection.account.watchers >= MAX_WATCHERS:
                 raise RefusedError(
-                    f"User id {connection.peer.uid} already watches {MAX_WATCHERS} times.",
+                    f"User id {connection.peer.uid} already has {MAX_WATCHERS} journal watchers.",
                     code=Code.TOO_MANY,
                 )
             connection.account.watchers += 1
@@ -219,7 +219,7 @@ class PeopleMessages:
         connection.answer(message.get("id"))
 
     def _show_row(self, row: Row) -> None:
-        """Push a journal row to those who watch and may see it."""
+        """Push a journal row to the watching connections that may see it."""
         line = encode({"type": "event", **row.as_message()}) if self._watchers else b""
         for connection in [*self._watchers]:
             if self._may_see(connection, row):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a provisioner says: open a session for a kernel, which process it is, close it."""
+"""Messages of a provisioner: open a kernel's session, name its process, close the session."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ProvisionerMessages:
     Parameters
     ----------
     environment:
-        What each kernel gets from the machine besides its devices.
+        The variables that each kernel gets from the machine besides those for its devices.
     no_device:
         Why no device was found; "" if there are some.
     """
@@ -72,7 +72,7 @@ class ProvisionerMessages:
         self._homes = homes
         self._environment = dict(environment)
         self._no_device = no_device
-        #: Messages that a process may send before ``launched`` says which process it is.
+        #: Messages that a kernel may send before ``launched`` names its process.
         self._early: dict[str, Callable[[Connection, Message], None]] = {
             "hello": agent.hello, "attach": guard.attach,
         }  # fmt: skip
@@ -131,7 +131,7 @@ class ProvisionerMessages:
             else self._setup.without(session)
         )
         if not guarded:
-            # Without a page nobody would ask at the first call.
+            # Without a page, no guard would ask for a lease at the first call.
             attach, _ = usable_attach(attach, False)
         core.sessions.add(session)
         outcome: list[tuple[Refusal | None, str]] = []
@@ -230,7 +230,7 @@ class ProvisionerMessages:
                 sender.attempt(waiting, self._early[waiting["type"]])
 
     def retire(self, connection: Connection, message: Message) -> None:
-        """Make a kernel safe to kill, which its server is about to do."""
+        """Make a kernel safe to kill: its server is about to kill it."""
         session = acting(self._core, self._configuration.access, connection, message)
         request = message.get("id")
         self._actions.retire_and_end(

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The table of messages and their methods; which connections to accept, and their end."""
+"""The table of messages and their methods; accepts or refuses connections, and ends them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .guard import GuardMessages
 from .people import PeopleMessages
 from .provisioner import ProvisionerMessages
 
-#: Connections that one user may have, for each session allowed; of all connections a part.
+#: One user's connections: 8 per allowed session, and at most a quarter of all.
 CONNECTIONS_PER_SESSION, USERS_SHARE = 8, 4
 
-#: Messages by which a session's own processes first speak.
+#: Types of the first message that a session's own process may send.
 _OF_PROCESSES = frozenset({"hello", "attach", "grow"})
 
 
 class Router:
-    """What every connection talks to (see ``transport.connection.Service``)."""
+    """Receives the messages of every connection (see ``transport.connection.Service``)."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Router:
         self.log = log
         self.counters = Counters()
         self.dispatcher = Dispatcher()
-        #: When (loop time) somebody last connected.
+        #: Loop time of the last new connection.
         self.last_connection = asyncio.get_running_loop().time()
         self._core = core
         self._configuration = configuration
@@ -87,7 +87,7 @@ class Router:
         }
 
     def connected(self, connection: Connection) -> None:
-        """Take a connection, or refuse it."""
+        """Accept a connection, or refuse it."""
         access = self._configuration.access
         access.check_connect(connection.peer)
         sessions = self._configuration.settings.max_sessions_per_user
@@ -112,7 +112,7 @@ class Router:
         self.last_connection = asyncio.get_running_loop().time()
 
     def received(self, connection: Connection, message: Message) -> None:
-        """Have a request handled."""
+        """Pass a request to its method."""
         reads = message["type"] in READS
         if not reads:
             self._core.touched()
@@ -126,7 +126,7 @@ class Router:
             self._start_record.served()
 
     def disconnected(self, connection: Connection) -> None:
-        """End what depends on a connection that has ended."""
+        """End all that depends on a connection that has ended."""
         self._core.touched()
         self._connections.discard(connection)
         self._people.gone(connection)

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The answer to ``status``, and the limits that a kernel learns when it connects.
 
-``devices`` and ``host`` are for everybody; of other users' sessions only what explains the use of
-the devices and the place in the queue is shown. Sizes are bytes, times seconds; what nobody could
-read is null, never 0.
+``devices`` and ``host`` are for everybody; other users' sessions show only what explains the
+use of the devices and the place in the queue. Sizes are bytes, times seconds; a figure that could
+not be read is null, never 0.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Snapshots:
         self._journal_note = journal_note
 
     def limits(self, owner: Owner) -> dict[str, Any]:
-        """Return what a session of ``owner`` may ask for: ``memory`` per device, ``devices``."""
+        """Return a session's limits for ``owner``: ``memory`` per device, number of ``devices``."""
         return self._limits(owner, self._core.recent_view())
 
     def _limits(self, owner: Owner, view: PoolView) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Snapshots:
     # ------------------------------------------------------------------ status
 
     def broker(self, counters: Mapping[str, int]) -> dict[str, Any]:
-        """Return the part of the snapshot that is about the broker itself."""
+        """Return the snapshot's part about the broker itself."""
         return {
             "machine_wide": self._configuration.machine_wide,
             "journal": str(self._core.journal.path),
@@ -144,7 +144,7 @@ class Snapshots:
             "memory_capacity": view.capacity,
             "memory_granted": view.granted,
             "memory_foreign": view.foreign,
-            # Nobody gets what seems free there.
+            # The pool grants nothing there, however much is free.
             "memory_free": None if view.drained_reason else view.free,
             "memory_used": sample.used if sample else None,
             "utilisation": sample.utilisation if sample else None,
@@ -152,7 +152,7 @@ class Snapshots:
         }
 
     def _empty(self, record: SessionRecord, peer: Peer) -> bool:
-        """Return whether it is another user's session without a kernel yet: it explains nothing."""
+        """Return whether to hide this session: another user's, and without a kernel yet."""
         session = self._core.sessions.find(record.id)
         return (
             session is not None
@@ -244,9 +244,9 @@ class Snapshots:
         return sum(session.use.counted.values())
 
     def _slices(self, session: LiveSession, view: SessionView) -> list[dict[str, Any]]:
-        """Return what it has on each device, and uses there: as the guard counts, or as measured.
+        """Return the session's bytes on each device, granted and used (counted or measured).
 
-        To be called after :meth:`_used`, which reads what the guard counts.
+        Call this after :meth:`_used`, which reads the guard's count.
         """
         record = view.record
         found: Mapping[str, int] = view.footprints
@@ -265,7 +265,7 @@ class Snapshots:
 
 
 class MostMemory:
-    """What sessions may ask for on each device at most, by the rules of one view; found once."""
+    """The most that sessions may ask for on each device, by one view's rules; computed once."""
 
     def __init__(self, view: PoolView) -> None:
         self._settings = view.settings
@@ -274,8 +274,8 @@ class MostMemory:
         self._known: dict[tuple[str, int], int | None] = {}
 
     def of(self, owner: Owner, devices: int) -> int | None:
-        """Return the bytes on each of so many devices; None if there is no size that is given."""
-        # All who are not named have the same quota.
+        """Return the bytes on each of ``devices`` devices; None if the pool grants no size."""
+        # All users without a quota of their own have the same one.
         key = (owner.name if owner.name in self._settings.quotas else ""), devices
         if key not in self._known:
             self._known[key] = most_memory(
@@ -288,21 +288,21 @@ def _available() -> int | None:
     try:
         return cgroups.available()
     except OSError:
-        return None  # no descriptor is left, say
+        return None  # for example, no descriptor is left
 
 
 def measured(record: SessionRecord, cuda: bool | None) -> int | None:
-    """Return the device bytes that a session uses, None if nobody has measured them.
+    """Return the device bytes that a session uses, None if they were not measured.
 
-    Without a slice or (``cuda``, as its agent last said) without CUDA, a process uses none; of any
-    other, 0 means that no sample was taken since the attach.
+    Without a slice, or without CUDA (``cuda``: its agent's last report), a process uses none. For
+    any other process, 0 means that there was no sample since the attach.
     """
     if record.footprint or not record.slices or cuda is False:
         return record.footprint
     return None
 
 
-#: Seconds for which an answer may be sent again: times in it go on, and what the guards count.
+#: Seconds for which an answer is repeated; then its times and the guards' counts are too old.
 LASTS = 0.25
 
 #: Viewers whose last answer is kept.
@@ -313,9 +313,9 @@ MAX_VIEWERS = 16
 class _Answer:
     version: int
     made_at: float
-    #: It depends on what the pages of attached sessions say, which changes without an event.
+    #: Whether it depends on pages of attached sessions, which change without an event.
     volatile: bool
-    #: Without the opening brace.
+    #: The encoded answer without its opening brace.
     rest: bytes
 
 
@@ -333,7 +333,7 @@ class StatusAnswers:
     ) -> bytes:
         """Return the encoded answer to a ``status`` of ``peer``.
 
-        ``frugal``: an answer of the last LASTS seconds is good enough, whatever has happened since.
+        ``frugal``: an answer of the last LASTS seconds will do, even if the pool has changed since.
         """
         viewer, now = (peer.uid, peer.gid), self._now()
         known = self._answers.get(viewer)

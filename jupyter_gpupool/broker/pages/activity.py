@@ -3,11 +3,11 @@
 """Which sessions use their device now: read from their pages, reported to the pool as holds.
 
 All CUDA activity of a session is one hold, :data:`DEVICE_HOLD`. The broker takes it when a call
-waits for a lease (see ``messages/guard``) or the gate was passed. It drops the hold after
+waits for a lease (see ``messages/guard``) or has passed the gate. It drops the hold after
 ``quiet_after`` seconds without a call, if no call is inside the driver and no graph is being
 recorded; or at once when another session waits and the agent says that no cell runs
-(:meth:`Activity.resting`). A look reads one byte of each attached session, and its whole page only
-if that byte says that something may have changed.
+(:meth:`Activity.resting`). Each round reads one byte of each attached session, and its whole page
+only if that byte says that something may have changed.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from .control import CLOSED, OPEN, PAUSED, UNUSED, ControlPages
 #: The hold that stands for the CUDA activity of a session. Agents may not use this name.
 DEVICE_HOLD = "device"
 
-#: Seconds between two looks at the gates.
+#: Seconds between two rounds of reading the gates.
 LOOK = 0.25
 
-#: Seconds between the two looks at a kernel in which no cell runs any more.
+#: Seconds between the two reads of a kernel's page after its last cell.
 SETTLE = 0.02
 
 #: Seconds without a CUDA call after which a graph that is being recorded counts as abandoned.
 ABANDONED = 120.0
 
-#: Seconds for which what was read of a page is good enough: of a busy session, of one at rest.
+#: Seconds for which a read page stays valid: of a busy session, of an idle one.
 STALE, REST = 1.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one look saw: the gate was passed, calls are inside the driver, calls wait."""
+    """Result of reading a page: the gate was passed, calls are inside the driver, calls wait."""
 
     touched: bool = False
     inflight: bool = False
@@ -54,7 +54,7 @@ class Seen:
 
     @property
     def busy(self) -> bool:
-        """Whether it uses its device, or would if it were let."""
+        """Whether the session uses its device, or waits to use it."""
         return self.touched or self.inflight or self.waiting
 
 
@@ -62,7 +62,7 @@ _NOTHING = Seen()
 
 
 class Activity:
-    """Looks at the pages of attached sessions, while there are some."""
+    """Reads the pages of attached sessions, while there are some."""
 
     def __init__(self, core: Core, pages: ControlPages, configuration: Configuration) -> None:
         self.attached: dict[str, LiveSession] = {}
@@ -77,7 +77,7 @@ class Activity:
         return self._configuration.settings.quiet_after
 
     def lease(self, session: LiveSession, attached: bool) -> None:
-        """Begin to look at a session whose lease has come, and end it when the lease is gone."""
+        """Read a session's page from now on if it has a lease; otherwise stop reading it."""
         if attached and session.page is not None:
             if session.id not in self.attached:
                 self.attached[session.id] = session
@@ -86,13 +86,13 @@ class Activity:
         elif self.attached.pop(session.id, None) is not None:
             session.use.counted = {}
             if session.page is None and session.use.held:
-                # Its page was given up while it used the device: no look would see the end of that.
+                # Its page was given up while it used the device: no round would see the use end.
                 asyncio.get_running_loop().call_soon(self.drop, session)
 
     # ------------------------------------------------------------------ one session
 
     def busy(self, session: LiveSession) -> bool:
-        """Return whether it was used since the last look, or has calls inside the driver."""
+        """Return whether the session used its device since the last read, or does so now."""
         touched = self._touched(session)
         reading = self.read(session)
         inside = reading is not None and (reading.inflight or reading.waiting)
@@ -102,27 +102,27 @@ class Activity:
         return False
 
     def untouched(self, session: LiveSession) -> bool:
-        """Return whether its page says that nobody has used the device since somebody looked."""
+        """Return whether, by its page, the session has not used its device since the last read."""
         gate, reading = self._pages.gate(session), self.read(session)
         if reading is None or gate not in (UNUSED, CLOSED):
             return False
         return not (reading.inflight or reading.waiting or reading.captures)
 
     def go_on(self, session: LiveSession, quiet_for: float) -> None:
-        """Take over the hold of a session in use, which was last used ``quiet_for`` seconds ago."""
+        """Restore the hold of a session that used its device ``quiet_for`` seconds ago."""
         session.use.held = True
         session.use.busy_at = self._now() - quiet_for
 
     def recording(self, session: LiveSession) -> bool:
-        """Return whether it was recording a graph when last read: that is use.
+        """Return whether it was recording a graph when last read, which counts as use.
 
-        Unless there was no CUDA call for so long that nobody will end it any more.
+        A graph without a CUDA call for ABANDONED seconds does not count: nothing will end it.
         """
         use = session.use
         return bool(use.captures) and self._now() - use.captured_at < ABANDONED
 
     def read(self, session: LiveSession) -> Reading | None:
-        """Read the whole page now, and keep what it says in ``session.use``."""
+        """Read the whole page now, and store the result in ``session.use``."""
         reading = self._pages.read(session)
         if reading is None:
             return None
@@ -144,11 +144,11 @@ class Activity:
         return reading
 
     def reading(self, session: LiveSession) -> Reading | None:
-        """Return what the page of an attached session says now; None of any other."""
+        """Read the page of an attached session now; return None for any other session."""
         return self._pages.read(session) if session.id in self.attached else None
 
     async def readings(self) -> dict[str, Reading]:
-        """Return what the page of each attached session says, read one after the other."""
+        """Return the pages of the attached sessions, read one after the other."""
         pace, found = Pace(), {}
         for session in [*self.attached.values()]:
             reading = self._pages.read(session)
@@ -158,9 +158,9 @@ class Activity:
         return found
 
     def counted(self, session: LiveSession) -> Mapping[str, int]:
-        """Return the bytes that it has on each device of its lease; {} without a page.
+        """Return the session's bytes on each device of its lease; {} without a page.
 
-        Read now, unless nothing can have changed but by the death of a process: nearly all
+        The page is read again unless only the death of a process can have changed it: nearly all
         sessions are idle.
         """
         use = session.use
@@ -172,7 +172,7 @@ class Activity:
     # ------------------------------------------------------------------ the rounds
 
     def look(self, session: LiveSession, elapsed: float = LOOK) -> Seen:
-        """Look at one session, whose last look was ``elapsed`` seconds ago; tell the pool."""
+        """Read a session's page, ``elapsed`` seconds after the last time, and tell the pool."""
         now, use = self._now(), session.use
         touched = self._touched(session)
         if session.page is None:  # damaged by its user
@@ -188,12 +188,12 @@ class Activity:
             return _NOTHING
         reading = self.read(session)
         if reading is not None and (reading.inflight or reading.waiting):
-            # Who waits while there is a lease waits for its turn.
+            # With a lease, a thread at the gate waits for its time slice.
             self._used(session, elapsed if reading.inflight else 0.0)
             return Seen(inflight=bool(reading.inflight), waiting=bool(reading.waiting))
         if reading is not None and self.recording(session):
             self._used(session, 0.0)
-            return _NOTHING  # nothing that runs on the device
+            return _NOTHING  # recording runs nothing on the device
         if now - use.busy_at >= self.quiet_after:
             self.drop(session)
         return _NOTHING
@@ -222,10 +222,10 @@ class Activity:
         )  # fmt: skip
 
     def bound(self, session: LiveSession) -> tuple[str, ...]:
-        """Return the devices that processes of a session without a lease have settled on.
+        """Return the devices to which processes of a session without a lease are bound.
 
-        cuInit needs none: they see the session's home devices of that moment. () if none has called
-        it, or if the pool knows better where the session has to be.
+        cuInit needs no lease: it binds a process to the session's home devices of that moment. ()
+        if no process has called it, or if the pool has already set the session's devices.
         """
         record = self._core.record(session.id)
         if record is None or record.state not in ("detached", "queued") or record.suspended:
@@ -236,7 +236,7 @@ class Activity:
         if reading is None or not reading.cuda:
             return ()
         known = {device_name(device.uuid): device.uuid for device in self._core.pool.devices()}
-        # In the place of each of the session's devices: what the first process there has seen.
+        # For each of the session's devices: the one that the first process sees in its place.
         seen = [
             next((known[slot.sees[i]] for slot in reading.slots if slot.sees[i] in known), home)
             for i, home in enumerate(session.home[:DEVICES])
@@ -244,7 +244,7 @@ class Activity:
         return tuple(seen[: record.request.devices])
 
     def settle(self, session: LiveSession) -> None:
-        """Tell the pool on which devices the session has settled, before it places the session."""
+        """Tell the pool to which devices the session is bound, before it places the session."""
         bound = self.bound(session)
         if bound:
             self._core.handle(
@@ -252,10 +252,10 @@ class Activity:
             )
 
     def cell_over(self, session: LiveSession) -> None:
-        """The agent's last hold is over, in a policy where cells hold: idle from now on.
+        """Count the session as idle: its agent's last hold is over, and its policy holds by cell.
 
-        What the cell itself did is no reason to keep the slice for ``quiet_after`` seconds; a
-        thread that goes on will be seen at the next look, or before its slice is taken.
+        The cell's own calls are no reason to keep the slice for ``quiet_after`` seconds; the next
+        round, or the check before the slice is taken, sees a thread that goes on.
         """
         record = self._core.record(session.id)
         if record is None or record.attach == "lazy" or not session.use.held:
@@ -267,10 +267,10 @@ class Activity:
             self.drop(session)
 
     def resting(self, session: LiveSession) -> None:
-        """No cell of it runs any more, and somebody waits: idle, unless something goes on.
+        """Count a session without a running cell as idle, if it computes nothing: others wait.
 
-        A thread that the cell has left behind may be between two calls: one look more, a moment
-        later; a call meanwhile makes it busy until the rounds say otherwise.
+        A thread that the cell has left behind may be between two calls, so the page is read again
+        a moment later; a call meanwhile makes the session busy until a round finds it idle.
         """
         if session.use.held and not self._occupied(session):
             self._touched(session)
@@ -299,21 +299,21 @@ class Activity:
         )
 
 
-#: A paused gate opens by itself after so many turns.
+#: A paused gate opens by itself after this many time slices.
 PAUSE = 2
 
-#: Turns without contention after which there are none any more.
+#: Time slices without contention after which the broker stops time slicing.
 CALM = 10
 
 
 class TimeShare:
-    """Looks at the attached sessions in rounds; keeps turns while some of them contend.
+    """Reads the attached sessions' pages in rounds; gives time slices while some contend.
 
     ``pool/timeslice.py`` decides which sessions contend and which is next; this opens and pauses
-    gates, and measures. It pauses no gate unless sessions that were busy in the same look contend:
+    gates, and measures. It pauses no gate unless sessions that were busy in one round contend:
     otherwise the driver shares the device well enough, and without gaps.
 
-    A pause ends by itself (``pause_until``), so a broker that dies in the middle blocks nobody.
+    A pause ends by itself (``pause_until``), so the death of the broker blocks no session.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class TimeShare:
         self._activity = activity
         self._configuration = configuration
         self._log = log
-        #: Whether turns are being kept now.
+        #: Whether time slicing is on now.
         self.running = False
         self._state = Tallies()
         self._used: dict[str, float] = {}
@@ -339,13 +339,13 @@ class TimeShare:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Look from now on, for as long as a session is attached."""
+        """Begin rounds, for as long as a session is attached."""
         if self._timer is None:
             pause = self._configuration.settings.turn if self.running else LOOK
             self._timer = asyncio.get_running_loop().call_later(pause, self._round)
 
     def close(self) -> None:
-        """Look no more, and open what is paused."""
+        """End the rounds, and open all paused gates."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -373,7 +373,7 @@ class TimeShare:
             self._consider(busy)
 
     def _consider(self, busy: Iterable[LiveSession]) -> None:
-        """Begin to keep turns if these sessions, busy at the last look, contend."""
+        """Begin time slicing if these sessions, busy in the last round, contend."""
         records = [self._core.record(session.id) for session in busy]
         contenders = [_contender(record, busy=True) for record in records if record is not None]
         if contended_devices(contenders):
@@ -402,8 +402,8 @@ class TimeShare:
             record = self._core.record(session.id)
             if record is None or session.id not in self._activity.attached:
                 continue
-            # A session that only waits for its turn uses nothing; a call that runs on into the
-            # turn of another does.
+            # A session that only waits for its time slice uses nothing; one whose call runs on
+            # into another's time slice does.
             if seen.touched or seen.inflight:
                 self._used[session.id] = self._used.get(session.id, 0.0) + elapsed
             used = self._used.get(session.id, 0.0)

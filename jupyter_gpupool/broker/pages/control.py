@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The sessions' shared pages: made, kept true to the pool's records, removed.
+"""Make the sessions' shared pages, keep them equal to the pool's records, remove them.
 
-One small file for each session that runs under the guard, in a folder of this broker's own. What
-the guard in the session's processes may do it reads there; a message is needed only when the gate
-is closed or memory is short. A page that its user damaged is given up: that session goes on
-without what the page is for, and no other session notices.
+Each session that runs under the guard has one small file in a folder of this broker. There the
+guard in the session's processes reads what it may do; it sends a message only when the gate is
+closed or memory is short. The broker gives up a page that its user damaged: that session goes on
+without the page's functions, and no other session notices.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from ..sessions import LiveSession, LiveSessions
 
 __all__ = ["CLOSED", "OPEN", "PAUSED", "UNUSED", "ControlPages", "environment", "page_folder"]
 
-#: Where shared memory is, if the machine has it.
+#: The folder of shared memory, if the machine has it.
 SHARED_MEMORY = Path("/dev/shm")
 
-#: In a folder of pages: the socket of the broker whose they are, and its PID namespace.
+#: File in a folder of pages with the socket of their broker and its PID namespace.
 SOCKET_FILE = "socket"
 
 _SUFFIX = ".page"
@@ -63,7 +63,7 @@ class ControlPages:
     folder:
         See :func:`page_folder`.
     context_bytes:
-        What a context is charged.
+        The bytes to charge for a context.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ControlPages:
         self._configuration = configuration
         self._socket = configuration.socket
         self._mode = 0o711 if configuration.machine_wide else 0o700
-        #: When the folder last changed, as of the last look: its inode and time.
+        #: The folder's inode and time of change at the last check.
         self._seen = (0, 0)
         self.context_bytes = context_bytes
         self._sessions = sessions
@@ -88,7 +88,7 @@ class ControlPages:
     # ------------------------------------------------------------------ life
 
     def make_folder(self) -> None:
-        """Make the folder if need be, and say in it whose it is (see ``leftovers``).
+        """Make the folder if need be, and write its broker's socket into it (see ``store/files``).
 
         Raises
         ------
@@ -116,7 +116,7 @@ class ControlPages:
         Raises
         ------
         OSError
-            If that is not possible, mostly because shared memory is full.
+            If the page cannot be made, mostly because shared memory is full.
         """
         path = self._path(session)
         self.make_folder()  # somebody may have deleted it
@@ -131,7 +131,7 @@ class ControlPages:
     def adopt(self, session: LiveSession, *, used: bool) -> None:
         """Open the page of a session that an earlier broker made, if it had one.
 
-        ``used``: the session has had a device, so that a page that is lost has no substitute.
+        ``used``: the session has had a device, so a lost page cannot be replaced.
         """
         path = self._place(session)
         try:
@@ -144,7 +144,7 @@ class ControlPages:
                     self._log.error("Session %s goes on unguarded: no page at %s", session.id, path)
                 return
             if session.page.gate() == PAUSED:
-                # For a turn that nobody keeps any more. The pause itself is over by now, but a call
+                # A dead broker paused it for a time slice. The pause is over by now, but a call
                 # leaves no trace in a paused gate: the session would look idle from here on.
                 session.page.set_gate(UNUSED)
         except (OSError, PageError) as error:
@@ -159,10 +159,10 @@ class ControlPages:
         page.set_policy(managed=managed, context_bytes=self.context_bytes)
 
     def _place(self, session: LiveSession) -> Path:
-        """Return where the page is: the session's processes name the place that they know.
+        """Return where the page is: the session's processes know its path.
 
         A broker of another version or at another socket may have made it in a folder of its own.
-        What another user's processes say counts only for the folder that this broker once had.
+        A path from another user's process counts only in the folder that this broker once had.
         """
         path = self._path(session)
         if os.path.lexists(path):
@@ -174,9 +174,9 @@ class ControlPages:
         return named if session.uid == os.geteuid() or named.parent == once else path
 
     def _find(self, session: LiveSession, path: Path, used: bool) -> Page | None:
-        """Return the page of a session that was deleted; None if it had none, or it is lost.
+        """Return the deleted page of a session; None if it had none, or the page is lost.
 
-        A new one takes its place only where no process can have the old one: two would split the
+        A new page replaces it only if no process can have the old one: two pages would split the
         session's accounts.
         """
         if session.uid != os.geteuid() or _named_page(session) != path:
@@ -187,7 +187,7 @@ class ControlPages:
             page.restore()
             self._log.warning("The page of session %s was deleted and is back", session.id)
         elif not used:
-            path.unlink(missing_ok=True)  # a link of the broker before
+            path.unlink(missing_ok=True)  # a link of an earlier broker
             page = Page.create(path, session.id, session.uid)
             page.set_grant([], 0, 0)
         else:
@@ -204,7 +204,7 @@ class ControlPages:
         """
         self.make_folder()
         now = _version(self.folder)
-        changed = self._seen != now  # something came or went in it
+        changed = self._seen != now  # a file in the folder came or went
         problem, pace = None, Pace()
         for session in [*self._sessions]:
             await pace.step()
@@ -237,10 +237,10 @@ class ControlPages:
         self._log.warning("The page of session %s was deleted and is back", session.id)
 
     def remove(self, session: LiveSession) -> None:
-        """The session is over."""
+        """Remove the page of a session that has ended."""
         page, session.page = session.page, None
         if page is not None:
-            # Whatever of it still runs has no session any more.
+            # Its processes that still run have no session any more.
             with suppress(OSError):
                 page.set_gate(CLOSED)
             with suppress(OSError):
@@ -254,14 +254,14 @@ class ControlPages:
                     path.unlink(missing_ok=True)
 
     def path_of(self, name: str) -> Path:
-        """Return where the page of the session ``name`` is, or would be."""
+        """Return the path of the page of session ``name``, which need not exist."""
         return self.folder / f"{name}{_SUFFIX}"
 
     def _path(self, session: LiveSession) -> Path:
         return self.path_of(session.id)
 
     def close(self) -> bool:
-        """Forget the pages; remove the folder, and say so, if no session needs it any more."""
+        """Forget the pages; remove the folder and return True if no session needs it any more."""
         empty = True
         for session in self._sessions:
             if session.page is not None:
@@ -274,10 +274,10 @@ class ControlPages:
     # ------------------------------------------------------------------ true to the record
 
     def follow(self, session: LiveSession, record: SessionRecord) -> bool:
-        """Make the page say what the record says; return whether it shows a lease now.
+        """Write the record into the page; return whether the page shows a lease now.
 
-        While a suspend is under way the gate is its effect's business; a gate that is open, or
-        paused for a neighbour's turn, stays so.
+        During a suspend, the suspend itself sets the gate. A gate that is open, or paused for a
+        neighbour's time slice, stays so.
         """
         page = session.page
         if page is None:
@@ -287,7 +287,7 @@ class ControlPages:
             if attached:
                 uuids = [piece.device for piece in record.slices]
                 sizes = [piece.bytes for piece in record.slices]
-                # What the driver takes by itself is a part of the slice.
+                # The driver's own memory is a part of the slice.
                 beyond = [*session.use.beyond, *[0] * len(sizes)]
                 left = [max(0, s - more) for s, more in zip(sizes, beyond, strict=False)]
                 page.set_devices(uuids[:DEVICES])
@@ -304,7 +304,7 @@ class ControlPages:
         return attached
 
     def set_home(self, session: LiveSession, devices: Sequence[str]) -> None:
-        """Say which devices the processes of a session without a lease will see."""
+        """Write into the page the devices that a session's processes see without a lease."""
         if session.page is None or tuple(devices) == session.home:
             return
         try:
@@ -314,7 +314,7 @@ class ControlPages:
         session.home = tuple(devices)
 
     def set_room(self, session: LiveSession, room: Sequence[int]) -> None:
-        """Say by how many bytes the grant could grow now on each device."""
+        """Write into the page the bytes by which the grant could grow now on each device."""
         if session.page is not None:
             try:
                 session.page.set_room(room[:DEVICES])
@@ -324,7 +324,7 @@ class ControlPages:
     # ------------------------------------------------------------------ what it says
 
     def gate(self, session: LiveSession) -> int:
-        """Return the gate; :data:`CLOSED` if the page is of no use any more."""
+        """Return the gate; :data:`CLOSED` if the page cannot be used any more."""
         if session.page is not None:
             try:
                 return session.page.gate()
@@ -333,7 +333,7 @@ class ControlPages:
         return CLOSED
 
     def set_gate(self, session: LiveSession, gate: int, *, pause_until: int = 0) -> None:
-        """Open, close or pause."""
+        """Open, close or pause the gate."""
         if session.page is not None:
             try:
                 session.page.set_gate(gate, pause_until=pause_until)
@@ -341,10 +341,10 @@ class ControlPages:
                 self._damaged(session, error)
 
     def read(self, session: LiveSession) -> Reading | None:
-        """Return what the living processes say; None if the page cannot be read.
+        """Return the page's data on living processes; None if the page cannot be read.
 
-        A process that died by SIGKILL says nothing any more, also if it was in the middle of a
-        call: its slot stays until another process of the session needs it.
+        A process that died by SIGKILL is left out, even if it was in the middle of a call; its
+        slot stays until another process of the session needs it.
         """
         if session.page is None:
             return None
@@ -360,7 +360,7 @@ class ControlPages:
         return replace(reading, slots=there)
 
     def set_vain(self, session: LiveSession, totals: Sequence[int], until: int) -> None:
-        """Say from how many bytes in all growth is refused, or () that it is to be asked for."""
+        """Write the totals from which growth is refused; with (), the guard asks each time."""
         if session.page is not None:
             try:
                 session.page.set_vain(totals[:DEVICES], until)
@@ -370,24 +370,24 @@ class ControlPages:
     def moved(
         self, session: LiveSession, suspended: Sequence[ProcessId], moves: Mapping[str, str]
     ) -> None:
-        """Say what processes see that were suspended, and are restored with a map of devices.
+        """Write the devices that suspended processes see after a restore with a map of devices.
 
-        What has a context moves with its session. But the driver may have state of a process
-        without one, too, whose slot names the devices that it saw.
+        A process with a context moves with its session. But the driver may also have state of a
+        process without one, whose slot names the devices that it saw.
         """
         reading = self.read(session) if moves else None
         names = {device_name(old): device_name(new) for old, new in moves.items()}
         for slot in reading.slots if reading is not None else ():
             sees = [names.get(name, name) for name in slot.sees]
             if ProcessId(slot.pid, slot.start_time) in suspended and sees != [*slot.sees]:
-                with suppress(OSError):  # it is found to be damaged at the next look
+                with suppress(OSError):  # the next read finds the page damaged
                     if session.page is not None:
                         session.page.set_sees(slot, sees)
 
     def set_aside(self, session: LiveSession) -> bool:
-        """Hold back what processes without a context ask the driver; False if one is moved now.
+        """Hold back the queries of processes without a context; False if one is being moved.
 
-        Their other calls wait at the gate, which is closed.
+        Their other calls wait at the closed gate.
         """
         reading = self.read(session)
         for slot in reading.slots if reading is not None else ():
@@ -395,7 +395,7 @@ class ControlPages:
                 return False
         for slot in reading.slots if reading is not None else ():
             if slot.flags & SLOT_CUDA and not slot.flags & SLOT_CONTEXT:
-                with suppress(OSError):  # it is found to be damaged at the next look
+                with suppress(OSError):  # the next read finds the page damaged
                     if session.page is not None:
                         session.page.set_landing(slot, LANDING_ASIDE)
         return reading is not None
@@ -406,7 +406,7 @@ class ControlPages:
         return reading is not None and any(s.landing == LANDING_ASIDE for s in reading.slots)
 
     def no_longer_aside(self, session: LiveSession) -> None:
-        """Let the processes of a session ask the driver again, which runs them."""
+        """Let the processes of a session, which the driver has resumed, query it again."""
         reading = self.read(session)
         for slot in reading.slots if reading is not None else ():
             if slot.landing == LANDING_ASIDE:
@@ -422,21 +422,21 @@ class ControlPages:
 
 
 def environment(directory: Path, page: Path, base: Mapping[str, str], home: str) -> dict[str, str]:
-    """Return what, over ``base``, puts a kernel that sees the devices ``home`` under the guard."""
+    """Return the variables, added to ``base``, of a guarded kernel that sees ``home``."""
     return {**session_environment(directory, page, base), "GPUPOOL_VISIBLE": home}
 
 
 def page_folder(socket: Path, *, machine_wide: bool, shared: Path = SHARED_MEMORY) -> Path:
     """Return the folder for the pages of the broker at ``socket``, made if need be.
 
-    In shared memory, or beside the socket where there is none or somebody else has the name. The
-    machine's broker has them beside its socket, below ``/run``: shared memory is for every user to
-    fill, and logind deletes a user's files there at the last logout.
+    It is in shared memory, or beside the socket if there is none or another user has the name. The
+    machine's broker has it beside its socket, below ``/run``: any user may fill shared memory,
+    and logind deletes a user's files there at the last logout.
 
     Raises
     ------
     OSError
-        If it can be made nowhere.
+        If it cannot be made in either place.
     """
     beside = socket.with_name(socket.name + ".pages")
     if machine_wide:
@@ -453,7 +453,7 @@ def folder_name(socket: Path) -> str:
 
 
 def _version(folder: Path) -> tuple[int, int]:
-    """Return what changes when a file in ``folder`` comes or goes, or the folder itself."""
+    """Return a value that changes when ``folder`` or a file in it appears or disappears."""
     found = os.lstat(folder)
     return found.st_ino, found.st_mtime_ns
 
@@ -472,12 +472,12 @@ def own_folder(path: Path, mode: int) -> Path:
     Raises
     ------
     OSError
-        If it cannot be made or is somebody else's.
+        If it cannot be made or belongs to another user.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     found = os.lstat(path)
-    # Anybody may make a name in /dev/shm before us.
+    # Any user may have made this name in /dev/shm before us.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise PermissionError(f"{path} belongs to another user")
     path.chmod(mode)

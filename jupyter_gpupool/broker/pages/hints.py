@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a page tells beside the grant: the devices to see, and by how much the grant could grow."""
+"""Figures of a page besides the grant: the devices to see, and how much the grant could grow."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from .control import ControlPages
 
 
 class Rooms:
-    """Keeps each page true about the bytes that its session's grant could grow by now.
+    """Keeps up to date in each page the bytes by which its session's grant could grow.
 
-    The guard bounds ``cuMemGetInfo`` by this figure. The device's own free memory is no bound: what
-    a neighbour was guaranteed and does not use yet shows as free there, and a framework that sizes
+    The guard bounds ``cuMemGetInfo`` by this figure. The device's own free memory is no bound: it
+    includes memory that is granted to a neighbour but not used yet, and a framework that sizes
     itself by free memory (JAX, TensorFlow, vLLM) would plan with it and run out of memory later.
 
-    Written when a lease comes, and again when another lease on a device changes.
+    It is written when a lease begins, and again when another lease on a device changes.
     """
 
     def __init__(self, core: Core, pages: ControlPages, activity: Activity) -> None:
         self._core = core
         self._pages = pages
         self._activity = activity
-        #: By attached session: its slices and limit as last seen, and what its page says.
+        #: By attached session: its slices and limit as last seen, and the figure in its page.
         self._slices: dict[str, tuple[tuple[Slice, ...], int]] = {}
         self._told: dict[str, tuple[int, ...]] = {}
-        #: Sessions whose figure may be another one by now, the next one first.
+        #: Sessions whose figure may have changed, the next one to check first.
         self._due: dict[str, None] = {}
         self._later: asyncio.Handle | None = None
 
     def changed(self, session: LiveSession, record: SessionRecord) -> None:
-        """The session's record has changed: write its own figure now, its neighbours' soon."""
+        """Write the figure of a changed session now, and its neighbours' soon."""
         slices = record.slices if record.state in ATTACHED else ()
         if slices:
             self._tell(session, slices, record.request.limit)
         elif self._told.pop(session.id, ()):
-            # Nobody can say what a lease to come could grow by.
+            # It is unknown how much a future lease could grow.
             self._pages.set_room(session, ())
         before, _ = self._slices.pop(session.id, ((), 0))
         if slices:
@@ -54,16 +54,16 @@ class Rooms:
             self.refresh_soon()
 
     def ended(self, session: LiveSession) -> None:
-        """The session is over."""
+        """Forget a session that has ended."""
         self._told.pop(session.id, None)
         self._due.pop(session.id, None)
         if self._slices.pop(session.id, None):
             self.refresh_soon()
 
     def refresh_soon(self) -> None:
-        """Write every figure that is another by then, in short parts."""
+        """Write every changed figure soon, in short parts."""
         for name, (slices, limit) in self._slices.items():
-            # One that cannot grow depends on nobody.
+            # The figure of a session that cannot grow depends on no other.
             if any(piece.bytes < limit for piece in slices):
                 self._due[name] = None
         if self._due and self._later is None:
@@ -82,7 +82,7 @@ class Rooms:
             self._later = asyncio.get_running_loop().call_later(REST, self._refresh)
 
     def close(self) -> None:
-        """Write nothing later."""
+        """Cancel the writes that are due later."""
         self._due.clear()
         if self._later is not None:
             self._later.cancel()
@@ -90,7 +90,7 @@ class Rooms:
 
     def _tell(self, session: LiveSession, slices: tuple[Slice, ...], limit: int) -> None:
         if all(piece.bytes >= limit for piece in slices):
-            # It cannot grow, and the guard needs no word to know that.
+            # It cannot grow, as the guard knows without this figure.
             room: tuple[int, ...] = ()
         else:
             room = self._core.pool.growable(session.id)
@@ -117,7 +117,7 @@ class Homes:
         )
 
     def now(self, record: SessionRecord, seen: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the devices for a kernel that sees ``seen`` and is about to settle."""
+        """Return the devices for a kernel that sees ``seen`` and is about to call cuInit."""
         planned = self._core.pool.preferred(record.id)
         return home_devices(
             self._core.recent_view().devices, self._kernels(),
@@ -131,7 +131,7 @@ class Homes:
         for session in [*self._core.sessions]:
             await pace.step()
             if session.page is None or session.process is None:
-                continue  # nobody reads its page yet
+                continue  # no process reads its page yet
             record, seen = self._core.record(session.id), session.home
             if not seen or record is None or _settled(record):
                 continue

@@ -1,15 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Between a shut gate and the driver's lock: is any thread still on its way from one to the other?
+"""Wait until no thread that found the gate open is still on its way into the driver.
 
 A launch or an asynchronous copy is not counted (counting both ends of each would cost more than
 the test of the gate), so a thread may have found the gate open, lost its processor, and enter the
-driver long after the gate was shut. Entering before the driver's lock it is drained like any other;
-later it would block inside the driver, where nobody asks for a lease on its behalf.
+driver long after the gate was shut. If it enters before the driver's lock, the lock drains it like
+any other; later it would block inside the driver, where nothing asks for a lease for it.
 
-So each thread is given the time to get there, by the reasoning of RCU's grace periods: the way is
-a few instructions and never sleeps. A thread that was seen asleep after the gate was shut is not on
-it, and one that has run for some milliseconds since is past it.
+So the broker gives each thread the time to get there, by the reasoning of RCU's grace periods: the
+way is a few instructions and never sleeps. A thread that was asleep after the gate was shut is not
+on it, and a thread that has run for some milliseconds since is past it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import Callable, Iterable
 from ... import procfs
 from ...guard.page import Reading
 
-#: Seconds that calls inside the driver have to return once the gate is shut, and between looks.
+#: Seconds for calls inside the driver to return once the gate is shut, and between checks.
 DRAIN, DRAIN_POLL = 1.0, 0.003
 
-#: Nanoseconds of running after which a thread is past the way: it is nanoseconds long, and the time
-#: that the kernel shows may be a tick old.
+#: Nanoseconds of run time after which a thread must have left the way, which takes a few. The
+#: kernel updates its figure only once per tick.
 PASSED = 10_000_000
 
-#: Seconds between two looks, and for which a thread is waited for: one that gets no processor for
-#: so long says that the machine is overloaded, not that it may be suspended.
+#: Seconds between two checks, and the longest wait for a thread: if it gets no processor for
+#: so long, the machine is overloaded, and the process may not be suspended.
 POLL, LONGEST = 0.002, 1.0
 
 
 def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
     """Return the threads (process, thread) that may be on the way, with their run time so far (ns).
 
-    Those that sleep are not; processes and threads that have ended are not.
+    Sleeping and ended threads are left out.
     """
     found: dict[tuple[int, int], int] = {}
-    for pid in set(pids):  # a page may say what it likes
+    for pid in set(pids):  # a page may contain anything
         for thread in procfs.threads(pid):
             state, ran = procfs.thread_time(pid, thread)
             # Runnable, or asleep where no signal wakes it: a page of code being read, perhaps.
@@ -50,7 +50,7 @@ def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
 async def drain(read: Callable[[], Reading | None], pid: int | None = None) -> str:
     """Wait until no call can be on its way into the driver; return why one may be, or "".
 
-    Of the session whose page ``read`` returns, or of its process ``pid`` alone.
+    This covers the session whose page ``read`` returns, or only its process ``pid``.
     """
     loop = asyncio.get_running_loop()
     give_up = loop.time() + DRAIN
@@ -69,7 +69,7 @@ async def drain(read: Callable[[], Reading | None], pid: int | None = None) -> s
 
 async def quiesce(pids: Iterable[int]) -> bool:
     """Wait until no thread of ``pids`` can be on the way; False if one may be after LONGEST."""
-    # Not in the loop's thread: there may be thousands of threads, more so if a page lies.
+    # Not in the loop's thread: there may be thousands of threads, more if a page is forged.
     waiting = await asyncio.to_thread(on_the_way, tuple(pids))
     loop = asyncio.get_running_loop()
     give_up = loop.time() + LONGEST

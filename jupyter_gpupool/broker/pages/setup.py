@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whether new kernels run under the guard, and what puts them under it."""
+"""Whether new kernels run under the guard, and the variables that they need for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GuardSetup:
     guarded:
         Whether a device's self-test says that the guard works.
     problem:
-        Why the guard does not work, or why there is no folder for pages; "" if all is well.
+        Why the guard does not work, or why there is no folder for pages; "" if there is no problem.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class GuardSetup:
 
     @property
     def attach(self) -> tuple[AttachPolicy, str]:
-        """The policy of a session that does not choose, and why it is not the configured one."""
+        """The policy of a session that names none, and why it is not the configured one."""
         configured = self._configuration.settings.attach
         return usable_attach(configured, self.guarded, self.problem)
 
     def environment(
         self, session: LiveSession, base: Mapping[str, str], limit: int
     ) -> dict[str, str]:
-        """Make the page of a new session; return what, over ``base``, puts it under the guard.
+        """Make the page of a new session; return its variables for the guard, added to ``base``.
 
         {} if it runs without the guard.
 
         Raises
         ------
         RefusedError
-            If it would have to and the configuration does not allow that.
+            If it must run without the guard, and the configuration does not allow that.
         """
         home, problem = ",".join(session.home), self._unguardable
         if self.guarded:
@@ -117,7 +117,7 @@ class GuardSetup:
         return {}
 
     async def keep(self) -> None:
-        """Put back what was deleted under living sessions.
+        """Restore the deleted files of living sessions.
 
         Raises
         ------
@@ -134,6 +134,6 @@ class GuardSetup:
             shutil.rmtree(self._links, ignore_errors=True)
 
     def _link(self) -> None:
-        """Make the folder of links to the guard, or put back what is missing in it."""
+        """Make the folder of links to the guard, or restore its missing files."""
         self._links.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory = guard_directory(self._links)

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Files of a broker: put back when somebody deletes them, removed when their broker was killed.
+"""Restore a broker's files when somebody deletes them; remove the files of killed brokers.
 
 logind removes ``/run/user/UID`` and, with ``RemoveIPC=yes``, a user's files in ``/dev/shm`` when
 the last login ends. Kernels in tmux, or of a server that goes on, still need their broker and its
-files. A look costs a few microseconds for each file, so the broker looks every second.
+files. A check costs a few microseconds for each file, so the broker checks every second.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from ..pages.setup import GuardSetup
 from ..transport.listener import Claim, is_machine_wide
 from .journal_file import JournalLock
 
-#: Seconds between two looks.
+#: Seconds between two checks.
 LOOK = 1.0
 
-#: Seconds between two times at which the kept files are made young: systemd-tmpfiles removes what
-#: nobody has used for 10 days in /tmp and for 30 in /var/tmp.
+#: Seconds between two updates of the kept files' times: systemd-tmpfiles removes files that were
+#: not used for 10 days in /tmp and for 30 in /var/tmp.
 TOUCH = 86400.0
 
-#: Bytes of a file beside the socket that is remembered to be written again.
+#: Most bytes of a file beside the socket that the broker can restore.
 MAX_KEPT = 1 << 20
 
-#: Suffixes of what others make again, or have locked.
+#: Suffixes of files that others restore, or have locked.
 _NOT_KEPT = (".sock", ".lock", ".start", ".failed", ".log", ".old")
 
 
 class StartRecordFile:
-    """The record with which others start this broker again should it die.
+    """The record with which clients start this broker again after it has died.
 
     Parameters
     ----------
     command:
-        What starts this broker again, the socket apart; empty if nobody but the caller can.
+        The command that starts this broker again, without its socket; empty if only the caller can.
     """
 
     def __init__(self, socket: Path, command: Sequence[str], log: logging.Logger) -> None:
@@ -73,7 +73,7 @@ class StartRecordFile:
         self._served = False
 
     def mention_predecessor(self) -> None:
-        """Log that the broker before this one died: its own log ends without a word of that."""
+        """Log that the broker before this one died: its own log does not show that."""
         with suppress(BadRecord):
             before = read_record(self._socket)
             if before is not None:
@@ -83,7 +83,7 @@ class StartRecordFile:
                 )  # fmt: skip
 
     def write(self, journal: Path) -> None:
-        """Write it, unless the machine's service manager starts this broker again."""
+        """Write the record, unless the machine's service manager starts this broker again."""
         if is_machine_wide(self._socket) or not self._command:
             return
         command = [*self._command, "--socket", str(self._socket)]
@@ -91,9 +91,9 @@ class StartRecordFile:
             environment = broker_environment(os.environ)
             self._record = write_record(self._socket, command, environment, str(journal))
             if self._served:
-                self._change(served=True)  # a client was faster
+                self._change(served=True)  # a client came before the record
         except OSError as error:
-            self._log.warning("Should this broker die, it will not be started again: %s", error)
+            self._log.warning("If this broker dies, nothing will start it again: %s", error)
             return
         try:
             write_copy(self._record)
@@ -106,7 +106,7 @@ class StartRecordFile:
             write_copy(self._record)
 
     def forget(self) -> None:
-        """Let nobody start this broker again, or the one before it: it was told to end."""
+        """Remove the records of this broker and the one before it: an asked end is final."""
         record = self._record
         with suppress(BadRecord):
             record = record or read_record(self._socket)
@@ -115,28 +115,28 @@ class StartRecordFile:
         remove_record(self._socket)
 
     def served(self) -> None:
-        """Note that this broker is of use: should it be killed, another start is worth it."""
+        """Note that this broker has served: if it is killed, clients start it again."""
         if not self._served:
             self._served = True
             self._change(served=True)
 
     def crashed(self, error: Exception) -> None:
-        """Note that this broker ended by an error of its own."""
+        """Note that this broker ended by an error."""
         self._change(crashed=f"{type(error).__name__}: {error}"[:500])
 
     def _change(self, **changes: Any) -> None:
         if self._record is None:
             return
         self._record = change_record(self._socket, self._record, **changes)
-        if copy_path(Path(self._record.journal)).exists():  # or it ends in order
+        if copy_path(Path(self._record.journal)).exists():  # it is missing at an end in order
             with suppress(OSError):
                 write_copy(self._record)
 
 
 class Keeper:
-    """Looks after the files of one broker.
+    """Restores the deleted files of one broker.
 
-    ``serve`` begins to accept connections at a socket that was made anew.
+    ``serve`` begins to accept connections at a new socket.
     """
 
     def __init__(
@@ -157,25 +157,25 @@ class Keeper:
         self._start_record = start_record
         self._serve = serve
         self._log = log
-        #: Of each file beside the socket: which version (inode, time), mode, content.
+        #: By file beside the socket: its version (inode, time), mode and content.
         self._kept: dict[Path, tuple[tuple[int, int], int, bytes]] = {}
         self._problems: dict[str, str] = {}
         self._touch_at = time.monotonic() + TOUCH
 
     async def run(self) -> None:
-        """Look for as long as the broker serves."""
+        """Check as long as the broker serves."""
         while True:
             await self.look()
             await asyncio.sleep(LOOK)
 
     async def look(self) -> None:
-        """Look once, and put back what is missing."""
+        """Check once, and restore missing files."""
         await self._try("socket", self._keep_socket)
         await self._try("journal", self._keep_journal)
         await self._try("page of a session", self._setup.keep)
 
     async def _try(self, what: str, keep: Callable[[], Awaitable[None]]) -> None:
-        """Put a file back; one that cannot be is tried at each look, and logged once."""
+        """Restore a file; log a failure once, and try again at each check."""
         try:
             await keep()
         except (OSError, GPUPoolError) as error:
@@ -206,7 +206,7 @@ class Keeper:
         self._log.warning("The socket %s was deleted and is back", self._claim.path)
 
     def _remember(self) -> None:
-        """Keep what lies beside the socket and is ours: how this broker is started again."""
+        """Keep this broker's own files beside the socket, with which it is started again."""
         prefix = f"{self._claim.path.stem}."
         with os.scandir(self._claim.path.parent) as entries:
             found = [e for e in entries if e.name.startswith(prefix)]
@@ -223,7 +223,7 @@ class Keeper:
                     self._kept[path] = version, stat.S_IMODE(now.st_mode), path.read_bytes()
 
     def _reopen_log(self) -> None:
-        """Go on with the log at its name, if it was deleted with the socket."""
+        """Open a new log if the log was deleted with the socket."""
         with suppress(OSError):
             name = str(Path("/proc/self/fd/2").readlink())
             path = Path(name.removesuffix(" (deleted)"))
@@ -259,22 +259,22 @@ def _write(path: Path, mode: int, content: bytes) -> None:
             file.write(content)
 
 
-#: Seconds for which files are left alone: somebody may be starting a broker with them.
+#: Age in seconds below which files stay: somebody may be starting a broker with them.
 YOUNG = 600.0
 
-#: The same for a folder that does not say whose it is, of an older version.
+#: The same for a folder of an older version, which does not name its broker.
 UNKNOWN_YOUNG = 86400.0
 
-#: Beside a socket, by what is added to its name; the log stays for people.
+#: Files beside a socket, as suffixes of its name; the log stays for people.
 _BESIDE = ("", ".lock", ".start", ".start.json", ".start.failed", ".pages", ".emulated")
 
 
 def sweep(own: Path, log: logging.Logger, *, shared: Path = SHARED_MEMORY) -> None:
-    """Remove what killed brokers of this user left; ``own`` is the socket of the caller.
+    """Remove the files of killed brokers of this user; ``own`` is the socket of the caller.
 
-    A broker that ends in order leaves nothing, and one that is started again at the same socket
-    finds its files. What is left belongs to sockets that nobody uses any more: a test, a container,
-    an old path. Files that a living broker or kernel could need stay.
+    A broker that ends in order leaves none, and a broker that is started again at the same socket
+    uses its files again. The others belong to unused sockets: of a test, a container, an old path.
+    Files that a living broker or kernel could need stay.
 
     Reads ``/proc`` and the disk: not for an event loop.
     """
@@ -307,7 +307,7 @@ def _dead_pages(own: Path, used: set[Path], shared: Path) -> list[Path]:
         with suppress(OSError, ValueError):
             name, namespace = (folder / SOCKET_FILE).read_text().split("\n")
             if namespace != local_machine.pid_namespace():
-                continue  # of a container: whether its processes live is not to be seen here
+                continue  # of a container: its processes are invisible here
             socket = Path(name)
         if not _is_old(folder, YOUNG if socket else UNKNOWN_YOUNG):
             continue
@@ -334,10 +334,10 @@ def _dead_sockets(own: Path, used: set[Path], shared: Path) -> list[Path]:
 
 
 def _young(lock: Path) -> float | None:
-    """Return the seconds for which the files of a dead broker are left alone; None for good.
+    """Return the seconds for which a dead broker's files stay; None: they stay for good.
 
-    A container's kernels are not to be seen from here. They may have their broker started again
-    with these files for as long as the machine runs.
+    A container's kernels are invisible from here. They may start their broker again with these
+    files for as long as the machine runs.
     """
     _, namespace = _holder(lock)
     if not namespace:
@@ -352,7 +352,7 @@ def _uptime() -> float:
 
 
 def _holder(lock: Path) -> tuple[int, str]:
-    """Return who claimed a socket last: process and PID namespace, as far as the lock says it."""
+    """Return the process and PID namespace that claimed a socket last, if the lock has them."""
     with suppress(OSError, ValueError):
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -370,7 +370,7 @@ def _files_of(socket: Path) -> list[Path]:
 
 
 def _broker_lives(socket: Path) -> bool:
-    """Return whether the process that claimed the socket lives, or one with its number."""
+    """Return whether the process that claimed the socket, or one with its number, lives."""
     try:
         descriptor = os.open(f"{socket}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Work on the journal's file outside of the event loop: pages for clients, and trimming.
+"""Read pages for clients from the journal's file, and trim it, outside of the event loop.
 
 SQLite may wait for the disk. One thread reads pages, for one request at a time; users take turns. A
 page is bounded in rows and in bytes, and an index leads to its rows.
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Callable
 from urllib.parse import quote
 
-#: Rows, and bytes, that one answer has at most.
+#: Most rows and bytes of one answer.
 MAX_ROWS, MAX_BYTES = 1000, 256 << 10
 
-#: Rows fetched between two looks at the size of the page.
+#: Rows fetched between two checks of the page's size.
 FETCH = 50
 
 _COLUMNS = "seq, time, kind, session, owner, device, bytes, seconds, reason, detail"
@@ -41,11 +41,11 @@ class Query:
 
 @dataclass(frozen=True)
 class JournalPage:
-    """Rows as JSON objects with commas between them; ``more``: there are further ones."""
+    """Rows as JSON objects with commas between them; ``more``: further rows exist."""
 
     rows: str
     more: bool
-    #: Seconds of the processor's time that it took.
+    #: Seconds of processor time for this page.
     seconds: float = 0.0
 
 
@@ -59,18 +59,18 @@ class JournalReader:
         self._path = path
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpupool-history")
-        #: By user: queries that wait. Whose turn is next comes first.
+        #: By user: queries that wait. The user whose turn is next comes first.
         self._waiting: dict[int, deque[tuple[Query, Done]]] = {}
         self._reading = False
         self._closed = False
 
     def ask(self, uid: int, query: Query, done: Done) -> None:
-        """Have ``done`` called, in the event loop, with the page or what went wrong."""
+        """Call ``done`` later, in the event loop, with the page or the error."""
         self._waiting.setdefault(uid, deque()).append((query, done))
         self._next()
 
     def close(self) -> None:
-        """Answer nothing more."""
+        """Stop answering queries."""
         self._closed = True
         self._waiting.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -95,7 +95,7 @@ class JournalReader:
 
     def _read(self, query: Query) -> JournalPage | sqlite3.Error:
         try:
-            # A connection for each page: the file may be another one by the next.
+            # A connection for each page: the file may be replaced before the next.
             before = time.thread_time()
             db = sqlite3.connect(
                 f"file:{quote(str(self._path))}?mode=ro", uri=True, timeout=LOCK_WAIT
@@ -152,22 +152,22 @@ def _or_null(value: Any, encoded: Callable[[Any], str]) -> str:
 #: Seconds to wait for another connection that has the file locked. The event loop waits, too.
 LOCK_WAIT = 0.2
 
-#: Rows or pages in one transaction, and seconds between two: the event loop waits for each.
+#: Rows or pages in one transaction, and seconds between two: the loop waits for each.
 STEP = 500
 BREATH = 0.002
 
 
 def tidy(path: Path, *, keep_above: int, max_bytes: int) -> None:
-    """Drop rows up to ``keep_above``, then the oldest until the file fits; empty the log into it.
+    """Drop rows up to ``keep_above``, then the oldest until the file fits; move the log into it.
 
     In small steps, because the broker's own commits wait for each.
 
     Raises
     ------
     sqlite3.Error
-        If the file is not there, or locked for too long.
+        If the file is missing, or locked for too long.
     """
-    # Not to make it, if somebody has deleted it.
+    # ``mode=rw`` does not make a file that somebody has deleted.
     name = f"{path.absolute().as_uri()}?mode=rw"
     with closing(sqlite3.connect(name, uri=True, timeout=LOCK_WAIT)) as db:
         _drop(db, "seq <= ?", keep_above)
@@ -175,7 +175,7 @@ def tidy(path: Path, *, keep_above: int, max_bytes: int) -> None:
             first, count = db.execute("SELECT min(seq), count(*) FROM events").fetchone()
             if not count:
                 break
-            # By their average size, and a look afterwards at what that gave back.
+            # Estimated from the average size; the loop then checks the size again.
             rows = max(STEP, round(count * min(1.0, excess / max_bytes)))
             _drop(db, "seq < ?", first + rows)
         db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
@@ -192,7 +192,7 @@ def _drop(db: sqlite3.Connection, which: str, value: int) -> None:
         db.execute(f"PRAGMA incremental_vacuum({STEP})").fetchall()
         db.commit()
         if db.execute("PRAGMA page_count").fetchone()[0] == before:
-            return  # a file of the first version: it keeps its pages, and fills them again
+            return  # a file of the first version keeps its pages, and fills them again
         time.sleep(BREATH)
 
 

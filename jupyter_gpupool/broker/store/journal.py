@@ -1,13 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What must outlive the broker: the current sessions, and a row for everything that happened.
+"""Data that outlives the broker: the current sessions, and a row for everything that happened.
 
-One SQLite file in WAL mode. ``sessions`` is what a restart begins from; ``events`` is append-only
-and what reports and timelines are drawn from. A commit is not synced to the disk: it survives the
-death of the broker, and after the death of the machine there are no sessions left to recover.
+One SQLite file in WAL mode. A restart reads ``sessions``; reports and timelines read ``events``,
+which is append-only. A commit is not synced to the disk: it survives the death of the broker, and
+after the death of the machine no sessions are left to recover.
 
 The pool goes on when the journal cannot be written (disk full, read-only): :attr:`Journal.problem`
-says so, rows are kept in memory, and every later commit tries again.
+has the reason, rows stay in memory, and every later commit tries again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Callable, Mapping
 from ...errors import Code, GPUPoolError
 from .history import LOCK_WAIT, tidy
 
-#: Of the tables below. A file of another version is set aside, not guessed at.
+#: Version of the tables below. A file of another version is set aside.
 SCHEMA_VERSION = 1
 
 #: Rows kept; older ones are dropped. About 200 bytes each.
@@ -35,10 +35,10 @@ MAX_ROWS = 500_000
 #: Bytes on the disk, unless configured otherwise. The write-ahead log comes on top.
 MAX_BYTES = 256 << 20
 
-#: Bytes of write-ahead log after which it is begun anew.
+#: Bytes of write-ahead log at which SQLite starts it again from its beginning.
 MAX_LOG = 16 << 20
 
-#: Commits between two looks at its size.
+#: Commits between two checks of its size.
 LOOK_AT_LOG = 32
 
 #: Rows kept in memory while the file cannot be written.
@@ -66,9 +66,9 @@ _COLUMNS = "seq, time, kind, session, owner, device, bytes, seconds, reason, det
 
 @dataclass(slots=True)
 class Row:
-    """Something that happened. ``session`` and ``owner`` are empty for what concerns no session.
+    """Something that happened. ``session`` and ``owner`` are empty if it concerns no session.
 
-    ``seconds`` is what the thing took: the wait of an attach, the driver's part of a suspend.
+    ``seconds`` is its duration: the wait of an attach, the driver's part of a suspend.
     """
 
     time: float
@@ -110,18 +110,18 @@ class Journal:
     Parameters
     ----------
     machine:
-        Whose journal it is (:func:`jupyter_gpupool.local_machine.machine_id`): another machine's is
-        refused, because its sessions are none here.
+        Whose journal it is (:func:`jupyter_gpupool.local_machine.machine_id`): the journal
+        of another machine is refused, because its sessions do not run here.
     max_bytes:
-        Returns what it may take on the disk now; the oldest rows go first.
+        Returns the bytes that it may take on the disk now; the oldest rows go first.
     on_long:
-        Called when :meth:`tidy` is due before its time: it leaves less for the event loop to do.
+        Called when :meth:`tidy` is due early, so that the event loop has less to do.
 
     Raises
     ------
     JournalUnusable
         If the folder or file can be neither used nor made, or the file is of another machine,
-        user or newer version. It is left as it is.
+        user or newer version. The file is left as it is.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Journal:
         self._max_bytes = max_bytes
         self._on_long = on_long
         self._log = log
-        #: Why nothing can be written now; empty if all is well.
+        #: Why nothing can be written now; empty if writing works.
         self.problem = ""
         #: Why an older journal had to be set aside at the start; empty if it had not.
         self.set_aside = ""
@@ -153,7 +153,7 @@ class Journal:
             self._db = self._open()
         except (sqlite3.DatabaseError, ValueError) as error:
             if isinstance(error, sqlite3.OperationalError) and "malformed" not in str(error):
-                raise self._unusable(error) from None  # not damaged: locked, or no permission
+                raise self._unusable(error) from None  # locked, or no permission; not damaged
             self._db = self._replace(error)
         except OSError as error:
             raise self._unusable(error) from None
@@ -175,7 +175,7 @@ class Journal:
         return found
 
     def meta(self, name: str) -> str:
-        """Return a remembered value, or empty."""
+        """Return a stored value, or ""."""
         row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return str(row[0]) if row else ""
 
@@ -186,13 +186,13 @@ class Journal:
     # ------------------------------------------------------------------ writing
 
     def put(self, session: str, record: Mapping[str, Any] | None) -> None:
-        """Note a session's current record (None: it is gone) for the next commit."""
+        """Keep a session's current record (None: it has ended) for the next commit."""
         self._records[session] = (
             None if record is None else json.dumps(record, separators=(",", ":"))
         )
 
     def append(self, row: Row) -> Row:
-        """Note a row for the next commit and give it its number."""
+        """Keep a row for the next commit and give it its number."""
         self.seq += 1
         row.seq = self.seq
         # A client may send half a character, which is no text to SQLite; see also _complain.
@@ -204,19 +204,19 @@ class Journal:
         return row
 
     def remember(self, name: str, value: str) -> None:
-        """Note a value for the next commit."""
+        """Keep a value for the next commit."""
         self._meta[name] = value
         self._known[name] = value
 
     def is_lost(self) -> bool:
-        """Return whether the file was deleted: what is written now, nobody would find."""
+        """Return whether the file was deleted: later writes would be lost."""
         try:
             return not os.path.samestat(os.lstat(self.path), self._file)
         except OSError:
             return True
 
     def restore(self) -> None:
-        """Begin the file anew after it was deleted; who calls puts the sessions in again.
+        """Make a new file after the old one was deleted; the caller writes the sessions again.
 
         Raises
         ------
@@ -225,7 +225,7 @@ class Journal:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for suffix in ("-wal", "-shm"):  # of the file that is gone
+            for suffix in ("-wal", "-shm"):  # of the deleted file
                 self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
             db = self._open()
         except (OSError, sqlite3.Error, ValueError) as error:
@@ -235,7 +235,7 @@ class Journal:
         self._meta = {**self._known, **self._meta}
 
     def commit(self) -> bool:
-        """Write what was noted. Return whether it is in the file now; never raises."""
+        """Write all that was kept for this. Return whether the file has it now; never raise."""
         if not (self._records or self._rows or self._meta):
             return not self.problem
         try:
@@ -258,7 +258,7 @@ class Journal:
     def tidy(self) -> None:
         """Move the log into the file and drop the oldest rows. May be called in another thread.
 
-        On a connection of its own, so that the event loop does not wait for the disk.
+        It has its own connection, so that the event loop does not wait for the disk.
         """
         try:
             tidy(self.path, keep_above=self.seq - MAX_ROWS, max_bytes=self._max_bytes())
@@ -266,11 +266,11 @@ class Journal:
             self._log.info("The journal %s was not tidied up: %s", self.path, error)
 
     def _bound_log(self) -> None:
-        """Let the next transaction begin the log anew, if it has become long.
+        """Let the next transaction start the log again from its beginning, if it has become long.
 
-        :meth:`tidy` cannot end a log that is written without a pause: there is always something
-        that came after its look. Here nobody else writes. Without a sync: that is left to the next
-        tidying, and until then only a machine that loses its power may lose rows.
+        :meth:`tidy` cannot do this while writes go on without a pause: new ones come after its
+        read. Here nothing else writes. This does no sync, which is left to the next :meth:`tidy`:
+        until then rows are lost only if the machine loses its power.
         """
         self._commits += 1
         if self._commits % LOOK_AT_LOG:
@@ -287,7 +287,7 @@ class Journal:
             finally:
                 self._db.execute("PRAGMA synchronous = NORMAL")
         except (OSError, sqlite3.Error):
-            pass  # tried again at the next commit
+            pass  # the next commit tries again
 
     def close(self) -> None:
         """Commit and close the file."""
@@ -297,7 +297,7 @@ class Journal:
     # ------------------------------------------------------------------ internals
 
     def _open(self) -> sqlite3.Connection:
-        # The journal names kernels and users: nobody else's business.
+        # The journal names kernels and users, so no other user may read it.
         descriptor = os.open(
             self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
@@ -305,11 +305,11 @@ class Journal:
         os.close(descriptor)
         db = sqlite3.connect(self.path, timeout=LOCK_WAIT)
         try:
-            db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # counts for a new file
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect for a new file
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             db.execute("PRAGMA synchronous = NORMAL")
             db.execute(f"PRAGMA journal_size_limit = {MAX_LOG // 4}").fetchall()
-            # tidy() does this, where the event loop does not wait for it.
+            # tidy() does this without delaying the event loop.
             db.execute("PRAGMA wal_autocheckpoint = 0").fetchall()
             version = db.execute("PRAGMA user_version").fetchone()[0]
             tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -321,7 +321,7 @@ class Journal:
                 raise ValueError(
                     f"it has version {version} and this broker writes {SCHEMA_VERSION}"
                 )
-            # Missing in files of the first version; queries of what a user may see go by owner.
+            # Files of the first version lack it; queries of a user's rows go by owner.
             db.execute("CREATE INDEX IF NOT EXISTS events_owner ON events (owner, seq)")
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
@@ -384,7 +384,7 @@ class Journal:
         self.problem = problem
 
     def _inspect(self, machine: str) -> None:
-        """Refuse what is not ours to change: without a write, not even one of SQLite's own."""
+        """Refuse another user's or machine's file without any write, even SQLite's own."""
         try:
             if os.lstat(self.path).st_uid != os.geteuid():
                 raise self._not_ours("belongs to another user")
@@ -395,7 +395,7 @@ class Journal:
                     raise self._newer(version)
                 row = db.execute("SELECT value FROM meta WHERE name = 'machine'").fetchone()
         except (FileNotFoundError, sqlite3.Error):
-            return  # new, or damaged: it is opened to find that out
+            return  # new, or damaged: opening it will show which
         if machine and row is not None and row[0] != machine:
             raise self._not_ours("is of another machine")
 

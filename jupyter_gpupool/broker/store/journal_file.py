@@ -1,14 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which file is the journal, and whether this broker may go on with the sessions in it.
+"""Choose the journal's file, and check that this broker may go on with the sessions in it.
 
 Two brokers that write one journal would both drive the kernels in it. So the journal has a lock,
-held for a broker's life; the lock says where its broker listens, so that a second
-one can name the first to its clients.
+held for a broker's life; the lock names its broker's socket, so that a second
+broker can name the first to its clients.
 
-Kernels know one socket. A broker at another one could read their sessions in the journal, but the
-kernels would never find it; a broker at their socket that uses another journal would not know
-them. Both start only when no process of such a session lives any more.
+Kernels know one socket. A broker at another socket could read their sessions in the journal, but
+the kernels would never find it; a broker at their socket that uses another journal would not know
+them. Such a broker starts only when no process of those sessions lives any more.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ...procfs import ProcessId, alive
 from ...startrecord import BadRecord, read_record
 from .journal import Journal, JournalUnusable
 
-#: A client that looks whether the lock is held has it for an instant itself: tries, and seconds
-#: between two.
+#: Tries for the lock, and seconds between two: a client that checks the lock holds it itself for
+#: an instant.
 TRIES, PAUSE = 10, 0.02
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the journal is; ``note`` says why that is not the configured folder."""
+    """The journal's path; ``note`` says why it is not in the configured folder."""
 
     path: Path
     note: str = ""
@@ -52,7 +52,7 @@ def place(state_dir: Path, socket: Path) -> Place:
     Raises
     ------
     FolderError
-        If ``state_dir`` is on a network and there is no folder on this machine.
+        If ``state_dir`` is on a network and no folder of this machine can be used.
     """
     name = f"{journal_name(socket)}.sqlite"
     kind = local_machine.network_file_system(state_dir)
@@ -72,7 +72,7 @@ class JournalLock:
     Raises
     ------
     BrokerUnavailable
-        Code ``already-running`` if a living broker has it; its socket is in the details.
+        Code ``already-running`` if a living broker has the lock; the details name its socket.
     JournalUnusable
         If the lock's file cannot be made.
     """
@@ -105,7 +105,7 @@ class JournalLock:
         os.close(old)
 
     def close(self) -> None:
-        """Let go. The file stays: one that is removed can be locked twice."""
+        """Release the lock. Its file stays: without it, two processes could get the lock."""
         os.close(self._descriptor)
 
     def _take(self, tries: int = TRIES) -> int:
@@ -149,18 +149,18 @@ class JournalLock:
 
 
 def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) -> None:
-    """Begin the journal at ``path`` with the one that an older version kept for this machine.
+    """Begin the journal at ``path`` with the journal of an older version for this machine.
 
-    That one had no machine in its name. It is this machine's if its sessions are of this boot, or
-    if no other machine can have written it because the folder is local.
+    The older name has no machine in it. The file is this machine's if its sessions are of this
+    boot, or if no other machine can have written it because the folder is local.
 
     Raises
     ------
     BrokerUnavailable
         If the broker of the older version lives.
     JournalUnusable
-        If the older journal cannot be copied. It is left as it is: an empty one in its place would
-        forget kernels that may live.
+        If the older journal cannot be copied. It is left as it is: an empty journal in its place
+        would lose kernels that may live.
     """
     if path.exists():
         return
@@ -187,16 +187,16 @@ def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) ->
                 f"ended, move it away: mv {old} {old}.old",
             ) from None
         for suffix in ("-wal", "-shm", ""):
-            with suppress(OSError):  # it is not looked at again
+            with suppress(OSError):  # nothing reads it again
                 old.with_name(old.name + suffix).unlink()
-        log.info("The journal %s goes on as %s", old, path)
+        log.info("The journal %s continues as %s", old, path)
         return
 
 
 def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
-    """Copy a journal; return False if it is of another boot and only this one's is wanted.
+    """Copy a journal; return False if it is of another boot, unless ``any_boot``.
 
-    ``path`` is there with all of it, or not at all.
+    ``path`` gets the whole journal, or is not made.
     """
     temporary = path.with_name(f"{path.name}.new")
     try:
@@ -208,7 +208,7 @@ def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
             os.close(os.open(temporary, flags, 0o600))
             with closing(sqlite3.connect(temporary)) as copy:
                 source.backup(copy)
-                # All of it in the one file that is renamed.
+                # One file must hold all of it, to be renamed.
                 copy.execute("PRAGMA journal_mode = DELETE")
         _sync(temporary)
         temporary.rename(path)
@@ -220,10 +220,10 @@ def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
 
 
 def _boot(journal: Path, option: str) -> str:
-    """Return the boot that the sessions of a journal are of.
+    """Return the boot to which the sessions of a journal belong.
 
-    With ``immutable=1`` without SQLite's locks, which a network may not keep: what is not in the
-    file itself yet is not seen.
+    ``immutable=1`` reads without SQLite's locks, which a network file system may not keep, and
+    without the write-ahead log.
     """
     with closing(sqlite3.connect(f"{journal.absolute().as_uri()}?{option}", uri=True)) as db:
         row = db.execute("SELECT value FROM meta WHERE name = 'boot'").fetchone()
@@ -245,7 +245,7 @@ def _check_ended(old: Path, listened: Path, own: Path) -> None:
     and the kernel says who has them.
     """
     holder = _holder(old)
-    if holder is None and listened != own:  # our own socket is claimed by us
+    if holder is None and listened != own:  # we have claimed our own socket
         with suppress(OSError):
             lock = os.open(f"{listened}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -270,9 +270,9 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 def _holder(journal: Path) -> int | None:
-    """Return a process that has the journal open; None if none has.
+    """Return a process that has the journal open, or None.
 
-    0 if it is another container's or, on a network file system, another machine's.
+    0: the process is in another container or, on a network file system, on another machine.
     """
     for suffix in ("", "-shm"):
         with suppress(FileNotFoundError):
@@ -313,13 +313,13 @@ def _same(descriptor: int, path: Path) -> bool:
 
 
 class SessionsElsewhere(GPUPoolError):
-    """Living kernels look for their broker at another socket."""
+    """Living kernels of this journal look for their broker at another socket."""
 
     code = Code.SESSIONS_ELSEWHERE
 
 
 class JournalElsewhere(GPUPoolError):
-    """Living kernels of this socket are in another journal."""
+    """Living kernels of this socket have their sessions in another journal."""
 
     code = Code.JOURNAL_ELSEWHERE
 
@@ -330,7 +330,7 @@ def check_home(journal: Journal, socket: Path) -> None:
     Raises
     ------
     SessionsElsewhere
-        If there are such kernels; their socket is in the details. Nothing has been changed.
+        If there are such kernels; the details name their socket. Nothing was changed.
     """
     home = journal.meta("socket")
     if (
@@ -379,7 +379,7 @@ def check_record(socket: Path, path: Path) -> None:
 
 
 def living(stored: Mapping[str, Mapping[str, Any]]) -> list[int]:
-    """Return the kernels' processes, of sessions in a journal, that still run."""
+    """Return those kernels of a journal's sessions that still run."""
     found = []
     for entry in stored.values():
         try:

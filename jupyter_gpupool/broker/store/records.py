@@ -17,7 +17,7 @@ _REQUEST_FIELDS = tuple(f.name for f in fields(Request))
 
 
 def to_json(record: SessionRecord) -> dict[str, Any]:
-    """Return ``record`` as JSON values; by hand, as ``asdict`` takes ten times as long."""
+    """Return ``record`` as JSON values, without ``asdict``, which takes ten times as long."""
     data = {name: getattr(record, name) for name in _FIELDS}
     data["owner"] = {"name": record.owner.name, "group": record.owner.group}
     data["request"] = request_to_json(record.request)
@@ -30,8 +30,8 @@ def to_json(record: SessionRecord) -> dict[str, Any]:
 def from_json(data: Mapping[str, Any]) -> SessionRecord:
     """Return the record that :func:`to_json` made.
 
-    Fields that this version does not know are left out, fields that it newly has get their
-    default: a journal outlives an update.
+    Unknown fields are left out and missing fields get their default, because a journal may be
+    of an older or newer version.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def from_json(data: Mapping[str, Any]) -> SessionRecord:
 
 
 def journaled(session: LiveSession, record: SessionRecord) -> dict[str, Any]:
-    """Return what a restart needs of a session."""
+    """Return the data of a session that a restart needs."""
     return {
         "record": to_json(record),
         "uid": session.uid,
@@ -66,7 +66,7 @@ def journaled(session: LiveSession, record: SessionRecord) -> dict[str, Any]:
 
 
 def read_session(record: SessionRecord, entry: Mapping[str, Any]) -> LiveSession:
-    """Return the session that :func:`journaled` described, of which ``record`` was read."""
+    """Return the session that :func:`journaled` described; ``record`` was read before."""
     session = LiveSession(
         id=record.id,
         owner=record.owner,
@@ -107,7 +107,7 @@ def devices_to_text(devices: Sequence[Device]) -> str:
 
 
 def devices_from_text(text: str) -> dict[str, Device]:
-    """Return by UUID what :func:`devices_to_text` wrote; {} if it cannot be read."""
+    """Return by UUID the devices that :func:`devices_to_text` wrote; {} if unreadable."""
     known = {f.name for f in fields(Device)}
     try:
         rows = [{n: v for n, v in row.items() if n in known} for row in json.loads(text or "[]")]

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""After a broker was killed: the pool as it was, from the journal and the driver's own word.
+"""Rebuild the pool of a killed broker from the journal and the driver's state.
 
-The journal says what had been begun, the driver says how far it came:
+The journal has the actions that had begun, the driver shows how far they came:
 
 ===========  ==============  ======================================================================
 journal      driver          result
@@ -14,18 +14,18 @@ attaching    none            detached (nothing had been begun)
 attaching    checkpointed    detached, still suspended
 attaching    running         attached: the restore had succeeded
 active/idle  running, none   attached
-active/idle  checkpointed    detached and suspended: somebody did it behind our back
+active/idle  checkpointed    detached and suspended: something outside the pool did it
 detaching    running, none   attached: the suspend had not begun, or was undone
 detaching    checkpointed    detached and suspended: it had succeeded
 any          locked          unlocked, then as running
-any          failed          lost: told to its user and ended
+any          failed          lost: the broker tells its user and ends it
 any          hung            as the journal has it (stopped by SIGSTOP, most likely)
-any          no answer       as the journal has it: not to know is no reason to end a kernel
+any          no answer       as the journal has it: an unknown state must not end a kernel
 ===========  ==============  ======================================================================
 
-A broker that finds none of the devices that living kernels have state on does not start at all
-(:func:`check_reach`): it was started with other options, or the driver is broken, and neither is
-repaired by taking these kernels for lost.
+A broker that finds none of the devices on which living kernels have state does not start
+(:func:`check_reach`): it was started with other options, or the driver is broken. It would repair
+neither by counting these kernels as lost.
 """
 
 from __future__ import annotations
@@ -55,37 +55,37 @@ from ..pages.control import ControlPages
 from ..sessions import LiveSession
 from .records import from_json, frozen_in, read_session
 
-#: A hold that stands for the holds of an agent that is not back yet. Until then, or for so many
-#: seconds, the pool does not take the slice. In the attach policy ``lazy`` the guard shows use, and
-#: only a cell that holds without computing needs it.
+#: A hold in place of an agent's own holds until the agent is back, for at most so many seconds: the
+#: pool does not take the slice meanwhile. In the attach policy ``lazy`` the guard shows use, and
+#: only a cell that holds without computing needs this.
 RECOVERED_HOLD = "recovered"
 GRACE_LAZY = 2.0
 
 
 @dataclass
 class RecoveredSession:
-    """A session to go on with: ``lost`` says why it cannot."""
+    """A session to recover; ``lost`` says why this is impossible."""
 
     session: LiveSession
     record: SessionRecord
     lost: str = ""
-    #: Since when the session was idle with its slice, as the journal has it; 0.0 if it was not.
+    #: When the session became idle with its slice, by the journal; 0.0 if it was not idle.
     idle_since: float = 0.0
-    #: It was active, and no agent held its slice.
+    #: Whether it was active without a hold of its agent.
     computed: bool = False
 
     def at_rest(self, since: float = 0.0) -> None:
-        """It has been idle ``since`` then, or as the journal says: nobody has to be waited for."""
+        """Count it as idle ``since`` then, or as in the journal; do not wait for its agent."""
         idle_since = since or self.idle_since
         self.record = replace(self.record, state="idle", holds=(), idle_since=idle_since)
 
     def in_use(self, now: float) -> None:
-        """Its page shows what it does with the device: that alone keeps its slice."""
+        """Let the use that its page shows keep its slice, and nothing else."""
         self.record = replace(self.record, holds=(Hold(DEVICE_HOLD, "device", now),))
 
 
 class OutOfReach(GPUPoolError):
-    """Living kernels have state on devices of which this broker has none."""
+    """Living kernels have state on devices, and this broker has none of them."""
 
     code = Code.OUT_OF_REACH
 
@@ -93,7 +93,7 @@ class OutOfReach(GPUPoolError):
 def check_reach(
     stored: Mapping[str, Mapping[str, Any]], found: Collection[str], problem: str, was: str
 ) -> None:
-    """Let nobody go on with sessions whose devices are all missing.
+    """Refuse to recover sessions whose devices are all missing.
 
     Parameters
     ----------
@@ -102,14 +102,14 @@ def check_reach(
     found:
         UUIDs of the machine's devices, as this broker sees it.
     problem:
-        Why there is none, if there is none.
+        Why the machine has no devices, if so.
     was:
         ``c.GPUPool.emulate`` of the broker before.
 
     Raises
     ------
     OutOfReach
-        If there are such sessions. Nothing has been changed.
+        If there are such sessions. Nothing was changed.
     """
     pids: list[int] = []
     places: set[str] = set()
@@ -118,14 +118,14 @@ def check_reach(
             record = from_json(entry["record"])
             session = read_session(record, entry)
         except (KeyError, TypeError, ValueError):
-            continue  # nothing can be done with it anyway
+            continue  # it cannot be recovered in any case
         there = {*record.bound, *(piece.device for piece in (*record.slices, *record.suspended))}
         if there and session.process is not None and alive(session.process):
             pids.append(session.process.pid)
             places |= there
     if not pids or not places.isdisjoint(found):
         return
-    # What is wrong, without what else one might do about a missing driver.
+    # Only the problem, without advice about a missing driver.
     why = problem.partition(". ")[0].rstrip(".") or "The devices of the machine have changed"
     many = f"{len(pids)} kernels" if len(pids) > 1 else "A kernel"
     driver = f"on c.GPUPool.emulate = {was!r}" if was else "on the machine's NVIDIA driver"
@@ -133,16 +133,16 @@ def check_reach(
         f"{many} of the broker before this one would be lost, with state on a GPU that this one "
         f"cannot reach. {why}. Nothing was changed.",
         next_step=f"That broker ran {driver}: start this one with the same options (a new Pooled "
-        "GPU kernel of the same server does), or mend the driver, or end the kernels: processes "
+        "GPU kernel of the same server does), or repair the driver, or end the kernels: processes "
         f"{', '.join(map(str, sorted(pids)))}.",
     )
 
 
 class Recovery:
-    """Goes on with the sessions of the broker before this one.
+    """Recovers the sessions of the broker before this one.
 
-    ``alone_since`` is the monotonic time from which on certainly no other broker has looked at
-    these sessions.
+    ``alone_since`` is a monotonic time after which no other broker can have used these
+    sessions.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Recovery:
         self._log = log
 
     async def run(self, socket: str) -> None:
-        """Recover what the journal has; ``socket`` is where the kernels will find this broker."""
+        """Recover the journal's sessions; ``socket`` is where the kernels will find this broker."""
         core, journal = self._core, self._core.journal
         stored = journal.records()
         if stored and journal.meta("boot") not in ("", boot_id()):
@@ -182,7 +182,7 @@ class Recovery:
             stored = {}
         journal.remember("boot", boot_id())
         journal.remember("socket", socket)
-        # Before anybody asks the driver: a process that was being moved is between two devices.
+        # Before any question to the driver: a process in a move is between two devices.
         guarded = [n for n, entry in stored.items() if self._service.guard and _was_guarded(entry)]
         await asyncio.gather(*(self._landings.recover(name) for name in guarded))
         found, dead = await recover(stored, self._service, core.now(), self._log)
@@ -190,7 +190,7 @@ class Recovery:
             journal.put(name, None)
             core.note("close", owner=owner, reason=reason, detail={"session": name})
             self._actions.end_frozen(name, frozen_in(stored[name]))
-            with suppress(KeyError, TypeError, ValueError):  # one that cannot be read
+            with suppress(KeyError, TypeError, ValueError):  # an unreadable record
                 self._sudden_ends.ended(from_json(stored[name]["record"]))
         for one in found:
             self._adopt_page(one)
@@ -203,7 +203,7 @@ class Recovery:
         core.commit()
 
     def _adopt_page(self, one: RecoveredSession) -> None:
-        """Go on with the session's page, and let it say whether the session uses its device."""
+        """Open the session's page, and let it show whether the session uses its device."""
         session, record = one.session, one.record
         used = bool(record.bound or record.slices or record.suspended)
         self._pages.adopt(session, used=used)
@@ -215,7 +215,7 @@ class Recovery:
         if quiet and one.idle_since:
             one.at_rest()
         elif quiet and alone >= self._activity.quiet_after:
-            # A session that shows no use now has not used its device since nobody looked.
+            # Without use in its page, it has not used its device since the last broker's check.
             one.at_rest(now - alone)
         elif one.computed and session.page is not None:
             one.in_use(now)
@@ -245,7 +245,7 @@ class Recovery:
             self._lifecycle.start_grace(session, grace)
 
     def _correct_page(self, one: RecoveredSession) -> None:
-        """Make the page true: a broker that was killed in a suspend left the gate closed."""
+        """Correct the page: a broker that was killed in a suspend left the gate closed."""
         session, record = one.session, self._core.record(one.session.id)
         if record is not None and not record.suspended:
             self._pages.no_longer_aside(session)  # that broker ended before it asked the driver
@@ -259,7 +259,7 @@ class Recovery:
 
 
 def _was_guarded(entry: Any) -> bool:
-    """Return whether a session of the journal, which may be damaged, had a page."""
+    """Return whether a session in the journal had a page; its record may be damaged."""
     record = entry.get("record") if isinstance(entry, dict) else None
     return isinstance(record, dict) and bool(record.get("lands"))
 
@@ -267,7 +267,7 @@ def _was_guarded(entry: Any) -> bool:
 async def recover(
     stored: Mapping[str, Mapping[str, Any]], devices: Devices, now: float, log: logging.Logger
 ) -> tuple[list[RecoveredSession], list[tuple[str, str, str]]]:
-    """Return the sessions that live, and (id, owner, reason) of those that do not."""
+    """Return the living sessions, and (id, owner, reason) of the others."""
     living: list[tuple[LiveSession, SessionRecord]] = []
     dead: list[tuple[str, str, str]] = []
     for name, entry in stored.items():
@@ -294,7 +294,7 @@ async def _recover_one(
     log: logging.Logger,
 ) -> RecoveredSession:
     if session.process is None:
-        # Its server opened it and starts the kernel now: ``launched`` will say which process.
+        # Its server is starting the kernel now: ``launched`` will name the process.
         return RecoveredSession(session, _detached(record, now))
     try:
         state = await devices.driver_state(session.process, session=session.id)
@@ -310,7 +310,7 @@ async def _recover_one(
     log.info("Session %s was %s, the driver says %s", session.id, record.state, state)
     moving, session.moving = session.moving, {}
     if state == "hung":
-        # Stopped, or stuck: nobody can tell. What it had it keeps until somebody can.
+        # Stopped or stuck; until that is known, the session keeps what it had.
         state = "checkpointed" if record.suspended and record.state != "attaching" else "running"
     if state in ("failed", "locked"):
         return RecoveredSession(
@@ -327,14 +327,14 @@ async def _recover_one(
             session, _attached(record, now), idle_since=idle_since, computed=computed
         )
     if record.suspended:
-        # It was suspended and runs: somebody resumed it behind our back, without a grant.
+        # It was suspended and runs: something outside the pool resumed it without a grant.
         log.warning("Session %s was suspended and runs without a slice", session.id)
         record = replace(record, suspended=())
     return RecoveredSession(session, _detached(record, now))
 
 
 def _attached(record: SessionRecord, now: float) -> SessionRecord:
-    # Whatever its cells do now, the agent will say; until then the slice is in use.
+    # The agent will report its cells; until then the slice counts as in use.
     hold = Hold(RECOVERED_HOLD, "cell", now)
     state: Literal["active"] = "active"
     return replace(

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Who is at the other end of a connection, and what that user may see and do.
+"""Identify the peer of a connection, and check what that user may see and do.
 
-Identity comes from the operating system (``SO_PEERCRED``), never from a message. The one thing a
-message proves is a session's token: that the sender is the process the session was opened for.
+Identity comes from the operating system (``SO_PEERCRED``), never from a message. Only
+a session's token in a message proves more: that the session was opened for the sender.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""One peer's connection: bytes to messages and back, and the limits that keep one from all.
+"""One peer's connection: bytes to messages and back, within limits that protect other peers.
 
-Nothing here knows what a message means, nor whose turn it is: ``dispatch`` calls :meth:`step`. The
-acts of a connection are handled in the order they came; one read may wait beside them for its
-answer. Nothing is read from a peer that has a request waiting behind that, or does not read.
+This part knows neither the meaning of a message nor the order of turns: ``dispatch`` calls
+:meth:`step`. The acts of a connection are handled in the order they came; one read may wait beside
+them for its answer. A peer with a further request behind that, or unread answers, is not read from.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .dispatch import ABUSE_PRICE, BAD_PRICE, BYTES_PER_POINT, PRICES, Account, 
 if TYPE_CHECKING:
     from ..sessions import LiveSession
 
-#: Bytes read from a peer at once. A request that is longer is read on when few others of its user
-#: are: a hundred connections that all have something would keep the loop reading.
+#: Bytes read from a peer at once. The rest of a longer request is read only while few others of
+#: its user are read: a hundred busy connections would keep the loop reading.
 CHUNK = 16 << 10
 
-#: Bytes of unfinished requests that one user may leave here, over all connections.
+#: Bytes of unfinished requests that all connections of one user may leave here.
 MAX_UNFINISHED = 4 << 20
 
 #: Malformed messages before the connection is closed.
@@ -35,24 +35,24 @@ MAX_BAD = 16
 #: Holds that one connection may wait for at once.
 MAX_WAITING = 256
 
-#: Bytes of answers left unread from which on a peer gets no further answer.
+#: With this many unread bytes of answers, a peer gets no further answer.
 HIGH_WATER = 32 << 10
 
-#: Bytes that may be left unread before the connection is closed. Beyond HIGH_WATER they are
-#: messages that the peer did not ask for.
+#: Unread bytes at which the connection is closed. Above HIGH_WATER, only messages that the peer
+#: did not ask for are added.
 MAX_UNREAD = 1 << 20
 
-#: Seconds for which a peer may leave more than HIGH_WATER unread, or take for the rest of a long
-#: request once that is read.
+#: Seconds for a peer to read when more than HIGH_WATER is unread, or to send the rest of a long
+#: request.
 READER_PATIENCE = 30.0
 
-#: What every connection receives into, one at a time.
+#: The buffer into which all connections receive, one at a time.
 _INBOX = memoryview(bytearray(CHUNK))
 
 
 @dataclass
 class Counters:
-    """What the broker has seen since its start."""
+    """Counts of events since the broker's start."""
 
     connections: int = 0
     messages: int = 0
@@ -67,24 +67,24 @@ class Counters:
 
 
 class Service(Protocol):
-    """What a connection needs of the rest of the broker."""
+    """The functions of the broker that a connection calls."""
 
     counters: Counters
     log: logging.Logger
     dispatcher: Dispatcher
 
     def connected(self, connection: Connection) -> None:
-        """Take note of a new connection, or raise :class:`GPUPoolError` to refuse it."""
+        """Note a new connection, or raise :class:`GPUPoolError` to refuse it."""
 
     def received(self, connection: Connection, message: Message) -> None:
         """Handle a well-formed request, or raise :class:`GPUPoolError` to refuse it."""
 
     def disconnected(self, connection: Connection) -> None:
-        """Forget the connection. Called once for each that was not refused."""
+        """Forget the connection. Called once for each accepted connection."""
 
 
 class Connection(asyncio.BufferedProtocol):
-    """See the module. ``session`` is set for a kernel's agent once it has said hello."""
+    """See the module. ``session`` is set after the ``hello`` of a kernel's agent."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -105,7 +105,7 @@ class Connection(asyncio.BufferedProtocol):
         self._scanned = 0
         self._ended = False
         self._bad = 0
-        #: The next request, decoded, where it cannot be handled yet.
+        #: The next request, decoded, if it cannot be handled yet.
         self._next: Message | None = None
         self._next_waits = False
         #: A read that waits for its user's budget, may be handled now, or is being answered.
@@ -122,12 +122,12 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def open(self) -> bool:
-        """Whether what is sent still goes somewhere."""
+        """Whether the connection can still send."""
         return self._transport is not None and not self._transport.is_closing()
 
     @property
     def buffered(self) -> int:
-        """Bytes that were received and not handled."""
+        """Bytes that were received but not yet handled."""
         return len(self._buffer)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -147,9 +147,9 @@ class Connection(asyncio.BufferedProtocol):
             self.abuse("does not read its answers", abort=True)
 
     def count_unread(self) -> None:
-        """Tell the account how much the peer leaves unread."""
+        """Report the peer's unread bytes to its user's account."""
         if self.accepted and self._transport is not None:
-            # Of a transport that was aborted nothing is left.
+            # An aborted transport has no unread bytes.
             size = self._transport.get_write_buffer_size()
             if size != self.unread:
                 more, self.unread = size - self.unread, size
@@ -161,12 +161,12 @@ class Connection(asyncio.BufferedProtocol):
             self.send({"type": "ok", "id": request_id, **(fields_ or {})})
 
     def refuse(self, request_id: int | None, error: GPUPoolError) -> None:
-        """Answer a request with ``error``, also one that has no id: it must not be lost."""
+        """Answer a request with ``error``, even without an id: the error must not be lost."""
         self.service.counters.refused += 1
         self.send(error_message(error, request_id))
 
     def close(self) -> None:
-        """Send what is to be sent, then end the connection."""
+        """Send the remaining answers, then end the connection."""
         if self._transport is not None:
             self._transport.close()
             if self._transport.get_write_buffer_size():
@@ -176,7 +176,7 @@ class Connection(asyncio.BufferedProtocol):
     def attempt(self, message: Message, method: Callable[[Connection, Message], None]) -> None:
         """Have ``method`` handle a request, and answer whatever it raises.
 
-        Every request that a client sends is handled through here, also one that waited.
+        Every request of a client, even one that waited, comes through here.
         """
         request_id = message.get("id")
         try:
@@ -184,7 +184,7 @@ class Connection(asyncio.BufferedProtocol):
         except GPUPoolError as error:
             self.refuse(request_id, error)
             if error.code in (Code.NOT_YOURS, Code.BAD_TOKEN):
-                self.abuse(f"claims what is not its own ({error.message})")
+                self.abuse(f"names others' sessions or processes ({error.message})")
         except Exception:
             # A bug here must not end the broker, on which all kernels depend.
             self.service.log.exception("A %r message was not handled", message["type"])
@@ -198,7 +198,7 @@ class Connection(asyncio.BufferedProtocol):
             )
 
     def speaks_for(self, session: LiveSession | None) -> None:
-        """Note that the peer is the agent of this session now; None: of none any more."""
+        """Note that the peer is now the agent of this session; None: of none any more."""
         self.session = session
 
     def hold_early(self, session: LiveSession | None) -> None:
@@ -211,15 +211,15 @@ class Connection(asyncio.BufferedProtocol):
         self.waiting += 1
 
     def end_wait(self) -> None:
-        """Note that one of them is answered."""
+        """Note that a hold request has its answer."""
         self.waiting -= 1
 
     def begin_read(self) -> None:
-        """The read being handled is answered later; see :meth:`end_read`."""
+        """Note that the read being handled is answered later; see :meth:`end_read`."""
         self._read_state = "answering"
 
     def end_read(self, cost: float) -> None:
-        """The read was answered, for so many points elsewhere: the next may come."""
+        """Note that the read was answered, at this cost elsewhere: the next may come."""
         self.account.reads.pay(cost, asyncio.get_running_loop().time())
         if self._read_state == "answering":
             self._read_state = ""
@@ -238,14 +238,14 @@ class Connection(asyncio.BufferedProtocol):
         return self._has_line() or (self._ended and not self._read_state)
 
     def step(self, now: float) -> tuple[float, bool]:
-        """Handle one request, or have it wait; return its price, and whether it is a read."""
+        """Handle one request or let it wait; return its price, and whether it is a read."""
         self._sent = 0
         price, read = self._step(now)
         self._look_at_reading()
         return price + self._sent / BYTES_PER_POINT, read
 
     def go_on(self, *, read: bool) -> None:
-        """The budget covers the request that waited for it."""
+        """Handle the request that waited for the budget, which now covers it."""
         if read and self._read_state == "waits":
             self._read_state = "due"
         elif not read:
@@ -253,7 +253,7 @@ class Connection(asyncio.BufferedProtocol):
         self._go_on()
 
     def give_up_read(self, error: GPUPoolError) -> None:
-        """The budget did not cover the read in time."""
+        """Refuse the read, which the budget did not cover in time."""
         if self._read is not None and self.open:
             message, self._read, self._read_state = self._read, None, ""
             self.refuse(message.get("id"), error)
@@ -281,7 +281,7 @@ class Connection(asyncio.BufferedProtocol):
             self.refuse(None, error)
             transport.close()
         except OSError:
-            transport.abort()  # it left before we looked
+            transport.abort()  # the peer left before this
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
         return _INBOX
@@ -296,7 +296,7 @@ class Connection(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         self._ended = True
         self._go_on()
-        return True  # we close it ourselves, when all it sent has been handled
+        return True  # this side closes it, when all requests are handled
 
     def pause_writing(self) -> None:
         if self._choked is None:
@@ -326,7 +326,7 @@ class Connection(asyncio.BufferedProtocol):
     # ------------------------------------------------------------------ internals
 
     def _go_on(self) -> None:
-        """Something has changed: come back for a turn, if there is something to be handled."""
+        """Ask for a turn after a change, if there is a request to handle."""
         if not self.accepted:
             return
         if not self._has_line() and len(self._buffer) > 0 and not self._check_unfinished():
@@ -342,7 +342,7 @@ class Connection(asyncio.BufferedProtocol):
         return False
 
     def _check_unfinished(self) -> bool:
-        """Return whether the part of a request that was received may grow further."""
+        """Return whether more of an unfinished request may be received."""
         if len(self._buffer) > MAX_REQUEST:
             self._bad_message(
                 ProtocolError(f"A message has more than {MAX_REQUEST} bytes.", code=Code.TOO_LONG)
@@ -355,11 +355,11 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def _blocked(self) -> bool:
-        """Return whether the next request is a read behind another one."""
+        """Return whether the next request is a read that must wait for another one."""
         return self._next is not None and self._next["type"] in READS and bool(self._read_state)
 
     def _look_at_reading(self) -> None:
-        """Read from the peer exactly while what it sends could be handled soon."""
+        """Read from the peer only while its requests could be handled soon."""
         if self._transport is None or self._transport.is_closing() or self._ended:
             return
         stuck = self._next is not None or self._choked is not None
@@ -371,14 +371,14 @@ class Connection(asyncio.BufferedProtocol):
         self._reading = wanted
 
     def _may_read_on(self) -> bool:
-        """Return whether the rest of a long request is read now, or when others of its user are."""
+        """Return whether to read the rest of a long request now, not after others of its user."""
         whole = self._has_line()
         if self.accepted:
             (self._end_long if whole else self._begin_long)()
         return not whole and (not self.accepted or self in self.account.long)
 
     def _begin_long(self) -> None:
-        """A long request takes one of its user's few places now or later, and not without limit."""
+        """Take one of the user's places for a long request, now or later, and limit its time."""
         self.account.begin_long(self)
         if self._rest is None and self in self.account.long:
             loop = asyncio.get_running_loop()
@@ -395,7 +395,7 @@ class Connection(asyncio.BufferedProtocol):
             self.abuse(f"did not send the rest of a long request in {READER_PATIENCE:g} seconds")
 
     def read_on(self) -> None:
-        """It is this connection's turn to have the rest of a long request read."""
+        """Read the rest of a long request: it is this connection's turn."""
         self._look_at_reading()
 
     def _step(self, now: float) -> tuple[float, bool]:
@@ -431,7 +431,7 @@ class Connection(asyncio.BufferedProtocol):
         return PRICES[message["type"]]
 
     def _take_line(self) -> Message | float:
-        """Return the next request; the price if there is none, or none that is valid."""
+        """Return the next request, or the price of an invalid line, or 0.0 without a line."""
         end = self._buffer.find(b"\n", self._scanned)
         if end < 0:
             if self._ended and not self._read_state:
@@ -473,7 +473,7 @@ class Connection(asyncio.BufferedProtocol):
         """Close the connection of a peer that misbehaves."""
         if not self.open:
             if abort and self._transport is not None:
-                # It closes already, but what it still has to send is not read.
+                # It is closing already, but the peer does not read its last answers.
                 self._transport.abort()
             return
         assert self._transport is not None

@@ -7,9 +7,9 @@ quarter of a millisecond, of any user; then the loop reads, accepts and runs its
 request over its user's budget waits here. The broker reads nothing more from its connection
 meanwhile, so a flood waits in its sender.
 
-Prices are in points; a point is about 50 microseconds of the event loop. A price is the least that
-a request costs: one that takes the loop longer costs what it took. The budget is the user's, by
-user id: more connections or more processes give no more of it.
+Prices are in points; a point is about 50 microseconds of the event loop. A request costs
+its price, or the loop's real time if that is more. Each user id has one budget: more
+connections or processes do not add to it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Mapping, Protocol
 from ...errors import Code, GPUPoolError, RefusedError
 from ..ratelimit import TokenBucket
 
-#: Points of one turn of the event loop, and of one user's part of it. To be connected and to be
-#: answered takes others several turns, so a turn is short.
+#: Points of one turn of the event loop, and of one user's part of it. Other clients need
+#: several turns for a connection and an answer, so a turn is short.
 TURN, QUANTUM = 5.0, 2.5
 
-#: Points owed at most: what a request took beyond that, turns without work do not make up for.
+#: Most points that a long request can take from later turns.
 MAX_OWED = 100.0
 
 #: Seconds that a read waits for its user's budget before it is refused.
 PATIENCE = 2.0
 
-#: Seconds between two looks at a budget.
+#: Seconds between two checks of a budget.
 LOOK = 0.01
 
 #: Bytes of answers that all connections together, and those of one user, may leave unread.
@@ -41,7 +41,7 @@ MAX_UNREAD, USER_UNREAD = 32 << 20, 8 << 20
 
 
 class Requester(Protocol):
-    """What the dispatcher needs of a connection."""
+    """The functions of a connection that the dispatcher calls."""
 
     @property
     def account(self) -> Account:
@@ -49,7 +49,7 @@ class Requester(Protocol):
 
     @property
     def buffered(self) -> int:
-        """Bytes that were received and not handled."""
+        """Bytes that were received but not yet handled."""
 
     @property
     def unread(self) -> int:
@@ -59,22 +59,22 @@ class Requester(Protocol):
         """Return whether :meth:`step` would handle something."""
 
     def step(self, now: float) -> tuple[float, bool]:
-        """Handle one request, or have it wait; return its price, and whether it is a read."""
+        """Handle one request or let it wait; return its price, and whether it is a read."""
 
     def go_on(self, *, read: bool) -> None:
-        """The budget covers the request that waited for it."""
+        """Handle the request that waited for the budget, which now covers it."""
 
     def give_up_read(self, error: GPUPoolError) -> None:
-        """The budget did not cover the read in time."""
+        """Refuse the read, which the budget did not cover in time."""
 
     def next_price(self) -> float:
         """Return the price of the request that waits for the budget."""
 
     def read_on(self) -> None:
-        """It is this connection's turn to have the rest of a long request read."""
+        """Read the rest of a long request: it is this connection's turn."""
 
     def count_unread(self) -> None:
-        """Count what the peer leaves unread."""
+        """Count the bytes that the peer has not read."""
 
     def abuse(self, what: str, abort: bool = False) -> None:
         """Close the connection of a peer that misbehaves."""
@@ -90,9 +90,9 @@ class Dispatcher:
         self._turn_handle: asyncio.Handle | None = None
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._unread = 0
-        #: Points that the last turn took too much.
+        #: Points by which the last turn was too long.
         self._owed = 0.0
-        #: Reads that waited for their user's budget, and those that were refused for it.
+        #: Reads that waited for their user's budget, and those that it refused.
         self.delayed = 0
         self.busy = 0
 
@@ -104,7 +104,7 @@ class Dispatcher:
         return found
 
     def close(self) -> None:
-        """Handle nothing more."""
+        """Stop handling requests."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -115,22 +115,22 @@ class Dispatcher:
     # ------------------------------------------------------------------ what connections tell
 
     def joined(self, connection: Requester) -> None:
-        """A connection begins."""
+        """Note a new connection."""
         connection.account.connections.add(connection)
 
     def left(self, connection: Requester) -> None:
-        """A connection has ended."""
+        """Note the end of a connection."""
         account = connection.account
         account.connections.discard(connection)
         account.buffered -= connection.buffered
         account.end_long(connection)
         self._count_unread(account, -connection.unread)
         if not account.connections:
-            # Its budgets fill up within seconds; a connection before that finds them as they are.
+            # The account stays until its budgets are full: a new connection must not reset them.
             self._arm(account)
 
     def ready(self, connection: Requester) -> None:
-        """A connection has something that can be handled now."""
+        """Note that a connection has a request that can be handled now."""
         account = connection.account
         if connection in account.ready:
             return
@@ -142,18 +142,18 @@ class Dispatcher:
             self._turn_handle = self._loop.call_soon(self._turn)
 
     def wait_act(self, connection: Requester) -> None:
-        """The next act of a connection is over its user's budget."""
+        """Let a connection wait: its next act is over its user's budget."""
         connection.account.waiting_acts.append(connection)
         self._arm(connection.account)
 
     def wait_read(self, connection: Requester) -> None:
-        """The same of a read."""
+        """Let a read wait that is over its user's budget."""
         self.delayed += 1
         connection.account.waiting_reads.append((connection, self._loop.time() + PATIENCE))
         self._arm(connection.account)
 
     def note_unread(self, connection: Requester, more: int) -> None:
-        """A connection has ``more`` bytes of answers that were not read; close the worst."""
+        """Note ``more`` unread bytes of a connection; close the worst ones over the limit."""
         account = connection.account
         self._count_unread(account, more)
         if more > 0 and account.unread > USER_UNREAD:
@@ -170,20 +170,20 @@ class Dispatcher:
 
     def _turn(self) -> None:
         self._turn_handle = None
-        # After an expensive request the loop looks at all other connections a few times, before the
-        # next one.
+        # After an expensive request the loop serves all other connections a few times before the
+        # next request.
         left = TURN - self._owed
         try:
             while self._active and left > 0:
                 left -= self._serve_one(self._active.popleft(), left)
         finally:
-            # Whatever went wrong with one request: all others go on.
+            # An error with one request must not stop the others.
             self._owed = min(MAX_OWED, max(0.0, -left))
             if self._active and self._turn_handle is None:
                 self._turn_handle = self._loop.call_soon(self._turn)
 
     def _serve_one(self, account: Account, left: float) -> float:
-        """Serve one user as long as its share and ``left`` last; return what it cost."""
+        """Serve one user as long as its share and ``left`` last; return the cost."""
         account.deficit = min(QUANTUM, account.deficit + QUANTUM)
         try:
             return self._spend(account, left)
@@ -195,7 +195,7 @@ class Dispatcher:
                 account.deficit = min(0.0, account.deficit)
 
     def _spend(self, account: Account, left: float) -> float:
-        """Have a user's requests handled while its share and ``left`` last; return their cost."""
+        """Handle a user's requests while its share and ``left`` last; return their cost."""
         spent = 0.0
         while account.ready and account.deficit > 0 and spent < left:
             connection = next(iter(account.ready))
@@ -208,7 +208,7 @@ class Dispatcher:
         return spent
 
     def _serve(self, account: Account, connection: Requester) -> float:
-        """Have one request handled; return what it cost."""
+        """Handle one request; return its cost."""
         # The processor's time, not the clock's: the user does not pay for other processes.
         before = time.thread_time()
         price, read = connection.step(self._loop.time())
@@ -224,7 +224,7 @@ class Dispatcher:
             self._timers[account.uid] = self._loop.call_later(LOOK, self._look, account)
 
     def _look(self, account: Account) -> None:
-        """Let those go on that the budgets cover by now, and refuse reads that waited too long."""
+        """Let requests go on that the budgets now cover; refuse reads that waited too long."""
         del self._timers[account.uid]
         now = self._loop.time()
         for connection in self._covered(account.acts, account.waiting_acts, now):
@@ -248,7 +248,7 @@ class Dispatcher:
     def _covered(
         self, bucket: TokenBucket, waiting: deque[Requester] | list[Requester], now: float
     ) -> list[Requester]:
-        """Return those at the head of ``waiting`` whose requests the budget covers together."""
+        """Return the first connections of ``waiting`` whose requests fit the budget together."""
         left, count = bucket.left(now), 0
         for connection in waiting:
             if left <= 0:
@@ -269,7 +269,7 @@ class Dispatcher:
         )
 
     def _relieve(self, account: Account, most: int) -> None:
-        """Close the connections of a user that leave most unread, until ``most`` bytes are left."""
+        """Close the user's connections with most unread bytes, until at most ``most`` are left."""
         for connection in account.connections:
             connection.count_unread()
         while account.unread > most:
@@ -278,7 +278,7 @@ class Dispatcher:
             worst.count_unread()
 
 
-#: Points that a second of the event loop is worth.
+#: Points in one second of the event loop.
 POINTS_PER_SECOND = 20_000.0
 
 #: Points by kind of request; see also BYTES_PER_POINT.
@@ -311,28 +311,28 @@ PRICES: Mapping[str, float] = {
 #: Points for a line that is no request.
 BAD_PRICE = 4.0
 
-#: Bytes, received or sent, that cost a point beside the price of their request.
+#: Bytes, received or sent, that cost one point in addition to the price of their request.
 BYTES_PER_POINT = 16 << 10
 
-#: Points a second, and points at once, of one user's acts: half of the event loop.
+#: Points for one user's acts, per second and in one burst: half of the event loop.
 ACTS = 10_000.0, 20_000.0
 
-#: The same of reads: a fifth.
+#: The same for reads: a fifth.
 READS = 4_000.0, 8_000.0
 
 #: Long requests of one user that are read at the same time.
 MAX_LONG = 4
 
-#: Connections a second, and at once.
+#: Connections of one user, per second and in one burst.
 CONNECTS = 500.0, 1_000.0
 
-#: What a connection costs, in connections, that had to be closed for abuse: a user who connects
-#: again at once has to wait.
+#: A connection closed for abuse costs as many connections as this: a user who connects again at
+#: once has to wait.
 ABUSE_PRICE = 25.0
 
 
 class Account:
-    """One user's budgets, and the connections of that user that have something to be handled."""
+    """One user's budgets, and the connections of that user that have a request to handle."""
 
     def __init__(self, uid: int, now: float) -> None:
         self.uid = uid
@@ -341,10 +341,10 @@ class Account:
         self.connects = TokenBucket(*CONNECTS, now)
         self.connections: set[Requester] = set()
         self.watchers = 0
-        #: Connections in the middle of a long request: those that are read, and those that wait.
+        #: Connections in the middle of a long request: those being read, and those that wait.
         self.long: set[Requester] = set()
         self.longer: dict[Requester, None] = {}
-        #: Bytes received and not handled; bytes sent and not read.
+        #: Bytes received but not handled; bytes sent but not read.
         self.buffered = 0
         self.unread = 0
         #: Messages that wait for the ``launched`` of their session.
@@ -358,7 +358,7 @@ class Account:
         self.waiting_reads: deque[tuple[Requester, float]] = deque()
 
     def begin_long(self, connection: Requester) -> None:
-        """A connection has a long request that is not complete: its turn comes now or later."""
+        """Read the rest of a connection's long request now, or when its turn comes."""
         if len(self.long) < MAX_LONG:
             self.longer.pop(connection, None)
             self.long.add(connection)
@@ -366,7 +366,7 @@ class Account:
             self.longer[connection] = None
 
     def end_long(self, connection: Requester) -> None:
-        """The request is complete, or the connection has ended: the next one may be read."""
+        """End a long request, complete or not; the next connection may be read."""
         self.longer.pop(connection, None)
         if connection in self.long:
             self.long.discard(connection)
@@ -376,7 +376,7 @@ class Account:
                 following.read_on()
 
     def rested(self, now: float) -> bool:
-        """Return whether a new account would be the same."""
+        """Return whether the account equals a new one."""
         return (
             not self.connections
             and not self.ready

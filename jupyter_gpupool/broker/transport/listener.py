@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The socket's file, which one broker has and nobody can replace, and the connections to it."""
+"""The socket's file, which one broker owns and nobody can replace, and the connections to it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .auth import peer_of
 from .connection import Connection, Service
 from .dispatch import Dispatcher
 
-#: Connections the kernel may keep for us until we accept them: a class that starts at ten o'clock.
+#: Connections that may wait in the kernel: hundreds of notebooks may start at the same time.
 BACKLOG = 512
 
 
 def is_machine_wide(path: Path) -> bool:
-    """Return whether a broker at ``path`` serves everybody: it is root's and below ``/run``."""
+    """Return whether a broker at ``path`` serves all users: root runs it, below ``/run``."""
     return os.geteuid() == 0 and is_machine_path(path)
 
 
@@ -61,7 +61,7 @@ class Claim:
     def bind(self) -> socket.socket:
         """Return a listening socket."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        # Never connectable by others, not even between bind and chmod.
+        # Other users must not connect, even between bind and chmod.
         before = os.umask(0o177)
         try:
             listening.bind(str(self.path))
@@ -88,12 +88,12 @@ class Claim:
         return (found.st_dev, found.st_ino) != self._bound
 
     def restore(self) -> socket.socket | None:
-        """Claim the path again; return a new listening socket if the old one is not there.
+        """Claim the path again; return a new listening socket if the old one is gone.
 
         Raises
         ------
         BrokerUnavailable
-            If the path is not free now: its folder cannot be made, or another broker tries.
+            If the path is not free now: its folder cannot be made, or another broker claims it.
         """
         self._make_folder()
         if not _is_at(self._lock, self._lock_path):
@@ -107,13 +107,13 @@ class Claim:
         return self.bind()
 
     def close(self) -> None:
-        """Remove the socket's file, if it still is ours, and give up the lock."""
+        """Remove the socket's file, if it still is ours, and release the lock."""
         try:
             found = os.lstat(self.path)
             if (found.st_dev, found.st_ino) == self._bound:
                 self.path.unlink()
         except OSError:
-            pass  # somebody tidied up before us
+            pass  # somebody removed it before us
         self._give_up_lock()
 
     # ------------------------------------------------------------------ internals
@@ -167,14 +167,14 @@ class Claim:
                 ) from None
             if _is_at(lock, name):
                 break
-            # Its holder ended and removed it between our two calls: there may be a new one.
+            # The holder ended and removed its lock between our two calls; a new one may exist.
             os.close(lock)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n{local_machine.pid_namespace()}\n".encode(), 0)
         return lock
 
     def _give_up_lock(self) -> None:
-        """Remove the lock's file while we hold it, and let go; who opened it before looks again."""
+        """Remove the lock's file, then release it; a process that opened it tries again."""
         if _is_at(self._lock, self._lock_path):
             with suppress(OSError):
                 self._lock_path.unlink()
@@ -190,7 +190,7 @@ class Claim:
             raise self._refuse(f"is already there and is {kind}")
         if found.st_uid != os.geteuid():
             raise self._refuse(f"is already there and belongs to user id {found.st_uid}")
-        # We have the lock; but somebody may have removed the lock's file under a living broker.
+        # We have the lock, but somebody may have deleted the lock's file of a living broker.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(1.0)
             try:
@@ -202,7 +202,7 @@ class Claim:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether ``path`` is the very file that is open as ``descriptor``."""
+    """Return whether ``path`` is the file that is open as ``descriptor``."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except OSError:
@@ -215,13 +215,13 @@ ACCEPTS = 32
 #: Connections of one user that may wait here for the budget; more are refused.
 LOBBY = 128
 
-#: Seconds for which nothing is accepted when there are no descriptors left.
+#: Seconds without accepting when no descriptors are left.
 PAUSE = 0.2
 
-#: Seconds between two words in the log about that.
+#: Seconds between two log records about that.
 COMPLAIN = 60.0
 
-#: Descriptors that are for other things than connections.
+#: Descriptors kept for other uses than connections.
 RESERVED = 64
 
 
@@ -235,9 +235,9 @@ class Door:
     """Accepts connections until :meth:`close`: a few in each turn of the loop, by user.
 
     asyncio's own server accepts as many connections at once as its backlog is long, before
-    anything else runs, and makes a transport for each. A user who connects and leaves all the time
-    would keep the loop busy with that. Here a connection over its user's budget waits as a bare
-    socket.
+    anything else runs, and makes a transport for each. A user who keeps connecting and
+    leaving would keep the loop busy with that. Here a connection over its user's budget waits as
+    a bare socket.
 
     ``make`` returns the protocol of a new connection.
     """
@@ -263,7 +263,7 @@ class Door:
         self._loop.add_reader(listening.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accept no more. Safe to call twice."""
+        """Stop accepting. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -306,7 +306,7 @@ class Door:
             self._loop.add_reader(self._listening.fileno(), self._accept)
 
     def _admit(self, accepted: socket.socket) -> None:
-        """Serve a connection now, or later, or not."""
+        """Serve a connection now or later, or refuse it."""
         accepted.setblocking(False)
         try:
             uid = peer_of(accepted).uid
@@ -316,7 +316,7 @@ class Door:
         account, waiting = self._dispatcher.account(uid), self._lobby.get(uid)
         left = account.connects.left(self._loop.time())
         if left < account.connects.size / 2 and _hung_up(accepted):
-            accepted.close()  # by a user who does that often
+            accepted.close()  # its user does that often
         elif waiting is None and left >= 1:
             self._serve(accepted, uid)
         elif waiting is None or len(waiting) < LOBBY:
@@ -339,7 +339,7 @@ class Door:
             accepted.close()
 
     def _look(self) -> None:
-        """Serve those of the lobby whose user's budget allows it by now."""
+        """Serve the waiting connections that their users' budgets now allow."""
         self._timer = None
         now = self._loop.time()
         for uid, waiting in [*self._lobby.items()]:
@@ -359,12 +359,12 @@ class Door:
         try:
             accepted.send(_refusal(uid, self._dispatcher.account(uid).connects.rate))
         except OSError:
-            pass  # it has left already
+            pass  # the peer has left already
         accepted.close()
 
 
 def _hung_up(accepted: socket.socket) -> bool:
-    """Return whether the peer has closed the connection: nobody would read an answer."""
+    """Return whether the peer has closed the connection: nothing would read an answer."""
     poll = select.poll()
     poll.register(accepted, 0)
     return any(events & select.POLLHUP for _, events in poll.poll(0))
@@ -372,7 +372,7 @@ def _hung_up(accepted: socket.socket) -> bool:
 
 @lru_cache(maxsize=64)
 def _refusal(uid: int, rate: float) -> bytes:
-    """Return the line for a connection that cannot even wait."""
+    """Return the refusal for a connection that has no place to wait."""
     error = RefusedError(
         f"User id {uid} connects to the broker more often than {rate:g} times a second.",
         code=Code.BUSY,
@@ -391,7 +391,7 @@ class Server:
         self._door: Door | None = None
 
     def serve(self, listening: socket.socket) -> None:
-        """Accept connections at ``listening``, and no more where it did before."""
+        """Accept connections at ``listening`` instead of the socket before."""
         door = Door(
             listening, lambda: Connection(self._service), self._service.dispatcher, self._log
         )
@@ -399,6 +399,6 @@ class Server:
         self._door = door
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting connections."""
         if self._door is not None:
             self._door.close()

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """NVIDIA's GPUs: NVML, and the driver's checkpoint calls, each in child processes.
 
-``service`` is the door; it imports the others, and none of them imports it. No module here imports
-``pynvml`` or ``cuda`` at its top: only child processes load a vendor library, because one that
-hangs or crashes then takes a replaceable child with it, and nothing else.
+``service`` is the entry; it imports the others, and none of them imports it. No module here imports
+``pynvml`` or ``cuda`` at its top: only child processes load a vendor library, if that
+hangs or crashes, only a replaceable child is lost.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["inspect", "interpreter", "open_devices"]
 
 
 def open_devices(options: Options) -> Devices:
-    """Return this machine's NVIDIA GPUs, not looked for yet.
+    """Return this machine's NVIDIA GPUs, before any search for them.
 
     Raises
     ------
     ConfigError
-        If ``options.python`` is no program that can be started.
+        If ``options.python`` is not a program that can be started.
     """
     from . import driver, sampler, service, visibility
 
@@ -45,9 +45,9 @@ def open_devices(options: Options) -> Devices:
 
 
 def inspect(python: str, *, driver: bool) -> list[Finding]:
-    """Return what the doctor shows of this machine; nothing here starts the driver.
+    """Return the doctor's findings on this machine, without starting the driver.
 
-    ``python`` is ``c.GPUPool.device_python``; without ``driver`` the kernel driver is left out.
+    ``python`` is ``c.GPUPool.device_python``; ``driver``: include the kernel driver.
     """
     from .driver import device_python, loaded_driver, persistence_mode
 

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Driver calls on the processes of one session, through a worker that may be lost at any time.
 
-A worker that dies or hangs in a call is replaced, and what counts is the state that the driver
-then reports: a checkpoint whose caller died is completed by the driver, and a restore whose
-caller died leaves the process locked.
+A worker that dies or hangs in a call is replaced, and the driver's state then decides the result:
+the driver completes a checkpoint whose caller died, and leaves the process locked after a restore
+whose caller died.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .checkpoint import Answer
 LOCK_GRACE = 5.0
 
 #: Seconds for a question about a process before the operation has changed anything. The driver
-#: answers at once unless a copy is in flight. A frozen process never answers, and other sessions
+#: answers at once unless a copy is in flight. A frozen process never answers, while other sessions
 #: wait for the device.
 PATIENCE = 10.0
 
 #: Bytes per second below which a copy counts as hung; half of the slowest copy seen in the field.
 SLOWEST_COPY = 0.5e9
 
-#: Progress of a slow copy: in the time that the whole copy should have taken, the process's host
-#: memory, or the part that it shares, has passed its highest or lowest value so far by these bytes.
+#: A slow copy makes progress if, in the time for the whole copy, the process's host memory, or its
+#: shared part, passes its highest or lowest value so far by these bytes.
 PROGRESS = 16 << 20
 
 #: state before and after a call that worked.
@@ -47,23 +47,23 @@ _STATES = {
 #: States in which a transfer is under way.
 _COPYING = ("checkpointing", "restoring")
 
-#: Code of an answer that the parent makes itself: the worker was lost, the call had no effect.
+#: Code of the parent's own answer when the worker was lost and the call had no effect.
 LOST = "WORKER_LOST"
 
-#: Refusals that mean "this process has no CUDA context". No other refusal counts as that, or the
-#: pool would give away memory that is still in use.
+#: Refusals that mean "this process has no CUDA context". If another refusal counted, the pool
+#: would give away memory that is still in use.
 _NO_CONTEXT = {
     "CUDA_ERROR_INVALID_VALUE",
     "CUDA_ERROR_NOT_INITIALIZED",
     "CUDA_ERROR_DEINITIALIZED",
     "CUDA_ERROR_INVALID_CONTEXT",
     "CUDA_ERROR_ILLEGAL_STATE",
-    checkpoint.NOT_SUPPORTED,  # cuda.core's word for "not found" as well
+    checkpoint.NOT_SUPPORTED,  # cuda.core uses this for "not found", too
 }
 
 
 class Refused(Exception):
-    """The operation cannot go on; what was done must be undone."""
+    """The operation cannot go on, and its steps must be undone."""
 
     def __init__(self, status: SuspendStatus, message: str) -> None:
         super().__init__(message)
@@ -77,11 +77,11 @@ class SessionCalls:
     Parameters
     ----------
     lock_timeout:
-        Seconds that submitted work may take to drain.
+        Seconds for submitted work to drain.
     call_timeout:
-        Seconds that any other driver call may take, besides the time for copying.
+        Seconds for any other driver call, without the time for copying.
     alone:
-        Only ``root`` itself, and no other process of the session.
+        Whether to call for ``root`` alone, not for the session's other processes.
     """
 
     def __init__(
@@ -103,20 +103,20 @@ class SessionCalls:
         self._copy_timeout = call_timeout
         #: Seconds that :meth:`probe` waits; a copy may have to end first if a broker died.
         self.patience = call_timeout
-        #: Sum over the driver calls so far, as measured around each of them.
+        #: Sum of the measured times of the driver calls so far.
         self.driver_seconds = 0.0
         #: Whether a process of the session has called cuInit; None: unknown.
         self.cuda: bool | None = False
-        #: Every process of the session that was seen.
+        #: Every process of the session that was found so far.
         self.pids: set[int] = set()
         #: Answers of :meth:`bring_back` that :meth:`call` has not returned yet.
         self._made: dict[tuple[str, ProcessId], Answer] = {}
-        #: How the worker was lost in the middle of :meth:`bring_back`.
+        #: The error that lost the worker in the middle of :meth:`bring_back`.
         self._lost: ChildLost | DriverError | None = None
 
     @property
     def copy_timeout(self) -> float:
-        """Seconds that a call which copies may take."""
+        """Seconds for a call that copies memory."""
         return self._copy_timeout
 
     def allow_copy(self, size: int) -> None:
@@ -124,7 +124,7 @@ class SessionCalls:
         self._copy_timeout = self._call_timeout + size / SLOWEST_COPY
 
     def refusal(self, process: ProcessId, answer: Answer) -> Refused:
-        """Return what to raise for an answer that is not ``ok``."""
+        """Return the error to raise for an answer that is not ``ok``."""
         if answer.outcome == "stopped":
             return Refused("drain", answer.message)
         if answer.outcome == "hung":
@@ -143,7 +143,7 @@ class SessionCalls:
     async def members(self, *, again: bool = False) -> list[ProcessId]:
         """Return the processes that may have a CUDA context, children first.
 
-        ``again``: it was asked a moment ago, in the same operation.
+        ``again``: this operation has asked before.
         """
         if self._alone:
             self.pids.add(self._root.pid)
@@ -175,11 +175,11 @@ class SessionCalls:
         return found
 
     async def look(self, known: Sequence[ProcessId] = ()) -> dict[ProcessId, str]:
-        """Return what :meth:`probe` does for each process of :meth:`members`, in that order.
+        """Return the result of :meth:`probe` for each process of :meth:`members`, in that order.
 
-        Only for ``known``, while all of these are suspended. The worker is asked once. If it is
-        lost over that, each process is asked by itself, which tells the one that does not answer
-        from the others.
+        While all of ``known`` are suspended, it returns only these. One message asks the worker for
+        all. If that loses the worker, one message for each process finds the process that does not
+        answer.
         """
         patience = min(self.patience, self._call_timeout)
         try:
@@ -198,7 +198,7 @@ class SessionCalls:
         return {process: await self.probe(process) for process in await self.members()}
 
     async def _probed(self, process: ProcessId, member: Mapping[str, Any]) -> str:
-        if "state" not in member:  # it has been continued or has ended since
+        if "state" not in member:  # it was continued or has ended since
             return await self.probe(process)
         return await self.probe(
             process, thread=self._count(member["thread"]), state=self._count(member["state"])
@@ -209,7 +209,7 @@ class SessionCalls:
     ) -> str:
         """Return the driver's state of a process, empty if it has no CUDA context.
 
-        ``thread`` and ``state`` are answers that the driver has just given.
+        ``thread`` and ``state`` are the driver's latest answers, if any.
         """
         patience = min(self.patience, self._call_timeout)
         answer = thread or await self._query("thread", process, patience)
@@ -227,8 +227,8 @@ class SessionCalls:
             raise Refused("drain", answer.message)
         if answer.outcome == "refused" and context:
             raise self.refusal(process, answer)
-        # Without a context "running" only means that cuInit may have been called. To assume that
-        # it was is safe: the session then stays on the devices that it sees.
+        # Without a context "running" only means that cuInit may have been called. Assuming a
+        # call is safe: the session then stays on the devices that it sees.
         if answer.outcome == "ok":
             self.cuda = True
         elif answer.code != checkpoint.NOT_INITIALIZED:
@@ -240,8 +240,8 @@ class SessionCalls:
     async def state(self, process: ProcessId, patience: float | None = None) -> Answer:
         """Return the driver's state, after a transfer that is under way has ended.
 
-        The driver answers only then, so ``patience`` seconds (None: enough for a copy) allow for
-        it.
+        The driver answers only after it, so this waits ``patience`` seconds (None: enough for a
+        copy).
         """
         patience = self._copy_timeout if patience is None else patience
         deadline = time.monotonic() + patience
@@ -259,7 +259,7 @@ class SessionCalls:
         except (ChildLost, DriverError) as error:
             message = str(error)
         there = procfs.presence(process)
-        if there != "alive":  # stopped since: that explains it
+        if there != "alive":  # it was stopped since, so it does not answer
             return Answer(there, message=checkpoint.absent(process, there))
         return Answer("hung", message=f"Process {process.pid} does not answer: {message}")
 
@@ -271,8 +271,8 @@ class SessionCalls:
     ) -> None:
         """Restore and then unlock processes with one message; :meth:`call` returns the answers.
 
-        The worker stops at the first call that does not succeed. Those that it has not made are
-        made by :meth:`call`, as if nothing had been.
+        The worker stops at the first call that fails. :meth:`call` then makes the remaining calls
+        itself.
         """
         calls = len(suspended) + len(locked)
         timeout = self._copy_timeout + self._call_timeout * (calls - 1)
@@ -292,7 +292,7 @@ class SessionCalls:
             self._made[key] = self._count(made["answer"])
 
     async def call(self, op: str, process: ProcessId, **fields: Any) -> Answer:
-        """Make a call that changes the process; if its worker is lost, settle what came of it."""
+        """Make a call that changes the process; if its worker is lost, find the call's result."""
         if (op, process) in self._made:
             return self._made.pop((op, process))
         timeout = self._copy_timeout
@@ -317,24 +317,24 @@ class SessionCalls:
             again = now.value == before and (died or op == "unlock")
             if not again or time.monotonic() >= deadline:
                 return Answer("refused", LOST, f"The driver did not answer: {lost}", now.value)
-            # The call did not reach the driver; and an unlock may be repeated.
+            # The call did not reach the driver, or it was an unlock, which may be repeated.
             lost = None
             await asyncio.sleep(RETRY_PAUSE)
 
     async def _outcome(self, op: str, process: ProcessId) -> Answer:
-        """Return the state after a call whose worker is lost, as soon as the driver tells it.
+        """Return the state after a call whose worker is lost, as soon as the driver answers.
 
-        While bytes move the driver may not answer, and however long that takes, nothing is lost.
+        The driver may not answer during a copy, which loses nothing however long it takes.
         """
         if op == "lock":
-            # Nothing was copied, and the work that the lock waits for may take any time.
+            # A lock copies nothing, but may wait for GPU work without limit.
             return await self.state(process, min(self.patience, LOCK_GRACE))
         least = most = procfs.resident(process)
         while True:
             now = await self.state(process)
             seen = procfs.resident(process)
-            # Only beyond all values so far: a thread that keeps allocating and freeing memory would
-            # otherwise look like a copy, and hold the device without end.
+            # Compare with all values so far: otherwise a thread that keeps allocating and freeing
+            # memory would look like a copy, and hold the device without end.
             moved = max(*(a - b for a, b in zip(seen, most, strict=True)),
                         *(b - a for a, b in zip(seen, least, strict=True)))  # fmt: skip
             if now.outcome != "hung" or moved < PROGRESS:

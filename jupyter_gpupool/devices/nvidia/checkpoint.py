@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspend and resume of one process: a thin typed layer on ``cuda.core.checkpoint``.
 
-Runs in a worker child. cuda.core tells its failures apart only by their text; here, and only
-here, the text becomes a code. Each call first checks that the process is still the one that was
-meant (its start time) and is not stopped: every call on a stopped process hangs.
+Runs in a worker child. cuda.core's failures differ only in their text; here, and only here, the
+text becomes a code. Each call first checks by the start time that the number still names the same
+process, and that this is not stopped: every call on a stopped process hangs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ...errors import DriverError
 from ...procfs import ProcessId
 from . import interpreter
 
-#: ``ok``; the process has ended (or another has its number); it is stopped; the driver refused;
-#: (added by the parent) not even its state could be read.
+#: ``ok``; the process has ended (or its number names another); it is stopped; the driver refused;
+#: (set by the parent) not even its state could be read.
 Outcome = Literal["ok", "gone", "stopped", "refused", "hung"]
 
 NOT_SUPPORTED = "CUDA_ERROR_NOT_SUPPORTED"
@@ -29,7 +29,7 @@ NOT_READY = "CUDA_ERROR_NOT_READY"
 NOT_INITIALIZED = "CUDA_ERROR_NOT_INITIALIZED"
 INVALID_VALUE = "CUDA_ERROR_INVALID_VALUE"
 
-#: Refusals that a live process gets.
+#: Refusals for live processes.
 _PLAIN = {NOT_SUPPORTED, NOT_READY}
 
 _CODE = re.compile(r"\bCUDA_ERROR_[A-Z0-9_]+")
@@ -41,7 +41,7 @@ _LATER_STATES = {"4": "checkpointing", "5": "restoring"}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one driver call came to. ``seconds`` is the driver's part alone."""
+    """The result of one driver call; ``seconds`` is the time in the driver alone."""
 
     outcome: Outcome
     code: str = ""
@@ -55,10 +55,10 @@ class Answer:
 
 
 def classify(error: Exception) -> tuple[str, str]:
-    """Return a stable code and a text for what cuda.core raised.
+    """Return a stable code and a text for an error of cuda.core.
 
-    cuda.core reports both "not found" and "not supported" as a driver that is too old. Where the
-    self-test has passed, the driver is not too old, and it is this process that it cannot suspend.
+    cuda.core reports both "not found" and "not supported" as a driver that is too old. After a
+    passed self-test the driver is not too old, so only this process cannot be suspended.
     """
     text = str(error)
     match = _CODE.search(text)
@@ -70,10 +70,10 @@ def classify(error: Exception) -> tuple[str, str]:
 
 
 def initialise() -> str:
-    """Call cuInit, without making a context; return the CUDA version the driver serves.
+    """Call cuInit, without making a context; return the CUDA version of the driver.
 
-    A restore needs a caller that has called cuInit (or persistence mode); it needs no context,
-    and none is made, because a context takes device memory for as long as it lives.
+    A restore needs persistence mode or a caller that has called cuInit. It needs no context, so
+    this makes none: a context takes device memory as long as it exists.
 
     Raises
     ------
@@ -87,7 +87,7 @@ def initialise() -> str:
             next_step=f"Run: {interpreter.INSTALL}",
         )
     try:
-        # Imported now, which takes a while, and not within the time-out of the first call.
+        # The slow import happens now, not within the time-out of the first call.
         import cuda.core.checkpoint  # noqa: F401
         from cuda.bindings import driver
 
@@ -101,7 +101,7 @@ def initialise() -> str:
             next_step=f"Run: {interpreter.INSTALL}",
         ) from None
     except RuntimeError as error:
-        # No libcuda.so.1 (DynamicLibNotFoundError), or one without a call that is needed.
+        # No libcuda.so.1 (DynamicLibNotFoundError), or one without a needed call.
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DriverError(f"The CUDA driver cannot be loaded: {first}") from None
     return f"{version // 1000}.{version % 1000 // 10}"
@@ -110,7 +110,7 @@ def initialise() -> str:
 def _ends(process: ProcessId, tries: int) -> bool:
     """Tell whether a call failed because its process is dying.
 
-    The driver may know first: its thread in the process goes before the process does.
+    The driver may notice first: its thread in the process ends before the process.
     """
     for turn in range(tries):
         if turn:
@@ -156,7 +156,7 @@ def state(process: ProcessId) -> Answer:
 
 
 def thread(process: ProcessId) -> Answer:
-    """Return in ``value`` the driver's own thread in the process: the mark of a CUDA context."""
+    """Return in ``value`` the driver's own thread in the process: the sign of a CUDA context."""
     return _call(process, lambda target: target.restore_thread_id)
 
 
@@ -172,10 +172,10 @@ def checkpoint(process: ProcessId) -> Answer:
 
 
 def restore(process: ProcessId, mapping: Mapping[str, str] | None) -> Answer:
-    """Bring a checkpointed process back, locked. Without room on the device this is fatal to it.
+    """Bring a checkpointed process back, locked. Too little memory on the device is fatal to it.
 
-    ``mapping`` names for *every* GPU of the machine the GPU that takes its place, by UUID as NVML
-    shows it; None: the same ones.
+    ``mapping`` maps the UUID (as NVML shows it) of *every* GPU of the machine to that of the GPU
+    that replaces it; None: each GPU stays.
     """
     pairs = None
     if mapping is not None:
@@ -197,9 +197,9 @@ def complete_mapping(
 ) -> dict[str, str] | None:
     """Return a permutation of ``everything`` that moves ``origin[i]`` to ``target[i]``.
 
-    The driver wants every GPU it sees in the map, whatever CUDA_VISIBLE_DEVICES hides from the
-    process. A device whose place is taken goes where the chain of moves began, so that models
-    stay the same; the others stay. None if nothing moves.
+    The driver wants every GPU that it sees in the map, even if CUDA_VISIBLE_DEVICES hides it from
+    the process. The last device of a chain of moves maps to the chain's first one, so that models
+    stay the same; other devices stay. None if nothing moves.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVIDIA's driver by its version: what it can do at best, what is wrong with it, in sentences.
+"""NVIDIA's driver: its possible abilities by version, and its problems, in sentences.
 
-A version only rules things *out* here. What a device can really do is decided by the self-test.
+A version only rules abilities *out* here. The self-test decides what a device can really do.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SUSPEND_FLOOR = 570
 #: First driver that can restore a process on another device of the same model.
 MIGRATE_FLOOR = 580
 
-#: Where the loaded kernel module says which it is.
+#: File with the version of the loaded kernel module.
 MODULE = Path("/proc/driver/nvidia/version")
 
 WITHOUT_GPU = "To try the pool without a GPU, set c.GPUPool.emulate = '2x16GiB'."
 
-#: What NVML's error at initialisation means for the reader, by the name of the constant.
+#: Sentences for NVML's errors at initialisation, by the name of the constant.
 _PROBLEMS = {
     "LIBRARY_NOT_FOUND": (
         "No NVIDIA driver was found: libnvidia-ml.so.1 cannot be loaded. "
@@ -48,7 +48,7 @@ _PROBLEMS = {
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What the installed driver can do at best; ``reason`` says why it is not more."""
+    """The most that the installed driver can do; ``reason`` says why it is not more."""
 
     suspend: bool
     migrate: bool
@@ -56,11 +56,11 @@ class Capabilities:
 
 
 def kill_hazard(module: Path = MODULE) -> str:
-    """Return why a process that was resumed must not just be killed on the driver that is loaded.
+    """Return why a resumed process must be suspended again before a kill on the loaded driver.
 
-    "" if nothing of the kind is known of it. Killing a restored process has hung the whole machine
-    on the open kernel module 595.71.05 (NVIDIA/cuda-checkpoint, issue 53); suspending it again
-    before that avoids it.
+    "" if the driver has no such known problem. On the open kernel module 595.71.05, killing a
+    restored process has hung the whole machine (NVIDIA/cuda-checkpoint, issue 53); to suspend it
+    again before the kill avoids that.
     """
     try:
         text = module.read_text(errors="replace")
@@ -78,9 +78,9 @@ def kill_hazard(module: Path = MODULE) -> str:
 
 
 def capabilities(driver_version: str) -> Capabilities:
-    """Return what driver ``driver_version`` (such as ``"580.95.05"``) can do at best.
+    """Return the most that driver ``driver_version`` (such as ``"580.95.05"``) can do.
 
-    A version that cannot be read rules nothing out.
+    An unreadable version rules nothing out.
     """
     match = re.match(r"\d+", driver_version)
     if match is None:
@@ -112,7 +112,7 @@ def problem(name: str, text: str) -> str:
 
 
 def device_python(configured: str) -> list[Finding]:
-    """The interpreter of the broker's device processes, and NVIDIA's packages in it."""
+    """Check the interpreter of the broker's device processes, and NVIDIA's packages in it."""
     try:
         found = interpreter.ask(interpreter.choose(configured))
     except GPUPoolError as error:
@@ -126,7 +126,7 @@ def device_python(configured: str) -> list[Finding]:
 
 
 def loaded_driver(version_file: Path = MODULE) -> Finding:
-    """The NVIDIA kernel driver."""
+    """Check the NVIDIA kernel driver."""
     try:
         text = version_file.read_text()
     except OSError:
@@ -148,7 +148,7 @@ def loaded_driver(version_file: Path = MODULE) -> Finding:
 
 
 def persistence_mode() -> list[Finding]:
-    """Without it the driver unloads between uses, and a restore from another process can fail."""
+    """Check the mode without which the driver unloads between uses, so that a restore can fail."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""From self-tests to a device's tier: with the guard, else without it, and the reason why."""
+"""Derive a device's tier from self-tests: with the guard, else without it, and the reason."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .operations import Operation
 from .sampler import Sampler
 from .selftest import Frame, Stage, Verdict
 
-#: Makes an operation on the process and session given.
+#: Makes an operation on the given process and session.
 Operations = Callable[[ProcessId, str], Operation]
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the tests of one device came to; ``unguarded`` says why not with the guard."""
+    """Results of one device's tests; ``unguarded`` says why the guard does not work there."""
 
     verdict: Verdict
     unguarded: str = ""
@@ -59,7 +59,7 @@ class Examiner:
         *,
         retire: bool = False,
     ) -> Findings:
-        """Test ``device``; where the guard passes one test does: it asks all the other would.
+        """Test ``device``: with the guard, and without it only if that fails.
 
         ``retire``: see :func:`selftest.judge`.
         """
@@ -99,12 +99,12 @@ class Examiner:
         return Findings(verdict, unguarded if verdict.tested else verdict.reason)
 
     def apply(self, found: Findings, device: Device, limits: str) -> Device:
-        """Return the device with what was found; ``limits`` is what its driver never can."""
+        """Return the device with the findings; ``limits`` names what its driver cannot do."""
         verdict = found.verdict
         tier: Tier = "guarded" if self._guard and not found.unguarded else "unguarded"
         unguarded = found.unguarded
         if not verdict.can_suspend:
-            tier, unguarded = "none", ""  # the guard's failure follows from the other one
+            tier, unguarded = "none", ""  # the guard failed for the same reason
             self._log.warning(
                 "%s (%s) cannot suspend: %s", device.name, device.uuid, verdict.reason
             )
@@ -120,7 +120,7 @@ class Examiner:
         )
 
     def trust(self, device: Device, known: Device) -> Device:
-        """Return the device with what an earlier broker found when it tested it."""
+        """Return the device with an earlier broker's test results."""
         tier, reason = known.tier, known.tier_reason
         if tier == "guarded":
             try:
@@ -131,8 +131,8 @@ class Examiner:
                 tier, reason = "unguarded", ""
         elif tier == "unguarded" and self._guard and not reason:
             reason = (
-                "It was tested without the guard, and kernels of an earlier broker use it; it is "
-                "tested again when the broker starts without any."
+                "The GPU was tested without the guard, and kernels of an earlier broker use it; a "
+                "start of the broker without such kernels tests it again."
             )
         return replace(
             device,
@@ -141,12 +141,12 @@ class Examiner:
             can_migrate=known.can_migrate,
             tier_reason=reason,
             context_bytes=known.context_bytes,
-            # Measured when there was no session; what is in use now may be theirs.
+            # Measured without sessions; memory in use now may be theirs.
             memory_reserved=max(device.memory_reserved, known.memory_reserved),
         )
 
     def guard_problem(self, problem: str, devices: Sequence[Device]) -> str:
-        """Return why no device has the tier "guarded"; empty if one has."""
+        """Return why no device has the tier "guarded"; empty if a device has it."""
         if any(device.tier == "guarded" for device in devices):
             return ""
         if not self._guard:
@@ -161,6 +161,6 @@ def sentences(*texts: str) -> str:
 
 
 def _unusable(error: Exception) -> str:
-    # Without its next step: this text goes into status and logs, and the doctor has the rest.
+    # Without the next step: this text goes into status and logs; the doctor shows that.
     text = error.message if isinstance(error, GPUPoolError) else str(error)
     return f"The guard cannot be used. {text}"

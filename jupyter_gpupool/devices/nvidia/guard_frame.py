@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The self-test under the guard: a page, the guard's links, and answers to the guard's questions.
 
-The test program gets what a session gets from the broker. Besides passing the plain self-test, the
-guard must let calls through while the gate is open, refuse an allocation beyond the grant as the
-driver would, hold a call at a closed gate, and be suspended and resumed while it holds it.
+The test program gets the same as a session from the broker. In addition to the plain self-test,
+the guard must let calls through while the gate is open, refuse an allocation beyond the grant as
+the driver would, and hold a call at a closed gate, also during a suspend and resume.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from .programs import SIZE
 GRANT = 64 << 20
 TOO_MUCH = GRANT + (1 << 20)
 
-#: Seconds for the guard to come to the gate, or for calls under way to leave the driver.
+#: Seconds for a call to reach the gate, or for calls under way to leave the driver.
 GATE_TIMEOUT = 10.0
 
-#: Seconds between two looks at the page, which sends no event when it changes.
+#: Seconds between two reads of the page, which sends no event when it changes.
 _POLL = 0.005
 
-#: Of a test's folder; the pid of its broker follows.
+#: Prefix of a test's folder; the pid of its broker follows.
 _PREFIX = "gpupool-selftest-"
 
-#: Memory that is a file, without a disk. The guard works in other folders as well.
+#: Files in memory, without a disk. The guard also works in other folders.
 _SHM = Path("/dev/shm")
 
 
@@ -48,7 +48,7 @@ class GuardFrame(selftest.Frame):
     """One test program's session. Made by :func:`guard_frame`."""
 
     def __init__(self, folder: Path, uuid: str, index: int, base: Mapping[str, str]) -> None:
-        # A name of its own: several tests run at once, and each must find its process alone.
+        # Unique: several tests run at once, and each must find only its own process.
         self.session = f"{selftest.SESSION}-{secrets.token_hex(8)}"
         self.page = Page.create(folder / "page", self.session, os.geteuid())
         self._index = index
@@ -74,7 +74,7 @@ class GuardFrame(selftest.Frame):
         return f"The guard did not pass its self-test on GPU {self._index}: {problem}"
 
     async def begun(self, target: Child) -> str:
-        """Look whether the program, which has its memory now, went through the guard for it."""
+        """Return "" if the program, which has its memory now, allocated it through the guard."""
         before = self.page.read()
         if before.gate != page.OPEN or not any(slot.pid == target.pid for slot in before.slots):
             return "its calls did not go through the guard"
@@ -87,7 +87,7 @@ class GuardFrame(selftest.Frame):
         return f"a refused allocation left {left} bytes counted" if left else ""
 
     async def hold(self, target: Child) -> str:
-        """Close the gate with a call before it; return why the call is not held."""
+        """Close the gate in front of a call; return why the gate does not hold it."""
         self._opened.clear()
         self.page.set_gate(page.CLOSED)
         self._held = asyncio.create_task(super().check(target, ""))
@@ -100,18 +100,18 @@ class GuardFrame(selftest.Frame):
         return ""
 
     async def check(self, target: Child, device: str) -> bool:
-        """Open the gate, now on ``device``; return whether the call that was held is right."""
+        """Open the gate, now on ``device``; return whether the held call's result is right."""
         if self._held is None:
             return await super().check(target, device)
         held, self._held = self._held, None
         if held.done():
-            # It may have the right bytes, but it read them while its state was off the device.
+            # Even with the right bytes, it read them while its state was off the device.
             raise GPUPoolError(self.failed("a call went through the closed gate"))
         self._open(device)
         return await held
 
     async def close(self) -> None:
-        """Let go of everything; the program has been ended."""
+        """Release everything; the program has ended."""
         self._opened.set()
         if self._held is not None:
             self._held.cancel()
@@ -157,7 +157,7 @@ class GuardFrame(selftest.Frame):
             writer.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
             await writer.drain()
         except (OSError, ValueError):
-            pass  # the test program has ended, or sent no request: the test fails by that
+            pass  # the test program has ended, or sent no request: the test will fail
         finally:
             self._answering.discard(task)
             writer.close()
@@ -165,7 +165,7 @@ class GuardFrame(selftest.Frame):
 
 @contextlib.asynccontextmanager
 async def guard_frame(uuid: str, index: int, base: Mapping[str, str]) -> AsyncIterator[GuardFrame]:
-    """Yield what a test program on device ``uuid`` needs to run under the guard.
+    """Yield the frame for a test program on device ``uuid`` under the guard.
 
     ``base`` is the environment of other children; ``index`` names the device to people.
 
@@ -174,7 +174,7 @@ async def guard_frame(uuid: str, index: int, base: Mapping[str, str]) -> AsyncIt
     GPUPoolError
         If the guard is not compiled, or its folder cannot be made.
     OSError
-        If there is no place for the page.
+        If no folder has room for the page.
     """
     install.library()
     folder = _folder()
@@ -191,12 +191,12 @@ async def guard_frame(uuid: str, index: int, base: Mapping[str, str]) -> AsyncIt
 
 
 def _folder() -> Path:
-    """Return a new folder with room for a page: that one is full says nothing of the guard.
+    """Return a new folder with room for a page: a full one is no fault of the guard.
 
     Raises
     ------
     OSError
-        If there is no room anywhere.
+        If no folder has room.
     """
     problem: OSError | None = None
     for place in (_SHM, Path(tempfile.gettempdir())):
@@ -219,7 +219,7 @@ def _folder() -> Path:
 
 
 def _sweep(place: Path) -> None:
-    """Remove what the tests of killed brokers left."""
+    """Remove the folders of killed brokers' tests."""
     for folder in place.glob(f"{_PREFIX}*"):
         pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which Python runs the child processes: one whose environment has NVIDIA's packages.
+"""Choose the Python for the child processes: one whose environment has NVIDIA's packages.
 
-They need versions that frameworks pin otherwise (PyTorch 2.10 pins cuda-bindings 12.9.4), so they
-may live in an environment of their own, and this one needs none of them.
+Frameworks pin other versions of these packages (PyTorch 2.10 pins cuda-bindings 12.9.4), so they
+may be in an environment of their own, and the broker's needs none of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...errors import ConfigError
 from ...guard.install import without_guard
 from ..child import SCRIPT
 
-#: What each package must satisfy. cuda.core.checkpoint needs ``CUcheckpointGpuPair``, which
+#: Allowed versions of each package. cuda.core.checkpoint needs ``CUcheckpointGpuPair``, which
 #: cuda-bindings has had since 13.0.2 and no release 12 has; in 13.3.0 the restore call is broken.
 RANGES = {
     "cuda-core": ">=1.0",
@@ -34,7 +34,7 @@ RANGES = {
 #: The command that makes an environment for them.
 INSTALL = "jupyter gpupool install-devices"
 
-#: What to do about a problem of the interpreter.
+#: Advice for a problem of the interpreter.
 TODO = f"Run: {INSTALL}"
 
 #: The tested versions, for every Python that this package runs on.
@@ -43,14 +43,14 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 #: The module whose programs run in child processes.
 PROGRAMS = f"{__package__}.programs"
 
-#: Of both places: ``<environment>/share/gpupool/devices`` and ``~/.local/share/gpupool/devices``.
+#: In both places: ``<environment>/share/gpupool/devices`` and ``~/.local/share/gpupool/devices``.
 _BELOW = Path("gpupool", "devices")
 
 #: Seconds for an interpreter to report its packages.
 _ASK_TIMEOUT = 60.0
 
 #: Children get none of these, and no guard. The first two would hide devices from them; with the
-#: others they would count as processes of the session that the broker was started from.
+#: others they would count as processes of a session from which a user started the broker.
 _SCRUBBED = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
@@ -70,9 +70,9 @@ class Found:
 
 
 def places() -> tuple[Path, Path]:
-    """Return where ``jupyter gpupool install-devices`` makes the environment.
+    """Return the folders in which ``jupyter gpupool install-devices`` makes the environment.
 
-    In the environment of this interpreter, or where that cannot be written among the user's data.
+    The first is in this interpreter's environment; the second, in the user's data, is spare.
     """
     data = os.environ.get("XDG_DATA_HOME", "")
     base = Path(data) if data.startswith("/") else Path.home() / ".local" / "share"
@@ -80,7 +80,7 @@ def places() -> tuple[Path, Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether this user or root made it: root's broker must not run a user's program."""
+    """Return whether this user or root owns it: root's broker must not run a user's program."""
     try:
         return folder.stat().st_uid in (0, os.geteuid())
     except OSError:
@@ -96,7 +96,7 @@ def choose(configured: str = "") -> str:
     Raises
     ------
     ConfigError
-        If what is configured cannot be started.
+        If the configured program cannot be started.
     """
     if configured:
         if not os.access(configured, os.X_OK) or Path(configured).is_dir():
@@ -116,7 +116,7 @@ def choose(configured: str = "") -> str:
 def environment(python: str, env: Mapping[str, str]) -> dict[str, str]:
     """Return ``env`` for child processes that ``python`` runs.
 
-    Packages that this process finds by ``PYTHONPATH`` are for its own version of Python.
+    It drops ``PYTHONPATH``, whose packages are for this process's version of Python.
     """
     if os.path.abspath(python) == os.path.abspath(sys.executable):
         return dict(env)
@@ -124,11 +124,11 @@ def environment(python: str, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def child_environment(base: Mapping[str, str] | None, python: str = "") -> dict[str, str]:
-    """Return the environment for children that ``python`` runs: ``base``, made fit.
+    """Return the environment for children that ``python`` runs, made from ``base``.
 
     ``base`` None: this process's environment; ``python`` "": this process's interpreter.
     """
-    # A broker that was started from within a session is not governed by that session.
+    # The guard of a session must not act on a broker that was started inside it.
     env = without_guard(os.environ if base is None else base)
     for name in _SCRUBBED:
         env.pop(name, None)
@@ -170,7 +170,7 @@ def versions() -> dict[str, str]:
 
 
 def problem(found: Mapping[str, str]) -> str:
-    """Return why the packages ``found`` do not serve, in a sentence; "" if they do."""
+    """Return why the packages ``found`` cannot be used, in a sentence; "" if they can."""
     missing = [name for name in RANGES if not found.get(name)]
     if missing:
         return f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} not installed."
@@ -200,6 +200,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def report() -> dict[str, Any]:
-    """Return what this interpreter has; in a child process it is another one than ours."""
+    """Return the packages of this interpreter, in a child process the child's."""
     found = versions()
     return {"python": platform.python_version(), "versions": found, "problem": problem(found)}

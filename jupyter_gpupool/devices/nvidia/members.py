@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The processes of a session, and whether each may have a CUDA context. Runs in a worker child.
 
-Reading ``environ`` or ``maps`` of a process can block while that process is being suspended, which
-takes the lock of its address space.
+Reading ``environ`` or ``maps`` of a process can block during its suspend, which takes the lock of
+its address space.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...procfs import (
     session_of,
 )
 
-#: In the path of a process's mapping of the guard, which is never that of its link.
+#: Part of the path of the mapped guard, which is never the path of its link.
 _GUARD = b"/jupyter_gpupool/guard/lib/"
 
 
@@ -31,8 +31,8 @@ class Member:
 
     process: ProcessId
     presence: Presence
-    #: The CUDA driver library is mapped; None if its map cannot be read. Without the library
-    #: there is no context; with it, only the driver can tell.
+    #: Whether the CUDA driver library is mapped; None if its map cannot be read. Without the
+    #: library there is no context; with it, only the driver knows.
     libcuda: bool | None
 
 
@@ -50,7 +50,7 @@ def maps_libcuda(pid: int) -> bool | None:
 
 
 def _depth(stat: Stat, stats: dict[int, Stat], root: int) -> int | None:
-    """Return how far below ``root`` a process is, None if it is not below."""
+    """Return the number of generations from ``root`` down to a process, or None."""
     depth, pid, seen = 0, stat.pid, {stat.pid}
     while pid != root:
         above = stats.get(pid)
@@ -62,7 +62,7 @@ def _depth(stat: Stat, stats: dict[int, Stat], root: int) -> int | None:
 
 
 def _passes(stat: Stat, stats: dict[int, Stat], broker: int, root: int) -> bool:
-    """Return whether ``broker`` is the process or above it, and not above ``root``."""
+    """Return whether ``broker`` is the process or its ancestor, but not an ancestor of ``root``."""
     pid, seen = stat.pid, set[int]()
     while pid not in seen and pid != root:
         if pid == broker:
@@ -82,10 +82,10 @@ def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Memb
     a second pooled kernel), and processes of the same user whose environment names ``session``
     (their parent has ended, or they went to the background). Empty if ``root`` has ended.
 
-    ``broker`` never belongs to a session, nor does what is below it, unless that names the session
-    by itself: a notebook may have started the broker, and a broker may get a notebook's orphans.
+    ``broker`` never belongs to a session, nor do its descendants without the session's name in
+    their environment: a notebook may start the broker, and a broker may adopt its orphans.
     """
-    if not session:  # or every process of the user without the variable would belong
+    if not session:  # every process of the user without the variable would belong
         raise ValueError("A session must have a name.")
     stats = all_stats()
     top = stats.get(root.pid)
@@ -99,7 +99,7 @@ def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Memb
             found.append((0, stat.start_time, stat))
             continue
         # Only the environments of that user's processes count, because any user may name any
-        # session. And a process that is older than the root was not started by it.
+        # session. And the root did not start a process that is older than itself.
         if depth is None and (stat.start_time < root.start_time or owner(stat.pid) != user):
             continue
         beside = depth is None and stat.pid != broker
@@ -107,13 +107,13 @@ def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Memb
             continue
         named = session_of(stat.pid)
         if named == session or (depth is not None and not named):
-            # An orphan's place in the tree is lost; it may be a child of any process but root.
+            # An orphan's place in the tree is unknown; any process but root may be its parent.
             found.append((1 << 20 if depth is None else depth, stat.start_time, stat))
     found.sort(key=lambda item: item[:2], reverse=True)
     return [Member(stat.identity, stat.presence, maps_libcuda(stat.pid)) for *_, stat in found]
 
 
 def look_again(members: list[Member]) -> list[Member]:
-    """Return those of ``members`` that are still there, as they now are."""
+    """Return those of ``members`` that still live, read again."""
     now = [(member.process, presence(member.process)) for member in members]
     return [Member(p, there, maps_libcuda(p.pid)) for p, there in now if there != "gone"]

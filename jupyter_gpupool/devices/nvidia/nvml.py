@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """NVML through NVIDIA's own client (nvidia-ml-py). Runs in the monitor child only.
 
-A figure that NVML does not give stays unknown; no error is turned into a plausible number.
+A figure that NVML does not give stays unknown; no error becomes a plausible number.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..model import DeviceSample, ProcessMemory
 from .driver import problem
 from .interpreter import INSTALL
 
-#: Xid errors that are a fault of the application, not of the device; the others mean that the
-#: device is not to be trusted. The list is that of NVIDIA's k8s-device-plugin (health checks).
+#: Xid errors that are a fault of the application; after any other, the device cannot be trusted.
+#: The list is from the health checks of NVIDIA's k8s-device-plugin.
 APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 
 
@@ -37,7 +37,7 @@ class Nvml:
     Raises
     ------
     DriverError
-        If there is no NVML or it does not start, with the reason in a sentence.
+        If NVML is missing or does not start, with the reason in a sentence.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Nvml:
         self._lost: dict[str, str] = {}
         self._last: dict[str, DeviceSample] = {}
         self._handles: dict[str, Any] = {}
-        #: The indices of GPUs as they were found before.
+        #: Indices of the GPUs from an earlier search.
         self.places: dict[str, int] = {}
         try:
             pynvml.nvmlInit()
@@ -65,7 +65,7 @@ class Nvml:
     # ------------------------------------------------------------------ discovery
 
     def versions(self) -> tuple[str, str]:
-        """Return the driver's version and the CUDA version it serves; empty where unknown."""
+        """Return the driver's version and its CUDA version; empty where unknown."""
         n = self._n
         try:
             driver = str(n.nvmlSystemGetDriverVersion())
@@ -79,7 +79,7 @@ class Nvml:
         return driver, cuda
 
     def discover(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return what there is, and a sentence for each device that cannot be used.
+        """Return the devices, and a sentence for each device that cannot be used.
 
         One row per GPU, or per MIG instance of a GPU in MIG mode: ``uuid``, ``index``, ``minor``
         (number of the device file), ``name``, ``total`` and ``reserved`` bytes, ``mig``.
@@ -119,7 +119,7 @@ class Nvml:
         }
 
     def _minor(self, handle: Any, index: int) -> int:
-        """Return the number of the device file, which is the machine's also in a container."""
+        """Return the number of the device file, which is the machine's even in a container."""
         try:
             return int(self._n.nvmlDeviceGetMinorNumber(handle))
         except self._n.NVMLError:
@@ -130,7 +130,7 @@ class Nvml:
         try:
             return bool(n.nvmlDeviceGetMigMode(handle)[0] == n.NVML_DEVICE_MIG_ENABLE)
         except (n.NVMLError_NotSupported, n.NVMLError_FunctionNotFound):
-            return False  # a GPU that has no MIG
+            return False  # a GPU without MIG
 
     def _mig_handles(self, handle: Any) -> Iterator[Any]:
         n = self._n
@@ -149,7 +149,7 @@ class Nvml:
     def mark_lost(self, uuid: str, reason: str) -> None:
         """Remember that ``uuid`` failed (an Xid): NVML may go on showing its numbers.
 
-        For as long as this process lives: a device is healthy again only after a reset.
+        This lasts as long as this process: a device is healthy again only after a reset.
         """
         self._lost.setdefault(uuid, reason)
 
@@ -191,7 +191,7 @@ class Nvml:
         return self._handles[uuid]
 
     def _found(self, uuid: str) -> Any:
-        """Return the handle of a GPU; where its index is known, without touching any other GPU.
+        """Return the handle of a GPU; with a known index, without touching any other GPU.
 
         NVML may attach to other GPUs as it looks for a UUID, and keep their device files open.
         """
@@ -210,13 +210,13 @@ class Nvml:
             memory = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
             reserved = int(memory.reserved)
         except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported):
-            # Version 1 counts what the driver reserves as used, so it is not lost.
+            # Version 1 counts the driver's reserved memory as used, so that is not lost.
             memory = n.nvmlDeviceGetMemoryInfo(handle)
             reserved = 0
         return int(memory.total), int(memory.used), reserved, int(memory.free)
 
     def _processes(self, handle: Any) -> tuple[ProcessMemory, ...]:
-        """Return every process with a context; a process may have one for compute and graphics."""
+        """Return every process with a context; a process may have two, for compute and graphics."""
         n = self._n
         found: dict[int, int | None] = {}
         for name in ("Compute", "Graphics"):
@@ -241,7 +241,7 @@ class Nvml:
     def losses(self, uuids: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield ``(uuid, reason)`` for every device failure as it happens, without end.
 
-        Ends at once where NVML has no events.
+        Ends at once if NVML has no events.
         """
         n = self._n
         try:
@@ -262,7 +262,7 @@ class Nvml:
             except n.NVMLError_Timeout:
                 continue
             except n.NVMLError_GpuIsLost:
-                # Which one, NVML does not tell here; the next samples do.
+                # NVML does not name the device here; the next samples show it.
                 time.sleep(1.0)
                 continue
             except n.NVMLError:
@@ -278,7 +278,7 @@ class Nvml:
         try:
             return str(n.nvmlDeviceGetUUID(handle))
         except n.NVMLError:
-            # A lost device may not even tell its name: a handle is a pointer, so compare these.
+            # A lost device may not even give its UUID: a handle is a pointer, so compare these.
             address = ctypes.cast(handle, ctypes.c_void_p).value
             for uuid, known in self._handles.items():
                 if ctypes.cast(known, ctypes.c_void_p).value == address:

@@ -2,12 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspend and resume of a whole session: all of its CUDA processes or none.
 
-The order is lock all, then checkpoint all (children first): a lock that times out costs no copy,
-and no process waits for another that is suspended already. Any refusal undoes everything.
+It locks all processes, then checkpoints all (children first): a lock that times out costs no copy,
+and no process waits for another that is already suspended. Any refusal undoes everything.
 
-A process is bound to the devices that it saw at cuInit. If its session has its slice elsewhere
-when the process wants its first context, it takes one where it is, and *lands*: alone, it is
-suspended there and restored on the slice. See ``guard/src/landing.c``, ``broker/gpu/landing.py``.
+A process is bound to the devices that it saw at cuInit. If its session's slice is elsewhere at its
+first context, it makes one where it is, and *lands*: the broker suspends it alone there and
+restores it on the slice. See ``guard/src/landing.c``, ``broker/gpu/landing.py``.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from .calls import LOST, PATIENCE, Refused, SessionCalls
 from .checkpoint import Answer, complete_mapping
 from .sampler import Sampler, others
 
-#: Times to look for processes that a session started while it was being locked.
+#: Rounds of locking, because a session may start processes meanwhile.
 _LOOKS = 3
 
-#: Seconds that a rollback waits for memory that a program outside the pool took.
+#: Seconds for a rollback to wait for memory that a program outside the pool took.
 ROOM_WAIT = 5.0
 
-#: Looks at a process that may be locked although the caller is gone: their number, the first pause
-#: between them and the longest, in seconds; together most of an hour. Then the seconds for an
-#: answer, which may come only when the process's GPU work has ended.
+#: Checks of a process that a lost caller may have locked: their number, the first pause between
+#: them and the longest, in seconds; together most of an hour. Then the seconds for an answer, which
+#: may come only when the process's GPU work has ended.
 _LATE_LOOKS, _LATE_POLL, _LATE_PAUSE, _LATE_PATIENCE = 60, 1.0, 60.0, 3600.0
 
-#: Code of an answer that the parent makes: no room to restore a process, whose state is intact.
+#: Code of the parent's own answer: no room to restore a process, whose state is intact.
 _NO_ROOM = "NO_ROOM"
 
-#: Refusals of a restore onto another device that will be the same the next time.
+#: Refusals of a restore on another device that a retry would repeat.
 _NOT_MOVED = {checkpoint.NOT_SUPPORTED, checkpoint.INVALID_VALUE}
 
 _WORST: tuple[SessionState, ...] = ("hung", "failed", "checkpointed", "locked", "running")
@@ -63,17 +63,17 @@ class Operation:
         self._sampler = sampler
         self._root = root
         self._begin = time.perf_counter()
-        #: Processes that are, or may be, no longer running because of us, in that order.
+        #: Processes that this operation has, or may have, locked or suspended, in that order.
         self.touched: list[ProcessId] = []
         self._before: list[DeviceSample] = []
         #: Processes that could not be brought back to running because they are stopped.
         self.unsettled: list[ProcessId] = []
         #: Processes that the driver may still lock: the call has no answer yet.
         self.late: list[ProcessId] = []
-        #: What a refused suspend has left suspended, in the order in which that was done, and why.
+        #: Processes that a refused suspend left suspended, in the order of their suspend, and why.
         self.kept: list[ProcessId] = []
         self._kept_why = ""
-        #: How a suspend ends that was refused, once all of it is back.
+        #: The outcome of a refused suspend, once all its processes run again.
         self.refused: SuspendOutcome | None = None
 
     @property
@@ -87,7 +87,7 @@ class Operation:
         return self._calls.driver_seconds
 
     def again(self) -> Operation:
-        """Return a second operation on the same processes, whose leftovers are this one's."""
+        """Return a second operation on the same processes, with this one's leftovers."""
         second = Operation(self._calls, self._sampler, self._root)
         second.unsettled, second.late = self.unsettled, self.late
         return second
@@ -99,7 +99,7 @@ class Operation:
         self._calls.patience = PATIENCE
         try:
             targets, adopted = await self._lock_all()
-            # Not before the lock: memory that a process takes until then must count. A resume that
+            # Only now: memory that a process takes before the lock must count. A resume that
             # reserves too little is fatal.
             self._before = before = await self._sampler.sample_soon(devices)
             self._calls.allow_copy(sum(sample.used for sample in before))
@@ -113,14 +113,14 @@ class Operation:
             return await self._give_up(Refused("drain", f"It was not suspended. {error}"))
         if procfs.ending(self._root):
             return self._suspended("gone", checkpoint.absent(self._root, "gone"), targets)
-        if not targets:  # they have ended, and the root has no context
+        if not targets:  # the others have ended, and the root has no context
             return self._suspended("nothing", "")
         return await self._verify(targets, adopted, before)
 
     async def _lock_all(self) -> tuple[list[ProcessId], bool]:
         """Lock every CUDA process, children first; return them, and whether any was suspended.
 
-        A session may start a process meanwhile, so look again until there is no new one.
+        A session may start a process meanwhile, so this repeats until it finds no new one.
         """
         targets: list[ProcessId] = []
         adopted = False
@@ -140,11 +140,11 @@ class Operation:
                     raise Refused("failed", f"The driver has lost process {process.pid}.")
                 if state:
                     targets.append(process)
-                    # Locked by a broker that is gone counts as done by us: undo must unlock it.
+                    # A lock of a dead broker counts as ours: undo must unlock it.
                     if process not in self.touched:
                         self.touched.append(process)
                     adopted |= state == "checkpointed"
-        # New ones may be below those found first, so the order is that of the last look.
+        # New ones may be children of those found first, so the last listing gives the order.
         order = {process: place for place, process in enumerate(listing)}
         return sorted(targets, key=lambda process: order.get(process, -1)), adopted
 
@@ -160,7 +160,7 @@ class Operation:
         if answer.code == LOST or answer.outcome == "hung":
             self.late.append(process)
             raise Refused("drain", f"Process {process.pid} was not suspended. {answer.message}")
-        # Whatever its code: a refusal that took all of the time means that the time was short.
+        # With any code, a refusal after the whole time means that the work took too long.
         late = answer.outcome == "refused" and answer.seconds >= self._calls.lock_timeout
         if answer.code == checkpoint.NOT_READY or late:
             raise Refused(
@@ -171,7 +171,7 @@ class Operation:
         raise self._calls.refusal(process, answer)
 
     async def _checkpoint(self, process: ProcessId) -> bool:
-        """Suspend a locked process, if it is not; False if it has ended."""
+        """Suspend a locked process, if it is not suspended; False if it has ended."""
         answer = await self._calls.state(process)
         if answer.outcome == "ok" and answer.value != "checkpointed":
             answer = await self._copy("checkpoint", process)
@@ -186,7 +186,7 @@ class Operation:
             return await self._calls.call(op, process, **fields)
 
     async def landed(self, late: Collection[ProcessId]) -> list[ProcessId]:
-        """Wait for locks whose caller is gone; return the processes that they did lock."""
+        """Wait for locks whose caller was lost; return the processes that are locked."""
         found = []
         for process in late:
             for look in range(_LATE_LOOKS):
@@ -204,7 +204,7 @@ class Operation:
             return self._suspended("gone", checkpoint.absent(self._root, "gone"))
         if trouble:
             return self._suspended(trouble[0], f"{refused.message} {trouble[1]}")
-        # The state could not be read then, but by now every process runs.
+        # The state could not be read before, but now every process runs.
         status = "drain" if refused.status == "hung" else refused.status
         outcome = self._suspended(status, refused.message)
         if not self.kept:
@@ -213,7 +213,7 @@ class Operation:
         return replace(outcome, status="kept", message=f"{refused.message} {self._kept_why}")
 
     async def bring_back(self, earlier: Operation) -> SuspendOutcome:
-        """Try again to bring back what ``earlier`` has left suspended; never without room."""
+        """Try again to resume what ``earlier`` left suspended, but never without room."""
         assert earlier.refused is not None
         self._before, self.refused = earlier._before, earlier.refused
         trouble = await self.undo(earlier.kept, patience=0.0)
@@ -228,14 +228,14 @@ class Operation:
     async def undo(
         self, touched: Collection[ProcessId], *, patience: float = ROOM_WAIT
     ) -> tuple[SuspendStatus, str] | None:
-        """Bring processes back to running, parents first; return what stands in the way.
+        """Bring processes back to running, parents first; return the problem, if any.
 
-        What stays suspended, with its state intact, is in :attr:`kept`.
+        Processes that stay suspended, with their state intact, are in :attr:`kept`.
         """
         trouble: tuple[SuspendStatus, str] | None = None
         for process in reversed([*touched]):
             if process in self.late:
-                continue  # it runs, or the service looks after it
+                continue  # it runs, or the service brings it back later
             answer = await self._calls.state(process)
             if answer.value == "checkpointed":
                 answer = await self._back(process, patience)
@@ -261,9 +261,9 @@ class Operation:
         return trouble
 
     async def _back(self, process: ProcessId, patience: float) -> Answer:
-        """Restore a process where it was; for a while again, if that fails and costs nothing.
+        """Restore a process where it was; repeat for a while if that fails without a loss.
 
-        Not without room for what it had: that is fatal, and suspended it is safe.
+        Without room for its memory, it stays suspended, which is safe; a restore would be fatal.
         """
         deadline = time.monotonic() + patience
         while True:
@@ -280,7 +280,7 @@ class Operation:
             await asyncio.sleep(0.1)
 
     async def _wait_for_room(self, process: ProcessId, deadline: float) -> str:
-        """Wait a little until what a process had is free again; return why it is not.
+        """Wait a little for the memory that a process had; return why it is not free.
 
         The lease is still the session's, so a program outside the pool took the memory.
         """
@@ -291,7 +291,7 @@ class Operation:
         return problem
 
     def _nothing_held(self, before: Sequence[DeviceSample]) -> None:
-        """Refuse "nothing" if NVML shows memory of the session: it must not be given away."""
+        """Refuse the result "nothing" if NVML shows memory of the session, which is then in use."""
         for sample in before:
             for process in sample.processes:
                 if process.pid in self._calls.pids and process.bytes != 0:
@@ -304,7 +304,7 @@ class Operation:
     async def _verify(
         self, targets: Sequence[ProcessId], adopted: bool, before: Sequence[DeviceSample]
     ) -> SuspendOutcome:
-        """Look whether the memory really is free, and count it."""
+        """Check that the memory really is free, and count it."""
         if adopted:
             return self._suspended("suspended", "", targets)
         pids = {process.pid for process in targets}
@@ -347,12 +347,12 @@ class Operation:
     ) -> ResumeOutcome:
         """Resume the session on ``devices``. See :class:`ResumeOutcome`.
 
-        ``known`` are its processes that were suspended, as far as that was noted.
+        ``known`` are its suspended processes, as far as they were noted.
         """
         mapping = complete_mapping((*origin,), (*devices,), (*everything,))
         self._calls.allow_copy(sum(need.values()))
         self._calls.patience = PATIENCE
-        # Two children answer at the same time: the room is reserved for this session.
+        # Ask two children at the same time: the room is reserved for this session.
         found, problem = await asyncio.gather(self._look(known), self._no_room(need))
         if isinstance(found, Refused):
             if found.status == "gone":
@@ -374,7 +374,7 @@ class Operation:
             if _over(answer):
                 continue
             if answer.outcome == "refused" and answer.code != LOST:
-                # The driver knows what became of it: not every refusal is a loss.
+                # Ask the driver for its state: not every refusal is a loss.
                 now = await self._calls.state(process)
                 answer = replace(answer, value=now.value)
             if answer.outcome != "ok" and not (answer.code != LOST and answer.value == "locked"):
@@ -383,7 +383,7 @@ class Operation:
         for process in held:
             answer = await self._calls.call("unlock", process)
             if answer.outcome == "stopped":
-                # Its memory is back; it cannot be unlocked before it is continued.
+                # Its memory is back, but it cannot be unlocked while it is stopped.
                 self.unsettled.append(process)
             elif answer.outcome != "ok" and not _over(answer):
                 return self._resumed(
@@ -401,7 +401,7 @@ class Operation:
             return refused
 
     async def _no_room(self, need: Mapping[str, int]) -> str:
-        """Return why a restore must not be tried now; it is fatal without room."""
+        """Return why a restore must not be tried now; without room, it would be fatal."""
         try:
             samples = await self._sampler.sample([*need])
         except DriverError as error:
@@ -419,7 +419,7 @@ class Operation:
     async def _not_restored(
         self, process: ProcessId, answer: Answer, *, moves: bool
     ) -> ResumeOutcome:
-        """Say what became of the session, having suspended again what had been restored."""
+        """Suspend restored processes again; return the session's outcome."""
         untouched = answer.outcome == "stopped" or answer.value == "checkpointed"
         if untouched:
             for restored in self.touched:
@@ -456,7 +456,7 @@ class Operation:
             states = [await self._calls.probe(process) for process in await self._calls.members()]
         except Refused as refused:
             if refused.status == "pinned":
-                return "running"  # the driver refuses to say more, so it was not suspended
+                return "running"  # the driver gives no state, so it was not suspended
             return "gone" if refused.status == "gone" else "hung"
         return next((state for state in _WORST if state in states), "none")
 
@@ -476,7 +476,7 @@ class Operation:
 
 
 def _over(answer: Answer) -> bool:
-    """Tell whether a process that had a context has none any more: it ended, or became another."""
+    """Return whether a process has lost its context: it ended, or executed another program."""
     return answer.outcome == "gone" or answer.code == checkpoint.NOT_INITIALIZED
 
 
@@ -485,10 +485,10 @@ def freed_bytes(
 ) -> dict[str, int]:
     """Return the bytes that ``pids`` gave back, by device; empty if that is unknown.
 
-    From NVML's process lists if they show every one of ``pids``, which keeps other processes that
-    come and go out of the count; else from free memory. A list may lack some of what a process had
-    (its context, say), and a resume that reserves too little is fatal: so where nothing else
-    changed on the device, more free memory counts as well, up to a context for each.
+    NVML's process lists give the bytes if they show all of ``pids``, without the effect of other
+    processes; else free memory gives them. A list may lack a part of a process (its context, say),
+    and a resume that reserves too little is fatal. So if nothing else changed on the device, a
+    higher gain of free memory counts, up to a context for each process.
     """
     known = {p.pid for s in before for p in s.processes if p.bytes is not None}
     if not set(pids) <= known:
@@ -543,15 +543,15 @@ async def land(
 
 
 async def _run_on(operation: Operation) -> str:
-    """Let the process of ``operation`` run where it is; return what stands in the way."""
+    """Let the process of ``operation`` run where it is; return the problem, if any."""
     trouble = await operation.again().undo([operation.root])
     return trouble[1] if trouble else ""
 
 
 async def interrupted(operation: Operation, process: ProcessId) -> tuple[str, str]:
-    """Find a process whose landing a broker left in its middle, and let it run where it is.
+    """Let a process run where it is after its broker died during its landing.
 
-    Return the driver's state as it was found, and what stands in the way of running.
+    Return the driver's state before this, and what keeps the process from running.
     """
     state = await operation.state()
     if state in ("locked", "checkpointed"):

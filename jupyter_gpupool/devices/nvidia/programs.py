@@ -1,21 +1,21 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What runs in child processes: ``child.py jupyter_gpupool.devices.nvidia.programs NAME ...``.
+"""Programs of the child processes: ``child.py jupyter_gpupool.devices.nvidia.programs NAME ...``.
 
 =============================  ====================================================================
-``monitor PARENT``             everything that NVML is for; one
+``monitor PARENT``             all questions to NVML; one for the broker
 ``worker PARENT``              the driver's checkpoint calls; one for each device
 ``selftest PARENT UUID``       a few MiB of known bytes, which the self-test suspends and resumes
-``packages``                   says which of NVIDIA's packages this interpreter has, and ends
+``packages``                   prints which of NVIDIA's packages this interpreter has, and ends
 =============================  ====================================================================
 
 A program reads requests from stdin and writes answers to stdout, one JSON object per line. Request:
-``{"id": 7, "op": "sample", ...}``. Answer: ``{"id": 7, ...}`` with what the handler returned, or
+``{"id": 7, "op": "sample", ...}``. Answer: ``{"id": 7, ...}`` with the handler's result, or
 ``{"id": 7, "error": text, "code": text}``. An event, without a request: ``{"event": ...}``; the
 first line is ``{"event": "ready", "problem": ...}``.
 
-A program may be killed at any time. The workers are kept because a fresh process would pay for
-cuInit on each call; the broker asks a new one for the driver's own state.
+A program may be killed at any time. Workers stay alive because a fresh process would need a
+cuInit for each call; after a loss, the broker asks a new worker for the driver's state.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ _write_lock = threading.Lock()
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies, whatever this one is doing.
+    """Ask the kernel to kill this process when its parent dies, even during a driver call.
 
-    The end of stdin says the same, but a process that hangs in a driver call does not read.
+    The end of stdin also shows that, but a process that hangs in a driver call does not read.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         os._exit(0)
 
 
 def claim_stdout() -> int:
-    """Return a descriptor for answers, and send what anybody else prints to stderr."""
+    """Return a descriptor for answers, and send all other output to stderr."""
     out = os.dup(1)
     os.set_inheritable(out, False)
     os.dup2(2, 1)
@@ -67,7 +67,7 @@ def claim_stdout() -> int:
 
 
 def emit(out: int, message: Mapping[str, Any]) -> None:
-    """Write one whole line, from any thread. This process ends if its parent has."""
+    """Write one whole line, from any thread. This process ends if its parent has ended."""
     line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
     try:
         with _write_lock:
@@ -96,7 +96,7 @@ def serve(out: int, handlers: Mapping[str, Handler]) -> None:
 
 
 def monitor(out: int) -> dict[str, Handler]:
-    """Start NVML. A thread of its own waits for Xid errors, and sends an event for each."""
+    """Start NVML. A thread waits for Xid errors, and sends an event for each."""
     from .nvml import Nvml
 
     nvml = Nvml()
@@ -154,10 +154,10 @@ def worker(_out: int) -> dict[str, Handler]:
         return member
 
     def look(root: dict[str, int], session: str, known: list[dict[str, int]]) -> dict[str, Any]:
-        """Return what ``find`` does, with the driver's thread and state of each process.
+        """Return the result of ``find``, with the driver's thread and state of each process.
 
-        ``known`` are the processes that were suspended. As long as all of them are, no other
-        process of the session can have state, and the walk through /proc is saved.
+        ``known`` are processes that were suspended. If all of them still are, no other process
+        of the session can have state, and this does not read /proc.
         """
         top = procfs.presence(ProcessId(**root))
         suspended = [
@@ -177,7 +177,7 @@ def worker(_out: int) -> dict[str, Handler]:
         locked: list[dict[str, int]],
         mapping: dict[str, str] | None,
     ) -> dict[str, Any]:
-        """Restore and then unlock processes, up to the first call that does not succeed."""
+        """Restore and then unlock processes, up to the first call that fails."""
         answers: list[dict[str, Any]] = []
         todo = [*(("restore", each) for each in suspended), *(("unlock", each) for each in locked)]
         for op, process in todo:
@@ -192,7 +192,7 @@ def worker(_out: int) -> dict[str, Handler]:
 
 
 class Finder:
-    """Looks for the processes of a session, and remembers the last look."""
+    """Finds the processes of a session, and keeps the last result."""
 
     def __init__(self) -> None:
         self._about: tuple[ProcessId, str, frozenset[int]] | None = None
@@ -201,8 +201,8 @@ class Finder:
     def find(self, root: dict[str, int], session: str, again: bool) -> dict[str, Any]:
         """Return the processes of a session, see :func:`members.session_members`.
 
-        ``again``: within one operation, to see what was started meanwhile. If the
-        machine has no new process, only those found before are read again.
+        ``again``: look for new processes within one operation. If the machine has no
+        new process, only those found before are read again.
         """
         top = ProcessId(**root)
         about = (top, session, procfs.all_pids())
@@ -251,7 +251,7 @@ class Pattern:
         self._call(self._driver.cuMemcpyHtoD, self._memory, self._pattern, SIZE)
 
     def check(self) -> dict[str, Any]:
-        """Compare the bytes, and write other ones for the next time."""
+        """Compare the bytes, and write new ones for the next check."""
         found = bytearray(SIZE)
         self._call(self._driver.cuMemcpyDtoH, found, self._memory, SIZE)
         same = bytes(found) == self._pattern
@@ -259,7 +259,7 @@ class Pattern:
         return {"same": same}
 
     def over(self, size: int) -> dict[str, Any]:
-        """Try to allocate ``size`` bytes; return the result, having freed what came."""
+        """Try to allocate ``size`` bytes; free them again, and return the result."""
         result, *pointer = self._driver.cuMemAlloc(size)
         if result == self._driver.CUresult.CUDA_SUCCESS:
             self._call(self._driver.cuMemFree, *pointer)

@@ -1,12 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What NVML shows, asked of the monitor child with a time-out; whose the process numbers in it are.
+"""Ask the monitor child for NVML's samples, with a time-out; decide whose process numbers it lists.
 
 In a container most drivers list the numbers of the host. Such a number is no process here, or, by
-chance, another one: bytes would be charged to the wrong session, and the wrong process ended. So a
-number counts as a process only where that is proven: the list has shown a self-test's program under
-its own number. Without a self-test it counts in the initial PID namespace, whose numbers NVML
-lists. Everywhere else :meth:`Numbers.translate` makes the numbers negative, which no process has.
+chance, another process: the wrong session would be charged, and the wrong process ended. So a
+number counts as a process only after proof: the list has shown a self-test's program under its own
+number. Without a self-test it counts in the initial PID namespace, whose numbers NVML lists.
+Everywhere else :meth:`Numbers.translate` makes the numbers negative, which no process has.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ from ..children import Child, ChildLost
 from ..model import DeviceSample, ProcessMemory
 from .interpreter import PROGRAMS
 
-#: Seconds that NVML may take for one look at the devices before its process is replaced.
+#: Seconds for NVML to read the devices once before its process is replaced.
 SAMPLE_TIMEOUT = 5.0
 
-#: Seconds that the memory of a suspended process may take to show as free, and between looks.
+#: Seconds for the memory of a suspended process to show as free, and between checks.
 FREED_TIMEOUT = 2.0
 _FREED_POLL = 0.02
+#: The same where a list of known numbers does not show the process: it has no context.
+_UNLISTED_TIMEOUT = 0.25
 
 
-#: What a suspended process may go on to hold: bytes, and at most this part of what it had.
+#: Memory that a suspended process may still hold: bytes, and at most this part of its former use.
 KEPT, KEPT_PART = 16 << 20, 4
 
 
 def others(sample: DeviceSample, pids: Collection[int]) -> dict[int, int | None]:
-    """Return what NVML lists for processes that are none of ``pids``."""
+    """Return NVML's bytes of all processes except ``pids``."""
     return {p.pid: p.bytes for p in sample.processes if p.pid not in pids}
 
 
 def _left(before: DeviceSample, after: DeviceSample, pids: Collection[int]) -> bool:
     """Return whether ``pids``, suspended in between, have given their memory back.
 
-    Both must say so: the list, in which some drivers go on to show a little of each, and the
-    figure of free memory, unless others came or went.
+    Both the list, where some drivers still show a little of each, and free memory must show it;
+    free memory does not count if other processes came or went.
     """
     had = {p.pid: p.bytes or 0 for p in before.processes if p.pid in pids}
     for process in after.processes:
@@ -79,7 +81,7 @@ class Sampler:
         )
         self.numbers = Numbers(log, numbers)
         self._timeout = timeout
-        #: Seconds that each copy under way may take.
+        #: Allowed seconds of each copy under way.
         self._copies: list[float] = []
         self._on_lost = on_lost
         self._uuids: tuple[str, ...] = ()
@@ -89,33 +91,33 @@ class Sampler:
         self._told: set[str] = set()
 
     async def discover(self) -> dict[str, Any]:
-        """Return what ``monitor.discover`` does.
+        """Return the result of ``monitor.discover``.
 
         Raises
         ------
         DriverError
-            If there is no driver, with the reason in a sentence, or NVML does not answer.
+            If no driver is found, with the reason in a sentence, or NVML does not answer.
         """
         found = await self._call("discover", 60.0)
         self._places = {row["uuid"]: row["index"] for row in found["devices"] if not row["mig"]}
         return found
 
     async def watch(self, uuids: Sequence[str]) -> None:
-        """From now on, report failures of these devices."""
+        """Report failures of these devices from now on."""
         self._uuids = tuple(uuids)
         self._watching = 0
         await self._rewatch()
 
     async def look_away(self, uuids: Sequence[str]) -> None:
-        """From now on, watch only these, and have no other device open. Asks NVML nothing."""
+        """Watch only these from now on, with no other device open. Asks NVML nothing."""
         self._uuids = tuple(uuids)
         await self.child.kill()
 
     @contextlib.contextmanager
     def copying(self, seconds: float) -> Iterator[None]:
-        """For as long as a checkpoint or restore is copying, which may take ``seconds``.
+        """Allow ``seconds`` more for samples while a checkpoint or restore is copying.
 
-        Some drivers answer NVML only when that is over: to look is to wait, and no failure.
+        Some drivers answer NVML only after the copy, so a late sample is no failure then.
         """
         self._copies.append(seconds)
         try:
@@ -124,7 +126,7 @@ class Sampler:
             self._copies.remove(seconds)
 
     async def sample_soon(self, uuids: Sequence[str]) -> list[DeviceSample]:
-        """Return what :meth:`sample` does, or raise as it does, without waiting for a copy."""
+        """Return or raise the same as :meth:`sample`, but do not wait for a copy."""
         if not self._copies:
             return await self.sample(uuids)
         task = asyncio.ensure_future(self.sample(uuids))
@@ -151,7 +153,7 @@ class Sampler:
         timeout = self._timeout + max(self._copies, default=0.0)
         answer = await self._call("sample", timeout, uuids=wanted)
         if uuids is None and not {*wanted} <= {*self._uuids}:
-            # Meanwhile one of them was set aside, and the process that answered has it open.
+            # A device was set aside meanwhile, but the process that answered has it open.
             await self.child.kill()
             return await self.sample()
         samples = []
@@ -170,13 +172,16 @@ class Sampler:
     ) -> tuple[list[DeviceSample], bool]:
         """Wait (bounded) until the devices of ``before`` hold nothing of ``pids``.
 
-        Return new samples and whether that came true. Where NVML's lists did not show these
-        processes (another PID namespace), more free memory than before is the sign.
+        Return new samples and whether this happened. If NVML's lists did not show these
+        processes, an increase of free memory is the sign. Numbers of another PID namespace are
+        never shown. Numbers that are known here are shown while the process has a context, and
+        without one there is nearly nothing to wait for.
         """
         uuids = [sample.uuid for sample in before]
         shown = any(process.pid in pids for sample in before for process in sample.processes)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + FREED_TIMEOUT
+        nothing = not shown and self.numbers.proven
+        deadline = loop.time() + (_UNLISTED_TIMEOUT if nothing else FREED_TIMEOUT)
         while True:
             after = await self.sample(uuids)
             if shown:
@@ -184,14 +189,14 @@ class Sampler:
             else:
                 freed = any(a.free > b.free for a, b in zip(after, before, strict=True))
             if freed or loop.time() >= deadline:
-                return after, freed
+                return after, freed or bool(nothing)
             await asyncio.sleep(_FREED_POLL)
 
     async def renew(self, uuids: Collection[str]) -> None:
-        """Ask a new process from now on, which takes none of ``uuids`` for lost any more.
+        """Ask a new process from now on, for which none of ``uuids`` is lost any more.
 
-        A device that was reset may be healthy again, and NVML must be initialised anew to see
-        devices that were exchanged.
+        A reset device may be healthy again, and only a newly initialised NVML sees exchanged
+        devices.
         """
         for uuid in uuids:
             self._xids.pop(uuid, None)
@@ -202,7 +207,7 @@ class Sampler:
         await self.child.close()
 
     async def _rewatch(self) -> None:
-        """Tell a monitor that was replaced what to watch, and what is lost for good."""
+        """Tell a new monitor which devices to watch, and which are lost for good."""
         if not self._uuids or (self.child.pid and self._watching == self.child.generation):
             return
         await self._call(
@@ -231,18 +236,18 @@ class Sampler:
             self._on_lost(uuid, reason)
 
 
-#: Samples in a row in which a listed number must have no process before that is evidence: a
-#: process that has just ended may be listed for a moment more.
+#: Samples in a row in which a listed number has no process before that is evidence: NVML may
+#: still list a process that has just ended.
 ABSENT = 3
 
 
 def to_memo(proven: bool | None) -> str:
-    """Return what a later broker of this boot and PID namespace is to know; "" if nothing."""
+    """Return ``proven`` as text for a later broker of this boot and PID namespace; or ""."""
     return "" if proven is None else json.dumps([boot_id(), pid_namespace(), proven])
 
 
 def from_memo(text: str) -> bool | None:
-    """Return what :func:`to_memo` was given in this boot and PID namespace, else None."""
+    """Return the value that :func:`to_memo` got in this boot and PID namespace, else None."""
     try:
         *where, proven = json.loads(text or "[]")
     except ValueError:
@@ -252,13 +257,13 @@ def from_memo(text: str) -> bool | None:
 
 
 class Numbers:
-    """What is known of the numbers that NVML lists; one for each :class:`.sampling.Sampler`.
+    """Decides if the numbers that NVML lists are processes here; one for each :class:`Sampler`.
 
-    ``known`` is what an earlier broker found in this namespace.
+    ``known`` is an earlier broker's result in this namespace.
     """
 
     def __init__(self, log: logging.Logger, known: bool | None = None) -> None:
-        #: Whether they are processes of this namespace; None: not known yet.
+        #: Whether the numbers are processes of this namespace; None: not known yet.
         self.proven: bool | None = None
         self._initial = pid_namespace() == FIRST_NAMESPACE
         self._log = log
@@ -276,7 +281,7 @@ class Numbers:
             self.proven = False
 
     def settle(self) -> None:
-        """The self-tests are over: what they did not tell is as an earlier broker found it."""
+        """After the self-tests, take an earlier broker's result if they gave none."""
         if self.proven is None:
             self.proven = self._known if self._known is not None else self._initial or None
         if self.proven is False and not self._settled:
@@ -287,7 +292,7 @@ class Numbers:
         self._settled = True
 
     def translate(self, sample: DeviceSample) -> DeviceSample:
-        """Return the sample with the numbers negative that are not known to be processes here."""
+        """Return the sample; numbers that are not known to be processes here become negative."""
         if not self._settled or not sample.processes:
             return sample
         if self.proven and not self._initial:
@@ -298,7 +303,7 @@ class Numbers:
         return replace(sample, processes=tuple(hidden))
 
     def _look_for(self, listed: Sequence[ProcessMemory]) -> None:
-        """Take back the proof if listed numbers stay without a process."""
+        """Withdraw the proof if listed numbers stay without a process."""
         absent = {process.pid for process in listed if process.pid > 0 and _absent(process.pid)}
         self._absent = Counter({pid: self._absent[pid] + 1 for pid in absent})
         if max(self._absent.values(), default=0) >= ABSENT:
@@ -310,7 +315,7 @@ class Numbers:
 
 
 def _absent(pid: int) -> bool:
-    # By signal 0, not by /proc, which may hide the processes of other users.
+    # Signal 0 is used because /proc may hide the processes of other users.
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,12 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Can this device suspend? Ask it.
+"""Test whether a device can suspend.
 
 The program ``selftest`` (see ``programs``) holds a few MiB of known bytes on one device.
-:func:`judge` suspends it, resumes it and has the bytes compared, in place and, where there is a
-peer of the same model, on that peer. The calls are those that notebooks get later, so that what
-passes here works there. ``guard_frame`` runs the same program under the guard, in a :class:`Frame`
-that asks more of it. :class:`Stage` sees what a CUDA context costs meanwhile.
+:func:`judge` suspends it, resumes it and lets it compare the bytes, in place and, if there is a
+peer of the same model, on that peer. Notebooks get the same calls later, so a pass here means that
+they work there. ``guard_frame`` runs the same program under the guard, in a :class:`Frame` with
+more checks. :class:`Stage` measures the memory of a CUDA context meanwhile.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .sampler import Sampler, others
 
 
 class Stage:
-    """Where test programs start, and move from device to device.
+    """Starts test programs and lets them move from device to device, never both at once.
 
-    Not both at once: where NVML does not list processes (a container), the figure comes from the
-    device's free memory, which a program that moves in from another device would spoil.
+    If NVML does not list processes (a container), the figure comes from the device's free memory,
+    which a program that moves in from another device would change.
     """
 
     def __init__(self, sampler: Sampler) -> None:
-        #: Bytes by device, as far as measured.
+        #: Measured bytes of a context, by device.
         self.found: dict[str, int] = {}
         self._sampler = sampler
         self._changed = asyncio.Condition()
@@ -56,12 +56,12 @@ class Stage:
             if target.pid is not None:
                 self._sampler.numbers.learn(before, after, target.pid)
             cost = _taken(before, after, target.pid) - size
-            if 0 < cost <= after.total // 2:  # or another process came or went
+            if 0 < cost <= after.total // 2:  # otherwise another process came or went
                 self.found[uuid] = cost
 
     @contextlib.asynccontextmanager
     async def moving(self) -> AsyncIterator[None]:
-        """For as long as a program may be on another device."""
+        """Allow no start while a program may be on another device."""
         async with self._alone("_moving", "_starting"):
             yield
 
@@ -78,7 +78,7 @@ class Stage:
                 self._changed.notify_all()
 
     async def _look(self, uuid: str) -> DeviceSample | None:
-        with contextlib.suppress(DriverError):  # the test itself says what is wrong with NVML
+        with contextlib.suppress(DriverError):  # the test itself reports NVML's problem
             (sample,) = await self._sampler.sample([uuid])
             return sample
         return None
@@ -87,7 +87,7 @@ class Stage:
 def _taken(before: DeviceSample, after: DeviceSample, pid: int | None) -> int:
     """Return the bytes that process ``pid`` has on the device of these samples.
 
-    A list may lack some of them: if no other process came or went, free memory shows them all.
+    NVML's list may lack some: if no other process came or went, free memory shows them all.
     """
     taken = before.free - after.free
     for process in after.processes:
@@ -105,11 +105,11 @@ SESSION = "gpupool-selftest"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a device proved able to do; ``reason`` says what it failed at, in a sentence.
+    """The proven abilities of a device; ``reason`` names the failed step, in a sentence.
 
-    Not ``tested``: the device had no room for the test, which proves nothing. A driver that has
-    the calls is then trusted to suspend, because a suspend that it refuses is undone; it is not
-    trusted to move a process to another device, because a restore that fails is fatal.
+    Not ``tested``: the device had no room for the test, which proves nothing. Then the pool lets a
+    driver that has the calls suspend, because a refused suspend is undone; it does not let it
+    move a process to another device, because a failed restore is fatal.
     """
 
     can_suspend: bool
@@ -123,7 +123,7 @@ class _NoRoom(Exception):
 
 
 class Frame:
-    """What is done around each suspend and resume of the test program; here: nothing."""
+    """Steps around each suspend and resume of the test program; here: none."""
 
     session = SESSION
 
@@ -132,11 +132,11 @@ class Frame:
         return f"The self-test failed: {problem}"
 
     async def begun(self, target: Child) -> str:  # noqa: ARG002 (for those that look)
-        """Look at the program that has its memory now; return what is wrong."""
+        """Check the program, which has its memory now; return the problem, or ""."""
         return ""
 
     async def hold(self, target: Child) -> str:  # noqa: ARG002 (as above)
-        """Prepare the program to be suspended; return why it is not."""
+        """Prepare the program for its suspend; return why this failed, or ""."""
         return ""
 
     async def check(self, target: Child, device: str) -> bool:  # noqa: ARG002 (as above)
@@ -155,7 +155,7 @@ async def judge(
     stage: Stage,
     retire: bool = False,
 ) -> Verdict:
-    """Put ``target`` (this program, on device ``uuid``) through it.
+    """Test device ``uuid`` with the program ``target``.
 
     ``operation(root)`` makes an :class:`Operation` on the process ``root``. With ``retire`` the
     program is suspended again before it is ended: some drivers hang when a restored process ends.
@@ -198,7 +198,7 @@ async def judge(
             try:
                 problem = await there_and_back(peer)
             except _NoRoom as error:
-                # It was not tried: without room it would cost the driver's patience, at the least.
+                # Not tried: without room it would at least use the driver's whole time-out.
                 return Verdict(True, False, f"The self-test had no room on another GPU: {error}")
             if problem:
                 return Verdict(True, False, f"The self-test on another device failed: {problem}")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``DeviceService``: everything the broker asks of GPUs, without ever waiting for one.
+"""``DeviceService`` answers all the broker's questions to GPUs, and never blocks its loop.
 
 One worker child per device makes the checkpoint calls, one monitor child talks to NVML. Calls may
 come from any task of one event loop; operations on the same device wait for each other.
@@ -55,10 +55,10 @@ _SELFTESTS = 4
 #: starts, and if the test under the guard hangs, the one without the guard follows.
 TEST_CALL_TIMEOUT = 15.0
 
-#: Seconds between two looks at what ended self-tests have left.
+#: Seconds between two checks of the memory left by ended self-tests.
 _RESIDUE_POLL = 0.1
 
-#: In the name of every device of the emulated driver.
+#: Part of the name of every device of the emulated driver.
 _EMULATED = "EMULATED"
 
 
@@ -71,24 +71,24 @@ class DeviceService:
         The whole environment for child processes (it chooses the driver library); None: this
         process's own.
     lock_timeout:
-        Seconds that a session's submitted GPU work may take to finish before a suspend is given up.
+        Seconds for a session's submitted GPU work to finish before a suspend is given up.
     call_timeout:
-        Seconds that any other driver call may take, besides copying, before its process is killed.
+        Seconds for any other driver call, without copying, before its process is killed.
     sample_timeout:
-        Seconds that NVML may take for one sample.
+        Seconds for NVML to take one sample.
     guard:
-        Whether sessions are to run under the guard: then each device is tested with it, and has
-        the tier "guarded" if it passes.
+        Whether sessions run under the guard: then each device is tested with it, and gets the tier
+        "guarded" if it passes.
     python:
         The interpreter for child processes, which has NVIDIA's packages; "": this process's own.
     numbers:
-        What an earlier service of this PID namespace found (:attr:`numbers`); None: nothing.
+        Result of an earlier service in this PID namespace (:attr:`numbers`); None: no result.
     choose:
         Returns which of the machine's GPUs may be used, and why not all.
     files:
-        How the paths of the GPUs' device files begin.
+        Prefix of the paths of the GPUs' device files.
     version_file:
-        Where the loaded kernel module says which it is.
+        File with the version of the loaded kernel module.
     on_device_lost:
         Called with ``(uuid, reason)`` when a device fails (an Xid that is not the application's
         fault, or NVML cannot read it any more); once, until it is seen healthy again.
@@ -112,10 +112,10 @@ class DeviceService:
     ) -> None:
         #: Why there is no usable device, in a sentence; empty if there is one.
         self.problem = ""
-        #: Versions as NVML tells them, empty where unknown.
+        #: Versions from NVML, empty if unknown.
         self.driver_version = ""
         self.cuda_version = ""
-        #: Devices that had no room for a self-test; they count as able to suspend.
+        #: Devices without room for a self-test; they count as able to suspend.
         self.untested: set[str] = set()
         #: Why no child runs and every call fails; empty if the service serves.
         self.down = ""
@@ -140,7 +140,7 @@ class DeviceService:
         self._choose = choose
         self._files = files
         self._version_file = version_file
-        #: What limits the pool to some of the machine's GPUs, in sentences.
+        #: Why the pool has only some of the machine's GPUs, in sentences.
         self.limit = ""
         self._everything: tuple[str, ...] = ()
         self._devices: dict[str, Device] = {}
@@ -159,8 +159,8 @@ class DeviceService:
         """Find the devices and test each; return them, an empty list if there is no driver.
 
         Never raises for a missing or broken driver: :attr:`problem` then says what is wrong.
-        ``known`` are devices by UUID as an earlier broker found them; they are not tested again,
-        because a test takes memory (a CUDA context) that sessions may have been granted.
+        ``known`` are an earlier broker's devices by UUID; they are not tested again, because a test
+        takes memory (a CUDA context) that may be granted to sessions.
         """
         if known:
             self._workers.warm(next(iter(known)))
@@ -172,7 +172,7 @@ class DeviceService:
         for row in rows:
             self._add(row)
         for uuid in self._workers.children.keys() - self._devices.keys():
-            await self._workers.remove(uuid)  # one that is not there any more
+            await self._workers.remove(uuid)  # this device is gone
         trusted = {uuid: d for uuid, d in (known or {}).items() if uuid in self._devices}
         for uuid, device in trusted.items():
             self._devices[uuid] = self._examiner.trust(self._devices[uuid], device)
@@ -199,9 +199,9 @@ class DeviceService:
         return [dict(row) for row in chosen.rows]
 
     async def _test(self, fresh: Sequence[str]) -> None:
-        """Test devices, and measure what the driver itself takes on them."""
+        """Test devices, and measure the driver's own memory on them."""
         before = await self._unattributed(fresh)
-        # One at a time would make a machine of eight GPUs start in half a minute.
+        # One test at a time would take half a minute on a machine with eight GPUs.
         limit = asyncio.Semaphore(_SELFTESTS)
 
         async def test(uuid: str) -> None:
@@ -227,8 +227,8 @@ class DeviceService:
     async def stand_down(self, reason: str, uuids: Sequence[str] | None = None) -> None:
         """End the children that have device files open, once they have nothing to do.
 
-        Those of ``uuids``, whose files no other child opens from now on; None: all, so that nothing
-        of this service uses the driver. Calls fail with ``reason`` until :meth:`renew`.
+        For ``uuids``, no other child opens the files from now on; None: end all, so that nothing of
+        this service uses the driver. Calls fail with ``reason`` until :meth:`renew`.
         """
         chosen = [*self._devices] if uuids is None else [*uuids]
         async with self._workers.locked(chosen):
@@ -240,9 +240,9 @@ class DeviceService:
             await self._look_away()
 
     async def _look_away(self) -> None:
-        """End the children that may have the files of devices open that are set aside.
+        """End the children that may have files of set-aside devices open.
 
-        Those that take their place do not open them.
+        The new children do not open them.
         """
         for uuid in [uuid for uuid in self._devices if uuid not in self._aside]:
             async with self._workers.locked([uuid]):
@@ -262,7 +262,7 @@ class DeviceService:
         return holders(self._files, self._aside.numbers[uuid] if uuid else None)
 
     async def retest(self, uuid: str) -> Device:
-        """Test a device that was lost, and return it as it is now.
+        """Test a lost device, and return its new state.
 
         Raises
         ------
@@ -280,7 +280,7 @@ class DeviceService:
             )
         await self._sampler.renew([uuid])
         device = await self.self_test(uuid)
-        # An Xid of the test itself shows here.
+        # This shows an Xid of the test itself.
         (sample,) = await self._sampler.sample([uuid])
         if sample.lost:
             raise DriverError(sample.lost, code=Code.LOST)
@@ -291,12 +291,12 @@ class DeviceService:
         return device
 
     async def renew(self, uuids: Collection[str] | None = None) -> list[Device]:
-        """Look again which devices there are; test ``uuids`` (None: all) and new ones; return all.
+        """Find the devices again; test ``uuids`` (None: all) and new ones; return all.
 
         Raises
         ------
         DriverError
-            If the driver does not start or shows no device. Nothing has changed then.
+            If the driver does not start or shows no device. Then nothing has changed.
         """
         renewed = {*self._devices} if uuids is None else {*uuids}
         await self._sampler.child.hold("")
@@ -304,12 +304,12 @@ class DeviceService:
         try:
             rows = await self._discover()
         except GPUPoolError:
-            await self._sampler.child.kill()  # it may have opened devices that are set aside
+            await self._sampler.child.kill()  # it may have opened set-aside devices
             await self._sampler.child.hold(self.down)
             raise
         self._aside.take(renewed, self._everything)
         there, before = {row["uuid"] for row in rows}, {*self._devices}
-        for uuid in renewed & before - there:  # another may be lost, and be reset later
+        for uuid in renewed & before - there:  # a missing one may be lost, and reset later
             await self._workers.remove(uuid)
             del self._devices[uuid]
         for row in rows:
@@ -319,7 +319,7 @@ class DeviceService:
         for uuid, worker in self._workers.children.items():
             if uuid not in self._aside:
                 await worker.hold("")
-        if self._aside:  # to find the devices, it has opened all
+        if self._aside:  # the search has opened all devices
             await self._sampler.look_away([u for u in self._devices if u not in self._aside])
         else:
             await self._sampler.watch([*self._devices])
@@ -328,7 +328,7 @@ class DeviceService:
         return [*self._devices.values()]
 
     async def _unattributed(self, uuids: Sequence[str]) -> dict[str, int]:
-        """Return the bytes in use that no listed process has; {} if NVML does not answer."""
+        """Return the used bytes of no listed process; {} if NVML does not answer."""
         with contextlib.suppress(DriverError):
             samples = await self._sampler.sample(uuids)
             return {
@@ -339,10 +339,10 @@ class DeviceService:
         return {}
 
     async def _set_reserved(self, before: Mapping[str, int]) -> None:
-        """Count as the driver's what devices hold before the first session.
+        """Count memory in use before the first session as the driver's own.
 
-        ``before`` was seen before the self-tests: the first context may leave something for good.
-        Some drivers need a moment to show as free what an ended process had.
+        ``before`` is from before the self-tests: the first context may leave memory in use for
+        good. Some drivers need a moment to show the memory of an ended process as free.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + FREED_TIMEOUT
@@ -382,10 +382,10 @@ class DeviceService:
         self._workers.add(uuid)
 
     async def self_test(self, uuid: str) -> Device:
-        """Test a device and return it as it now is.
+        """Test a device and return its new state.
 
-        Again after a failed resume, or when a device in :attr:`untested` has no lease: the test
-        takes a CUDA context and a few MiB for about a second.
+        The broker repeats it after a failed resume, or when a device in :attr:`untested` has no
+        lease: the test takes a CUDA context and a few MiB for about a second.
         """
         device = self._device(uuid)
         self._aside.check(uuid)
@@ -401,7 +401,7 @@ class DeviceService:
         limits = able.reason if self._peers(device) else ""
         tested = self._examiner.apply(found, self._device(uuid), limits)
         if tested.can_suspend and device.can_migrate and not self._peers(device):
-            # Where it went before is set aside, which says nothing about the driver.
+            # The target of its earlier move is set aside, which is no fault of the driver.
             tested = replace(tested, can_migrate=True)
         self._devices[uuid] = self._with_landing(tested)
         return self._devices[uuid]
@@ -423,7 +423,7 @@ class DeviceService:
     def numbers(self) -> bool | None:
         """Whether the process numbers in samples are this namespace's; None: not known.
 
-        Unless they are, samples have negative ones, which no process has.
+        If they are not, samples have negative numbers, which no process has.
         """
         return self._sampler.numbers.proven
 
@@ -441,12 +441,12 @@ class DeviceService:
 
     @property
     def hazard(self) -> str:
-        """Why a resumed process must not just be killed; see :func:`.driver.kill_hazard`."""
+        """Why a resumed process must be suspended before a kill: :func:`.driver.kill_hazard`."""
         return driver.kill_hazard(self._version_file)
 
     @property
     def guard(self) -> DeviceService:
-        """The guard is for NVIDIA's driver."""
+        """Itself, because the guard is for NVIDIA's driver."""
         return self
 
     def environment(self, devices: Sequence[str]) -> dict[str, str]:
@@ -455,23 +455,23 @@ class DeviceService:
 
     @property
     def guard_problem(self) -> str:
-        """Why no device has the tier "guarded", in sentences; empty if one has."""
+        """Why no device has the tier "guarded", in sentences; empty if a device has it."""
         devices = self._devices.values()
         return self._examiner.guard_problem(self.problem, [*devices])
 
     def context_bytes(self, uuid: str) -> int:
         """Return the device memory that the first CUDA context of a process costs.
 
-        As the self-test saw it; where it could not, what is usual.
+        The self-test measured it; if it could not, this is the usual size.
         """
         device = self._device(uuid)
         return device.context_bytes or assumed_context(device.memory_total)
 
     def _with_landing(self, device: Device) -> Device:
-        """Return a device with the room that it keeps for processes which must leave it.
+        """Return a device with the room of one context for processes that must leave it.
 
-        A context's: a process that asked about the device, and whose session got its slice on
-        another of the model, takes its first context here and is moved there.
+        A process that initialised CUDA on this device, and whose session got its slice on another
+        of the model, makes its first context here and is moved there.
         """
         moves = any(d.can_migrate and d.tier == "guarded" for d in self._others(device))
         lands = moves and device.can_migrate and device.tier == "guarded"
@@ -515,11 +515,11 @@ class DeviceService:
 
         These are ``root``, its descendants, and processes of the same user whose environment has
         ``GPUPOOL_SESSION=session``. ``devices`` are those of its lease. A caller that is cancelled
-        does not stop the operation: a driver call cannot be.
+        does not stop the operation: a driver call cannot be stopped.
 
-        Where a refused suspend cannot be undone (a program outside the pool took the memory, or the
-        restore fails), it is tried again for as long as the driver has the state, and no other
-        session waits for that; ``on_kept`` is called with the reason, once.
+        If a refused suspend cannot be undone (a program outside the pool took the memory, or the
+        restore fails), the service retries the undo as long as the driver has the state, and no
+        other session waits for that; ``on_kept`` is called with the reason, once.
         """
         refused = [self._device(uuid) for uuid in devices if not self._device(uuid).can_suspend]
         if refused:
@@ -556,17 +556,17 @@ class DeviceService:
         need: Mapping[str, int],
         known: Sequence[ProcessId] = (),
     ) -> ResumeOutcome:
-        """Bring a suspended session back: what was on ``origin[i]`` goes to ``devices[i]``.
+        """Bring a suspended session back: from ``origin[i]`` to ``devices[i]``.
 
-        ``need`` is the free memory, by device, without which it is not even tried. The caller has
-        reserved it: no other session may take it meanwhile. ``known`` are the processes
-        of its last suspend.
+        ``need`` is the free memory, by device, without which the resume does not begin. The caller
+        has reserved it: no other session may take it meanwhile. ``known`` are the processes of the
+        last suspend.
         """
         for uuid in devices:
             self._device(uuid)
         gone = [uuid for uuid in origin if uuid not in self._devices]
         if gone:
-            # It is safe in host memory; whether it can come back is unknown.
+            # Its state is safe in host memory; nobody knows yet whether it can come back.
             return ResumeOutcome(
                 "no-room", f"Device {gone[0]}, from which it was suspended, is no longer there."
             )
@@ -577,7 +577,7 @@ class DeviceService:
         return await self._workers.perform(run, root, session, devices)
 
     def moves(self, devices: Sequence[str], origin: Sequence[str]) -> Mapping[str, str]:
-        """Return where a resume from ``origin`` to ``devices`` takes what a process sees."""
+        """Return the target of each visible device in a resume from ``origin`` to ``devices``."""
         return complete_mapping((*origin,), (*devices,), self._physical()) or {}
 
     async def land(
@@ -601,9 +601,9 @@ class DeviceService:
         return await self._workers.perform(run, process, session, both, alone=True)
 
     async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
-        """Let a process run whose landing a broker left in its middle.
+        """Let a process run after its broker died during its landing.
 
-        Return the driver's state as it was found, and what stands in the way.
+        Return the driver's state before this, and what keeps the process from running.
         """
         if procfs.presence(process) == "gone":
             return "gone", ""
@@ -614,9 +614,9 @@ class DeviceService:
         return await self._workers.perform(run, process, session, self._any_device(), alone=True)
 
     async def driver_state(self, root: ProcessId, *, session: str) -> SessionState:
-        """Return what the driver says of a session: the worst over its processes.
+        """Return the driver's state of a session: the worst over its processes.
 
-        ``hung`` if a process does not answer; one that is stopped (SIGSTOP) never does.
+        ``hung`` if a process does not answer; a stopped process (SIGSTOP) never does.
         """
         if procfs.presence(root) == "gone":
             return "gone"
@@ -627,7 +627,7 @@ class DeviceService:
         return await self._workers.perform(run, root, session, self._any_device())
 
     async def unlock(self, root: ProcessId, *, session: str) -> None:
-        """Unlock what a broker that died left locked.
+        """Unlock the processes that a dead broker left locked.
 
         Raises
         ------

@@ -1,14 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which of NVIDIA's GPUs the broker, its children and a new program see; which processes use one.
+"""Choose the GPUs that the broker, its children and new programs see; find processes that use one.
 
 - NVML shows every GPU whose device file can be opened. On a machine without device cgroups these
   are more than a batch system or an admin has given to the broker's user. Variables say which were
-  given, and the broker never touches the others. What a variable names by numbers, where the
-  devices are shown only in part (a container, a job with cgroups), is no further limit.
+    given, and the broker never touches the others. If only a part of the devices is visible (a
+    container, a job with cgroups), a variable with numbers is no further limit.
 - CUDA opens the files of all GPUs that a process sees, and NVML opens a file for each handle that
-  it returns. So children that start while an admin has a device set aside do not see it (CUDA), and
-  do not ask for it (NVML).
+  it returns. So while an admin has a device set aside, new children do not see it (CUDA) and do
+    not ask for it (NVML).
 - Processes that have device files open keep a driver from being replaced.
 """
 
@@ -27,21 +27,21 @@ Row = Mapping[str, Any]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-#: Read in this order; the first that is set is the batch system's or the user's word. Slurm sets
-#: CUDA_VISIBLE_DEVICES for every step, so its own variables only matter without that.
+#: Read in this order; the first that is set counts. Slurm sets CUDA_VISIBLE_DEVICES for every step,
+#: so its own variables only matter without that.
 _FIRST = (_VISIBLE, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 
-#: Of the container toolkit, which counts the host's GPUs.
+#: Variable of the container toolkit, which counts the host's GPUs.
 _TOOLKIT = "NVIDIA_VISIBLE_DEVICES"
 
-#: These number the machine's GPUs, also where not all of them are shown.
+#: These number the machine's GPUs, even if not all of them are visible.
 _GLOBAL = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _TOOLKIT)
 
-#: CUDA's numbering of devices must be NVML's, or an index means two devices.
+#: CUDA must number devices as NVML does, or one index would name two devices.
 _ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
-#: Defaults of frameworks that would take the whole device at their first use, or memory that cannot
-#: be suspended.
+#: Values that keep frameworks from taking the whole device at first use, or memory that cannot be
+#: suspended.
 _FRUGAL = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
@@ -49,13 +49,13 @@ _FRUGAL = {
     "CUDF_PANDAS_RMM_MODE": "async",
 }
 
-#: Values of the toolkit's that limit nothing: "void" and "" say that it does nothing itself.
+#: Values of the toolkit's variable that limit nothing: "void" and "" switch the toolkit off.
 _ANY = ("", "all", "void")
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The rows of the GPUs that may be used; ``limit`` says in a sentence what left out others."""
+    """The rows of the allowed GPUs; ``limit`` says in a sentence why others are left out."""
 
     rows: tuple[Row, ...]
     limit: str = ""
@@ -72,7 +72,7 @@ def chosen(rows: Sequence[Row], environ: Mapping[str, str], wanted: Sequence[str
     Raises
     ------
     ConfigError
-        If that names one that is not there, or was not given.
+        If the option names a GPU that does not exist, or was not given.
     """
     found = given(rows, environ)
     if wanted is None or not found.rows:
@@ -85,7 +85,7 @@ def chosen(rows: Sequence[Row], environ: Mapping[str, str], wanted: Sequence[str
 def given(rows: Sequence[Row], environ: Mapping[str, str]) -> Given:
     """Return the GPUs of ``rows`` (as NVML lists them) that ``environ`` gives.
 
-    If a variable names none of them there is no row, and ``limit`` says why.
+    If a variable names none of them, the result has no row, and ``limit`` says why.
     """
     found, limits = tuple(rows), []
     first = next((name for name in _FIRST if name in environ), "")
@@ -114,8 +114,8 @@ def _named(rows: tuple[Row, ...], name: str, text: str) -> tuple[Row, ...]:
     entries = [entry.strip() for entry in text.split(",")]
     numbers = {n for entry in entries for n in _numbers(entry)}
     if name in _GLOBAL and numbers:
-        # As many as are shown, or fewer, were named: the others are hidden already, and what is
-        # shown may be numbered from 0.
+        # No more GPUs are visible than were named: the others are already hidden, and the
+        # visible ones may be numbered from 0.
         if len(rows) <= len(numbers):
             return rows
         return tuple(row for row in rows if row.get("minor", row["index"]) in numbers)
@@ -123,13 +123,13 @@ def _named(rows: tuple[Row, ...], name: str, text: str) -> tuple[Row, ...]:
     for entry in entries:
         matches = [row for row in rows if _names(entry, row)]
         if not matches:
-            break  # as for the driver, the list ends here
+            break  # the list ends here, as in the driver
         chosen += [row for row in matches if row not in chosen]
     return tuple(row for row in rows if row in chosen)
 
 
 def _numbers(entry: str) -> range:
-    """Return what an entry such as ``3``, ``0-3`` or ``gpu:3`` numbers."""
+    """Return the numbers in an entry such as ``3``, ``0-3`` or ``gpu:3``."""
     match = re.fullmatch(r"(?:[a-z_]+:)?([0-9]{1,4})(?:-([0-9]{1,4}))?", entry, re.IGNORECASE)
     if match is None:
         return range(0)
@@ -162,7 +162,7 @@ class Aside:
         return bool(self._reasons)
 
     def learn(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take note of the device files of the GPUs that NVML found."""
+        """Note the device files of the GPUs that NVML found."""
         self.numbers = {row["uuid"]: row["minor"] for row in rows if not row["mig"]}
 
     def check(self, uuid: str) -> None:
@@ -171,7 +171,7 @@ class Aside:
             raise DriverError(self._reasons[uuid], code=Code.PAUSED)
 
     def put(self, uuids: Iterable[str], reason: str, machine: Iterable[str]) -> bool:
-        """Set devices of this ``machine`` aside; return whether any was not."""
+        """Set devices of this ``machine`` aside; return False if all were aside before."""
         fresh = {*uuids} - self._reasons.keys()
         self._reasons.update(dict.fromkeys(fresh, reason))
         self._see(machine)
@@ -190,7 +190,7 @@ class Aside:
             self._env.pop(_VISIBLE, None)
 
 
-#: How the paths of NVIDIA's device files begin.
+#: Prefix of the paths of NVIDIA's device files.
 DEVICE_FILES = "/dev/nvidia"
 
 #: Characters of a command line that are shown.
@@ -198,11 +198,11 @@ _COMMAND = 60
 
 
 def holders(begin: str, number: int | None = None) -> tuple[list[Holder], int]:
-    """Return the processes that have device files open, and how many hide their open files.
+    """Return the processes that have device files open, and the number that hide theirs.
 
-    Those whose paths begin with ``begin``; with a ``number`` that GPU's file alone. Reads ``/proc``
-    of the whole machine: not for an event loop. The files of other users' processes can be seen by
-    root alone.
+    The paths begin with ``begin``; with a ``number``, only that GPU's file counts. This reads
+    ``/proc`` of the whole machine, so not in an event loop. Only root sees the files of other
+    users' processes.
     """
     found, unseen = [], 0
     for pid in procfs.all_pids():

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The worker children, one for each device, and the operations on sessions that they make.
+"""The worker children, one for each device, and their operations on sessions.
 
-Operations on the same device wait for each other. An operation goes on although its caller is
-cancelled, and what it leaves unfinished is looked after until it is finished.
+Operations on the same device wait for each other. An operation goes on even if its caller is
+cancelled, and a task here finishes what it leaves unfinished.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .sampler import Sampler
 
 _T = TypeVar("_T")
 
-#: Seconds before what an undone suspend has left is tried again, doubled each time; and the longest
-#: pause.
+#: Seconds before the first retry of an undo that left processes suspended, doubled each time; and
+#: the longest pause.
 KEPT_POLL, KEPT_PAUSE = 0.5, 30.0
 
-#: Seconds between two looks at a stopped process that is resumed once it is continued.
+#: Seconds between two checks of a stopped process, which is resumed once it is continued.
 _SETTLE_POLL = 0.25
 
 
@@ -49,7 +49,7 @@ class Workers:
         self.call_timeout = call_timeout
         #: By the UUID of the device.
         self.children: dict[str, Child] = {}
-        #: What looks after the leftovers of an operation, by session.
+        #: Tasks that finish the leftovers of an operation, by session.
         self.settling: dict[ProcessId, asyncio.Task[None]] = {}
         self._env = env
         self._log = log
@@ -62,20 +62,20 @@ class Workers:
         self._late: dict[ProcessId, Sequence[ProcessId]] = {}
 
     def add(self, uuid: str) -> None:
-        """Have a worker for a device, if there is none."""
+        """Make a worker for a device, if it has none."""
         if uuid not in self.children:
             self.children[uuid] = self._child()
         self._locks.setdefault(uuid, asyncio.Lock())
 
     async def remove(self, uuid: str) -> None:
-        """End the worker of a device that is gone."""
+        """End the worker of a device that no longer exists."""
         await self.children.pop(uuid).close()
         self._locks.pop(uuid, None)
 
     def warm(self, uuid: str) -> None:
-        """Start the worker of a device that sessions use, while the monitor looks for it.
+        """Start the worker of a device that sessions use, while the monitor looks for the device.
 
-        The start of a broker takes as long as both.
+        Otherwise the start of a broker would take the sum of both times.
         """
         self.add(uuid)
         task = asyncio.ensure_future(self.children[uuid].start())
@@ -100,11 +100,11 @@ class Workers:
             await asyncio.wait(waiting, timeout=grace)
 
     async def close(self, grace: float) -> None:
-        """End all workers, and the operations that this ends, in ``grace`` seconds at most."""
+        """End all workers, and so their operations, in at most ``grace`` seconds."""
         await asyncio.gather(*(worker.close() for worker in self.children.values()))
         if self._running:
             await asyncio.wait(self._running, timeout=grace)
-        if self.settling:  # what operations that have ended meanwhile began
+        if self.settling:  # begun by operations that have ended meanwhile
             await asyncio.wait(self._stop_settling(), timeout=grace)
 
     def _stop_settling(self) -> set[asyncio.Task[None]]:
@@ -167,17 +167,17 @@ class Workers:
     @contextlib.asynccontextmanager
     async def locked(self, devices: Sequence[str]) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
-            for uuid in sorted({*devices}):  # in one order, or two of them wait for each other
+            for uuid in sorted({*devices}):  # always in this order, which excludes a deadlock
                 await stack.enter_async_context(self._locks[uuid])
             yield
 
     def _settle(
         self, operation: Operation, root: ProcessId, session: str, devices: Sequence[str]
     ) -> None:
-        """Look after processes that were stopped in the middle, once they are continued.
+        """Settle processes that were stopped during an operation, once they are continued.
 
-        The driver's own thread in them may take up the call it was stopped in, and leave
-        them locked. So may a process whose lock exceeded its time-out and still waits for GPU work.
+        The driver's own thread in them may then resume its call and leave them locked. The same
+        can happen after a lock that exceeded its time-out and still waits for GPU work.
         """
         stopped, late = operation.unsettled, operation.late
         if not stopped and not late:
@@ -209,7 +209,7 @@ class Workers:
     async def _landed(
         self, late: Sequence[ProcessId], root: ProcessId, session: str
     ) -> list[ProcessId]:
-        """Wait for locks that are late, in a worker of their own: others need the device's."""
+        """Wait for late locks in an extra worker, because other sessions need the device's."""
         worker = self._child()
         try:
             return await self.operation(worker, root, session).landed(late)
@@ -222,7 +222,7 @@ class Workers:
             self._late.pop(root, None)
 
     async def _forget_settling(self, root: ProcessId) -> Sequence[ProcessId]:
-        """Stop looking after a session; return its processes that may be locked later."""
+        """Stop settling a session; return its processes that may be locked later."""
         task, late = self.settling.pop(root, None), self._late.pop(root, ())
         if task is not None:
             task.cancel()

@@ -11,7 +11,7 @@
 
 enum { ARRAY_LAYERED = 0x01, ARRAY_CUBEMAP = 0x04, ARRAY_SPARSE = 0x40, ARRAY_DEFERRED = 0x80 };
 
-/* Bits of one texel, all channels. Formats whose name fixes the channels ignore their number. */
+/* Bits of one texel over all channels. Formats with a fixed number of channels ignore the argument. */
 static unsigned texel_bits(int format, unsigned channels)
 {
     switch (format) {
@@ -32,7 +32,7 @@ static unsigned texel_bits(int format, unsigned channels)
     case 0xa3: case 0xa4: case 0xa6: case 0xa7: case 0xa8: case 0xa9: return 32;
     case 0xb3: case 0xb5: return 48;                                  /* Y444 16 bit */
     case 0xb1: return 64;                                             /* Y416 */
-    default: return 128; /* one that this was not written for: the largest texel there is */
+    default: return 128; /* an unknown format: the largest texel */
     }
 }
 

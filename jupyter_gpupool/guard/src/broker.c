@@ -18,12 +18,12 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#define LOOK_MS 50            /* between looks at the gate and at interrupts; a connection's retry */
-#define AWAY_NS 4500000000ull /* so long a broker may hang up on us before a call fails */
-#define HOME_NS 500000000ull  /* cuInit needs no lease, and waits for no broker; a word that needs no answer */
-#define CROWD_MS 4            /* a connection's retry while the broker's queue of them is full */
-#define HELD_NS 1000000000ull /* a connection that lasted as long was to a broker that works */
-#define ANSWER_BYTES 4096     /* of an answer are read: its type comes first */
+#define LOOK_MS 50            /* between checks of the gate and of interrupts; a connection's retry */
+#define AWAY_NS 4500000000ull /* a call fails if a broker hangs up for so long */
+#define HOME_NS 500000000ull  /* longest wait of cuInit, which needs no lease, and of a notice */
+#define CROWD_MS 4            /* a connection's retry while the broker's queue of connections is full */
+#define HELD_NS 1000000000ull /* a connection that lasted so long shows a working broker */
+#define ANSWER_BYTES 4096     /* bytes of an answer to read: its type comes first */
 
 /* Copies: another thread may change the environment while this one waits. A value that is too long
  * counts as missing. */
@@ -137,8 +137,8 @@ static void add_text(char *sentence, const char *line, const char *key)
 
 /* ---- one question */
 
-/* -1 without a broker, or with *full if its queue of connections is full. A blocking connect would
- * wait in that queue, and an interrupt of the kernel could not end it. */
+/* -1 without a broker, or with *full if its queue of connections is full. A blocking connect would wait in that
+ * queue, and an interrupt of the kernel could not end the wait. */
 static int dial(bool *full)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -160,7 +160,7 @@ static int receive(int fd, char *answer, size_t *have)
 {
     struct pollfd wait = {.fd = fd, .events = POLLIN};
     if (poll(&wait, 1, LOOK_MS) <= 0)
-        return 0; /* time, or a signal: the caller looks which */
+        return 0; /* a time-out, or a signal: the caller checks which */
     ssize_t n = recv(fd, answer + *have, ANSWER_BYTES - 1 - *have, 0);
     if (n < 0)
         return errno == EINTR || errno == EAGAIN ? 0 : -1;
@@ -171,12 +171,12 @@ static int receive(int fd, char *answer, size_t *have)
     return strchr(answer, '\n') || *have == ANSWER_BYTES - 1;
 }
 
-/* The broker acts upon this thread's question as soon as it has it. So an interrupt takes the question
- * back only while there is no broker, and the thread does not give up a broker that is away. */
+/* The broker acts on a question as soon as it gets it. So an interrupt withdraws the question only while there
+ * is no broker. This thread keeps waiting for a broker that is away. */
 static __thread bool through;
 
-/* `at_most`: nanoseconds after which the answer is not worth waiting for, and a broker that is away
- * not worth looking for; 0: as long as it takes. `why`: as for broker_land(). */
+/* `at_most`: nanoseconds to wait for the answer, and for a broker that is away; 0: no limit. `why`: as for
+ * broker_land(). */
 static enum answer ask(const struct text *question, bool for_gate, uint64_t at_most, char *why)
 {
     char answer[ANSWER_BYTES];
@@ -185,8 +185,8 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
     enum answer result;
     uint64_t began = monotonic();
     uint64_t since = 0; /* the connection began */
-    uint64_t away = 0;  /* no process has listened since; 0: one does */
-    uint64_t hung = 0;  /* a broker has hung up on us since, again and again; 0: it has not */
+    uint64_t away = 0;  /* since when no process listens; 0: one does */
+    uint64_t hung = 0;  /* since when a broker has hung up on each connection; 0: it has not */
     int fd = -1;
     if (why)
         *why = 0;
@@ -232,7 +232,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
         }
         int got = receive(fd, answer, &have);
         if (got > 0 && has(answer, "\"code\"", "busy")) {
-            /* This user connects too often. The broker is there, and accepts the question later. */
+            /* This user connects too often. The broker is running, and accepts the question later. */
             hung = 0;
             close(fd);
             fd = -1;
@@ -307,7 +307,7 @@ CUresult broker_grow(int ordinal, uint64_t more)
     enum answer answer = ask(&question, false, 0, NULL);
     CUresult error = gate_step_in();
     if (error)
-        return error; /* the gate closed meanwhile, and the wait for the lease was ended */
+        return error; /* the gate closed meanwhile, and the wait for the lease ended */
     if (answer == ANSWER_REFUSED)
         return CUDA_ERROR_OUT_OF_MEMORY;
     return answer == ANSWER_OK ? CUDA_SUCCESS : CUDA_ERROR_SYSTEM_NOT_READY;

@@ -27,7 +27,7 @@ static struct {
 } cache;
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER;
 
-/* A session may resume on other devices: what was remembered is of one lease. */
+/* A session may resume on other devices, so the cache is valid for one lease only. */
 void cached_fill(void)
 {
     if (!guard_page)
@@ -63,8 +63,8 @@ static __attribute__((noinline)) bool remembered_slowly(void)
     return false;
 }
 
-/* Whether to answer from memory; the lock is held then. The byte that the entry points test comes
- * first: zero says that the driver does not block, and is one load for all that guard_blocked() reads. */
+/* Whether to answer from the cache; if true, the lock is held. The byte that the entry points test comes first:
+ * if it is zero, the driver does not block, and one load replaces all those of guard_blocked(). */
 static inline bool remembered(void)
 {
     return __builtin_expect(*__atomic_load_n(&guard_free_gate, __ATOMIC_ACQUIRE), 0) && remembered_slowly();
@@ -75,7 +75,7 @@ static bool known(CUdevice device)
     return device >= 0 && device < cache.count;
 }
 
-/* ASK(call): the driver's answer, at the gate where it would block and nothing is remembered. */
+/* ASK(call): the driver's answer; at the gate if the driver would block and nothing is cached. */
 #define ASK(call)                             \
     do {                                      \
         CUresult error = guard_enter_free();  \
@@ -169,6 +169,6 @@ void cached_fork(enum fork_when when)
         pthread_rwlock_wrlock(&lock);
     else if (when == FORK_PARENT)
         pthread_rwlock_unlock(&lock);
-    else /* glibc knows the writer by its thread id, which is another one in the child */
+    else /* glibc identifies the writer by its thread id, which differs in the child */
         lock = (pthread_rwlock_t)PTHREAD_RWLOCK_INITIALIZER;
 }

@@ -21,7 +21,7 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static uint32_t this_thread(void) { return (uint32_t)syscall(SYS_gettid); }
 
-/* The per-thread default stream is another one in each thread. */
+/* Each thread has its own per-thread default stream. */
 static uint64_t key_of(CUstream stream, bool per_thread)
 {
     uint64_t handle = (uint64_t)stream;
@@ -71,7 +71,7 @@ static void make_key(void) { pthread_key_create(&at_end, thread_ends); }
 
 /* ---- the calls */
 
-/* The number of the stream's context, which need not be the current one; 0: not known. */
+/* The number of the stream's context, which may not be the current one; 0: not known. */
 static uint64_t context_of(CUstream stream, bool per_thread)
 {
     typedef CUresult (*ask)(CUstream, CUcontext *);
@@ -84,7 +84,7 @@ static uint64_t context_of(CUstream stream, bool per_thread)
     return table_get(OWN_CONTEXT, (uint64_t)context, &own) ? own.owner : 0;
 }
 
-/* Still inside the call, so that a suspend sees either the call or the recording. */
+/* Before the call ends, so that a suspend sees either the call or the recording. */
 static CUresult begun(CUresult result, CUstream stream, bool per_thread, int mode)
 {
     if (result || !guard_page)
@@ -105,7 +105,7 @@ static CUresult ended(CUresult result, CUstream stream, bool per_thread)
     int entry = per_thread ? E_cuStreamIsCapturing_ptsz : E_cuStreamIsCapturing, status = 0;
     if (!guard_page || !table_take(OWN_CAPTURE, key_of(stream, per_thread), &own))
         return result;
-    /* An error may mean that another thread has to end it. */
+    /* An error may mean that another thread has to end the capture. */
     if (result && guard_has(entry) && !((is)guard_real[entry])(stream, &status) && status)
         table_put(&own, &stale);
     else

@@ -12,7 +12,7 @@
 #include "counting.h"
 #include "guard.h"
 
-/* Grants in a row that other processes of the session take before this one does. */
+/* Number of grants that other processes of the session may take before this one gives up. */
 #define TRIES 8
 
 #define LOAD(x) __atomic_load_n(&(x), __ATOMIC_SEQ_CST)
@@ -22,7 +22,7 @@ static void reach(const struct page_slot *slot)
 {
     uint64_t wanted = (uint64_t)(slot - guard_page->slot) + 1, seen = LOAD(guard_page->slots_used);
     if (wanted > PAGE_SLOTS)
-        return; /* a process that ends: its slot is given back already */
+        return; /* this process ends: its slot is already given back */
     while (seen < wanted &&
            !__atomic_compare_exchange_n(&guard_page->slots_used, &seen, wanted, false, __ATOMIC_SEQ_CST,
                                         __ATOMIC_SEQ_CST))
@@ -56,7 +56,7 @@ static void add(struct page_slot *slot, int ordinal, uint64_t bytes)
     __atomic_add_fetch(&slot->used[ordinal], bytes, __ATOMIC_SEQ_CST);
 }
 
-/* Never below zero: an error in the accounts must not look like 16 EiB in use. */
+/* Never below zero: an accounting error must not look like 16 EiB in use. */
 static void subtract(struct page_slot *slot, int ordinal, uint64_t bytes)
 {
     uint64_t seen = LOAD(slot->used[ordinal]);
@@ -78,7 +78,7 @@ static bool take_locked(struct page_slot *slot, int ordinal, uint64_t bytes, boo
     return taken;
 }
 
-/* What is missing, or 0 if a request of that size can never be met. */
+/* The missing bytes, or 0 if a request of that size can never be met. */
 static uint64_t missing(int ordinal, uint64_t bytes)
 {
     uint64_t wanted, granted = LOAD(guard_page->granted[ordinal]);
@@ -101,7 +101,7 @@ static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t byte
     /* Do not ask the broker for a process that the driver refuses anyway. */
     if (!guard_initialised())
         return CUDA_ERROR_NOT_INITIALIZED;
-    /* Live limits, dead neighbours, idle reserves of our own pools: then the broker. */
+    /* In this order: present limits, dead neighbours, idle reserves of our own pools, the broker. */
     if (take_locked(slot, ordinal, bytes, !in_vain(ordinal, bytes) || page_deaths()))
         return CUDA_SUCCESS;
     if (pools_reclaim(ordinal) && take_locked(slot, ordinal, bytes, false))
@@ -109,13 +109,13 @@ static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t byte
     for (int tries = 0;; tries++) {
         uint64_t more = in_vain(ordinal, bytes) ? 0 : missing(ordinal, bytes);
         CUresult refused = more ? broker_grow(ordinal, more) : CUDA_ERROR_OUT_OF_MEMORY;
-        /* Not with an error of the gate: the process may be suspended, whatever the page grants. */
+        /* Not with an error of the gate: the process may be suspended, even if the page grants the bytes. */
         bool inside = !refused || refused == CUDA_ERROR_OUT_OF_MEMORY;
         if (more && inside && take_locked(slot, ordinal, bytes, true))
             return CUDA_SUCCESS;
         if (refused || tries == TRIES)
             return refused ? refused : CUDA_ERROR_OUT_OF_MEMORY;
-        /* The broker granted it, and another process of the session took it: ask for the rest. */
+        /* The broker granted it, but another process of the session took it: ask for the rest. */
     }
 }
 

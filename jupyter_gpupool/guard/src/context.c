@@ -11,13 +11,13 @@
 
 struct devices {
     uint32_t lock;
-    uint32_t changes; /* contexts that ended: what a thread remembers of the current one is void */
+    uint32_t changes; /* number of ended contexts: each end makes every thread's cached context void */
     uint64_t numbers;
     struct {
         uint32_t live;     /* contexts, the primary one included */
         bool charged;
         CUcontext primary; /* while it is active */
-        uint64_t bytes;    /* what was charged */
+        uint64_t bytes;    /* bytes that were charged */
     } device[PAGE_DEVICES];
 };
 
@@ -35,7 +35,7 @@ static __thread uint32_t remembered_at;
 static uint64_t number_of(struct devices *d, CUcontext context, CUdevice device)
 {
     struct own own, stale;
-    own_lock(&d->lock); /* two threads may meet a context at once */
+    own_lock(&d->lock); /* two threads may add a context at once */
     if (!table_get(OWN_CONTEXT, (uint64_t)context, &own)) {
         own = (struct own){.key = (uint64_t)context, .kind = OWN_CONTEXT, .owner = ++d->numbers,
                            .extra = (uint32_t)device};
@@ -53,8 +53,8 @@ struct here here_now(void)
     CUcontext context = NULL;
     if (!d || CALL(current, cuCtxGetCurrent)(&context) || !context)
         return nowhere;
-    /* Made past the guard (by an export table, or the driver opened by its path): all the same the
-     * driver blocks from now on while the session is suspended. */
+    /* A context made past the guard (by an export table, or the driver opened by its path) also makes the
+     * driver block while the session is suspended. */
     if (!guard_has_context()) {
         guard_note_init();
         guard_note_context();
@@ -84,8 +84,8 @@ struct here here_of_device(CUdevice device)
     return h;
 }
 
-/* A stream belongs to its context, which need not be the current one: that matters only where a
- * session has more than one device. */
+/* A stream belongs to its context, which may not be the current one. This matters only if a session has more
+ * than one device. */
 struct here here_of_stream(CUstream stream, bool per_thread)
 {
     typedef CUresult (*device_of)(CUstream, CUdevice *);
@@ -103,7 +103,7 @@ struct here here_of_stream(CUstream stream, bool per_thread)
 
 /* ---- the constant, and what ends with a context */
 
-/* What has a context has moved with its session. */
+/* A process with a context has moved with its session. */
 static bool any_live(struct devices *d)
 {
     bool live = false;
@@ -114,8 +114,9 @@ static bool any_live(struct devices *d)
     return live;
 }
 
-/* Charge for a context that is about to be made, unless the device has one. A second thread that makes
- * one at the same time charges too, and gets it back: no thread holds a lock while it asks the broker. */
+/* Charge for a context that is about to be made, unless the device has one. A second thread that makes one at
+ * the same time also charges, and gets its charge back, because no thread holds a lock while it asks the
+ * broker. */
 static CUresult context_begin(int ordinal, uint64_t *charged)
 {
     struct devices *d = devices();
@@ -140,7 +141,7 @@ static CUresult context_begin(int ordinal, uint64_t *charged)
     return result;
 }
 
-/* After it: `primary` is its handle if it is the primary one. */
+/* After a context was made: `primary` is its handle if it is the primary one. */
 static CUresult context_end(CUresult result, int ordinal, uint64_t charged, CUcontext primary)
 {
     struct devices *d = devices();
@@ -181,7 +182,7 @@ static void credit_entry(const struct own *own, void *with)
     settle_stale(own);
 }
 
-/* After a context is gone: its memory, and if it was the last one, the constant. */
+/* After a context has ended: give its memory back, and with the last one the constant. */
 static void context_gone(int ordinal, CUcontext context, bool was_primary)
 {
     struct devices *d = devices();
@@ -254,7 +255,7 @@ CUresult wrap_cuVDPAUCtxCreate_v2(CUcontext *out, unsigned flags, CUdevice devic
     CREATE(pinned(REAL(cuVDPAUCtxCreate_v2)(out, flags, device, vdp, get)), device);
 }
 
-/* A green context is a part of the primary one, which it brings to life. */
+/* A green context is a part of the primary context, which it creates if needed. */
 CUresult wrap_cuGreenCtxCreate(CUgreenCtx *out, void *resources, CUdevice device, unsigned flags)
 {
     ENTER;
@@ -291,7 +292,7 @@ CUresult wrap_cuCtxDestroy_v2(CUcontext context)
     ENTER_BACK(cuCtxDestroy_v2, (uint64_t)context);
     int ordinal = -1;
     if (guard_page && context) {
-        /* Only a current context says which device it is on. */
+        /* The driver tells the device of the current context only. */
         CUcontext before;
         if (!CALL(push, cuCtxPushCurrent_v2)(context)) {
             ordinal = here_now().ordinal;
@@ -334,7 +335,7 @@ static CUresult primary_after(CUresult result, CUdevice device)
     if (gone)
         context_gone(ordinal, gone, true);
     else if (!any_live(d))
-        guard_follow(false); /* it was a landing's */
+        guard_follow(false); /* a landing made it */
     return result;
 }
 

@@ -16,13 +16,13 @@
 
 struct here {
     CUcontext context;
-    uint64_t number; /* of the context: handles are used again, numbers are not */
+    uint64_t number; /* of the context: unlike handles, numbers are not used again */
     CUdevice device;
     int ordinal; /* -1: not counted (no page, no context, a device outside the session) */
 };
 
 struct here here_now(void);
-/* What here_now found last in this thread, without asking the driver. */
+/* The last result of here_now in this thread, without asking the driver. */
 struct here here_remembered(void);
 struct here here_of_stream(CUstream stream, bool per_thread);
 struct here here_of_device(CUdevice device);
@@ -36,14 +36,14 @@ struct here here_of_device(CUdevice device);
         return entered_;                                               \
     __attribute__((cleanup(guard_left))) int leaving_ = 0
 
-/* At the head of those that give something back, with its name and arguments. */
+/* At the head of wrappers that give something back, with its name and arguments. */
 #define ENTER_BACK(name, ...)                                                                   \
     CUresult entered_ = guard_enter_back(E_##name, (const uint64_t[LATER_ARGUMENTS]){__VA_ARGS__}); \
     if (entered_)                                                                               \
         return entered_ == GUARD_NOTED ? CUDA_SUCCESS : entered_;                               \
     __attribute__((cleanup(guard_left))) int leaving_ = 0
 
-/* At the head of those that ask whether work is done. */
+/* At the head of wrappers that ask whether work is done. */
 #define ENTER_QUERY                                                                             \
     CUresult entered_ = guard_enter_query();                                                    \
     if (entered_)                                                                               \
@@ -59,7 +59,7 @@ static inline void guard_left(int *unused)
 /* After the driver's `result` of an allocation that was charged: enter it in the table, or give the
  * charge back. If the table has no room, `undo` frees it. */
 CUresult keep(CUresult result, const struct own *own, CUresult (*undo)(CUdeviceptr key));
-/* Before cuInit the driver says itself that it cannot be. */
+/* Before cuInit the driver itself reports the error. */
 static inline bool managed_allowed(void)
 {
     return !guard_initialised() || __atomic_load_n(&guard_page->managed, __ATOMIC_RELAXED) == MANAGED_ALLOW;
@@ -72,15 +72,15 @@ void settle_stale(const struct own *own);
 void capture_over(const struct own *own);
 /* Host memory was unregistered (registered.c). */
 void registered_over(const struct own *own);
-/* Whether any stream of this process may be recording: one recording may take in other streams. */
+/* Whether any stream of this process may be recording: one recording may include other streams. */
 bool capture_any(void);
 
 /* ---- charge.c */
 
-/* Count bytes that the driver has taken already, whatever the grant is. */
+/* Count bytes that the driver has already taken, even beyond the grant. */
 void charge_fact(int ordinal, uint64_t bytes);
 
-/* ---- reserves.c, pools.c, graphs.c: memory that the driver reserves on its own terms */
+/* ---- reserves.c, pools.c, graphs.c: memory that the driver reserves by its own rules */
 
 enum reserve_kind { RESERVE_POOL = 1, RESERVE_GRAPHS };
 enum reserve_state { ALIVE, ENDING, ENDED };
@@ -89,24 +89,24 @@ struct reserve {
     uint32_t kind; /* 0: unused */
     int ordinal;   /* -1: known, and not counted */
     CUdevice device;
-    uint32_t calls;   /* inside the driver now, each of which may make it grow */
+    uint32_t calls;   /* calls inside the driver now, each of which may make it grow */
     uint64_t unseen;  /* bytes allocated since the driver was last asked */
-    uint32_t ended;   /* ALIVE, ENDING or ENDED: what is allocated from it remains until it is freed */
+    uint32_t ended;   /* ALIVE, ENDING or ENDED: allocations from it remain until they are freed */
     CUmemoryPool pool;
-    uint64_t charged; /* what the page was charged for it */
+    uint64_t charged; /* bytes charged to the page for it */
     uint64_t live;    /* bytes allocated from it */
 };
 
-/* Before a call that may make it grow by `growth`: charged. After it: reserve_end. */
+/* Charges `growth` before a call that may grow the reserve. After the call: reserve_end. */
 CUresult reserve_begin(struct reserve *r, uint64_t growth);
-/* Compares the charge with the truth; CUDA_ERROR_OUT_OF_MEMORY if it grew by more than was
- * charged and that does not fit: then the call must be undone, and reserve_settle called. */
+/* Compares the charge with the real growth. CUDA_ERROR_OUT_OF_MEMORY if the growth exceeds the charge and does
+ * not fit: then undo the call and call reserve_settle. */
 CUresult reserve_end(struct reserve *r, bool look);
 void reserve_settle(struct reserve *r);
 struct reserve *reserve_graphs(struct here h);
 /* Ask the driver about all reserves of a device (-1: of all). */
 void pools_settle(int ordinal);
-/* The same after giving up what is reserved and not used; whether there is any reserve. */
+/* The same after giving up unused reserves; returns whether there is any reserve. */
 bool pools_reclaim(int ordinal);
 /* After a synchronise: pools may have shrunk. Costs one load if there are none. */
 void pools_synced(void);

@@ -23,7 +23,7 @@ static __thread struct {
     struct stack real;   /* the driver's */
     struct stack wanted; /* as the application sees it */
     bool differ;
-    bool lost; /* deeper than is kept here: only the driver knows */
+    bool lost; /* deeper than this stack: only the driver knows */
 } mine;
 
 static pthread_key_t at_end;
@@ -39,7 +39,7 @@ static bool push(struct stack *s, CUcontext context)
     return true;
 }
 
-/* As cuCtxSetCurrent: in the place of what is on top. */
+/* As cuCtxSetCurrent: replaces the top. */
 static void set(struct stack *s, CUcontext context)
 {
     if (s->depth)
@@ -96,7 +96,7 @@ void current_apply(void)
     for (; real->depth < wanted->depth; real->depth++) {
         real->at[real->depth] = wanted->at[real->depth];
         if (REAL(cuCtxPushCurrent_v2)(real->at[real->depth])) {
-            /* It has ended meanwhile: what was pushed above it has no place either. */
+            /* It has ended meanwhile, so drop what was pushed above it, too. */
             mine.wanted.depth = real->depth;
             break;
         }
@@ -104,7 +104,7 @@ void current_apply(void)
     changed();
 }
 
-/* ---- what the driver knows */
+/* ---- the driver's current context */
 
 CUcontext current_context(void) { return top(&mine.wanted); }
 
@@ -158,9 +158,9 @@ void current_fork(enum fork_when when)
     mine.differ = mine.lost = false;
 }
 
-/* ---- the calls. Where the driver would not block they are its own, and cost a few instructions. */
+/* ---- the calls. If the driver would not block, they pass on to it at the cost of a few instructions. */
 
-/* Whether to answer from here. Otherwise the call may go to the driver, or *error is the answer. */
+/* Whether to answer from this stack. If not, return *error, or call the driver if it is 0. */
 static bool blocked(uint32_t entry, CUresult *error)
 {
     *error = CUDA_SUCCESS;
@@ -232,7 +232,7 @@ CUresult wrap_cuCtxGetCurrent(CUcontext *out)
     return error ? error : REAL(cuCtxGetCurrent)(out);
 }
 
-/* Whether it is known; *error is the answer then. */
+/* Whether the answer is known; it is *error. */
 static bool device_of(CUcontext context, CUdevice *out, CUresult *error)
 {
     struct own own;

@@ -8,8 +8,8 @@
  * caller's is touched but r11, which no convention passes anything in.
  */
 
-/* Before the first call both pointers point to a byte that is not zero, so that guard_real, which
- * is empty then, is not used; the slow path loads the driver. */
+/* Before the first call both pointers point to a byte that is not zero, so that the still empty guard_real is
+ * not used; the slow path loads the driver. */
     .hidden guard_gate, guard_free_gate, guard_unloaded, guard_real
     .hidden guard_slow_gate, guard_slow_free, guard_slow_never, guard_slow_refuse
     .hidden guard_enter_entry, guard_enter_back, guard_slow_note, guard_leave
@@ -117,7 +117,7 @@
     .cfi_endproc
 .endm
 
-/* A frame with all that may carry an argument. The index of the entry is in r11. */
+/* A frame with all registers that may carry an argument. The index of the entry is in r11. */
 .macro SAVE
     pushq %rbp
     .cfi_def_cfa_offset 16
@@ -162,7 +162,7 @@
     movups -192(%rbp), %xmm7
 .endm
 
-/* Ask `slow`; 0: on to the driver with everything as it came; else that is the answer. */
+/* Ask `slow`. 0: go on to the driver with all arguments unchanged; otherwise return it. */
 .macro SLOW kind
     .balign 16
 .Lsave_\kind:
@@ -237,7 +237,7 @@
     movq %rsp, %rsi
 .endm
 
-/* On to the driver, uncounted; or noted, and answered with success. */
+/* Go on to the driver, uncounted; or note the call and return success. */
     .balign 16
 .Lsave_note:
     .cfi_startproc

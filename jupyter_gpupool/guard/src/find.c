@@ -33,7 +33,7 @@ static bool is_driver(const char *path)
                 pread(fd, &head, sizeof head, 0) == sizeof head &&
                 !memcmp(head.e_ident, ELFMAG, SELFMAG) && head.e_ident[EI_CLASS] == ELFCLASS64 &&
                 head.e_machine == EM_X86_64;
-    /* Copies of the guard are small, also instrumented ones; drivers of today are not. */
+    /* Copies of the guard are small, even instrumented ones; today's drivers are not. */
     if (good && st.st_size < 16 << 20) {
         void *text = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
         if (text != MAP_FAILED) {
@@ -50,8 +50,8 @@ static void *open_path(const char *path)
     return is_driver(path) ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
 }
 
-/* The loader's own list: LD_LIBRARY_PATH as it was when the process began, and the system's
- * directories (`defaults`), between which comes the cache. */
+/* The loader's own list: LD_LIBRARY_PATH as it was when the process began, the cache, and the system's
+ * directories (`defaults`). */
 static void *search_directories(const char *soname, bool defaults)
 {
     _Alignas(Dl_serinfo) char room[32768];
@@ -75,7 +75,7 @@ static void *search_directories(const char *soname, bool defaults)
     return found;
 }
 
-/* The format of glibc's ldconfig since 2.2, also where it follows the older one in the file. */
+/* The format of glibc's ldconfig since 2.2; in some files it follows the older one. */
 struct cache {
     char magic[20]; /* "glibc-ld.so.cache1.1" */
     uint32_t count, strings;
@@ -107,7 +107,7 @@ static void *search_cache(const char *soname)
     if (at && (size_t)(end - at) > sizeof *cache &&
         (size_t)(end - at) - sizeof *cache >= cache->count * sizeof cache->entry[0])
         for (uint32_t i = 0; i < cache->count && !found; i++) {
-            /* What follows the strings need not end with a zero. */
+            /* The data after the strings may not end with a zero. */
             uint64_t key = cache->entry[i].key, value = cache->entry[i].value;
             size_t room = (size_t)(end - at), length = strlen(soname) + 1;
             if (cache->entry[i].flags == CACHE_X86_64 && key + length <= room && value < room &&

@@ -6,8 +6,8 @@
 #ifndef GPUPOOL_GUARD_FIND_H
 #define GPUPOOL_GUARD_FIND_H
 
-/* In the text of both libraries of the guard, exported as gpupool_guard: tells a copy of ours from
- * the driver's, in a process by dlsym() and in a file by its text. */
+/* In the text of both libraries of the guard, exported as gpupool_guard: distinguishes a copy of the guard from
+ * the driver, in a process by dlsym() and in a file by its text. */
 #define FIND_MARK "gpupool-guard-copy"
 
 /* The opened library, or NULL. `named`: its path where the user names one, or NULL or empty. */

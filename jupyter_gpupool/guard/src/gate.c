@@ -20,15 +20,15 @@ const uint8_t *guard_gate = &guard_shut, *guard_free_gate = &guard_shut;
 
 /* Nanoseconds after which a suspend counts as abandoned: its broker is gone. */
 #define LONGEST_SUSPEND 120000000000ull
-/* Nanoseconds after which a query during a suspend answers "not ready", and after which the next query
- * of the same thread belongs to another suspend. */
+/* After so many nanoseconds a query during a suspend answers "not ready". After so many without a query, a
+ * thread's next query belongs to another suspend. */
 #define PATIENCE 1000000000ull
 #define ANOTHER_TIME 10000000000ull
 
 static bool initialised, context, ending;
 
-/* The calls of this thread that are inside the driver, and the word that counts them. One thread has a
- * word of its own: it leaves by a plain store, which takes half as long as a locked instruction. */
+/* This thread's calls inside the driver, and the word that counts them. One thread has its own word: it leaves
+ * by a plain store, which takes half as long as a locked instruction. */
 static __thread struct {
     uint32_t depth;
     bool own;
@@ -105,8 +105,8 @@ CUresult gate_pass(void)
     return CUDA_SUCCESS;
 }
 
-/* Registered at the first call, so it runs before what was registered by then, cudart's own and
- * destructors of objects among it. */
+/* Registered at the first call, so it runs before all handlers registered earlier, such as cudart's and
+ * destructors of objects. */
 static void end(void)
 {
     __atomic_store_n(&ending, true, __ATOMIC_RELEASE);
@@ -117,14 +117,14 @@ void gate_at_exit(void)
     atexit(end);
 }
 
-/* ---- what the process owes the driver: noted calls, and contexts that threads have made current */
+/* ---- calls that the process owes the driver: noted calls, and contexts that threads have made current */
 
 uint32_t guard_arrears;
 static uint32_t arrears_lock;
 
-/* While the process owes anything, or moves to another device, the entry points take the slow path,
- * whatever the gate says. Without a context the driver answers calls that need no lease at any time,
- * unless the broker has suspended the process: then the first byte of `landing` is not zero. */
+/* While the process owes anything, or moves to another device, the entry points take the slow path, even if the
+ * gate is open. Without a context the driver always answers calls that need no lease, unless the broker
+ * has suspended the process: then the first byte of `landing` is not zero. */
 static void point(void)
 {
     struct page_slot *slot = guard_slot();
@@ -183,9 +183,9 @@ static bool drained(void)
 /* ---- for C functions and counted calls */
 
 enum purpose {
-    LOOK_UP, /* needs no lease, and may do without one */
+    LOOK_UP, /* needs no lease */
     USE,     /* waits for the lease, and for the noted calls of all threads */
-    QUERY,   /* asks whether work is done; one of the noted calls may have recorded the event */
+    QUERY,   /* asks whether work is done; a noted call may have recorded the event */
     BACK,    /* frees or destroys */
 };
 
@@ -203,12 +203,12 @@ static bool starts(CUresult *error)
     return guard_page != NULL;
 }
 
-/* Count the call, if the gate lets it pass, and pay first what this thread owes. */
+/* Count the call if the gate lets it pass; first make the calls that this thread owes. */
 static bool in(enum purpose purpose, bool gated)
 {
     struct page_slot *slot = guard_slot();
     uint32_t *inflight = guard_first ? &slot->first : &slot->inflight;
-    /* Each of the two is a full barrier before the load of the gate. */
+    /* Both operations are full barriers before the load of the gate. */
     if (guard_first)
         __atomic_exchange_n(inflight, 1, __ATOMIC_SEQ_CST);
     else
@@ -216,7 +216,7 @@ static bool in(enum purpose purpose, bool gated)
     inside.own = guard_first;
     inside.depth = 1;
     inside.inflight = inflight;
-    /* The usual case: the gate is open, and nothing is owed. The code below would find the same. */
+    /* The usual case: the gate is open, and nothing is owed. The code below has the same result. */
     if (__builtin_expect(__atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_OPEN &&
                              __atomic_load_n(&slot->landing, __ATOMIC_SEQ_CST) < LANDING_MOVES && !owing(),
                          1))
@@ -273,7 +273,7 @@ CUresult guard_enter_back(uint32_t entry, const uint64_t *argument)
     CUresult error;
     if (!starts(&error))
         return error;
-    /* Without a context it cannot be suspended, and the driver says what is wrong with the call. */
+    /* Without a context the process cannot be suspended, and the driver reports the error of the call. */
     while (!in(BACK, guard_has_context())) {
         if (later_may(entry) && later_note(entry, argument)) {
             /* The gate has opened meanwhile, and the next call may come much later. */
@@ -288,7 +288,7 @@ CUresult guard_enter_back(uint32_t entry, const uint64_t *argument)
     return CUDA_SUCCESS;
 }
 
-/* This thread's questions that have found no answer in a row: since when, and the last one. */
+/* When this thread's present run of unanswered queries began, and the last of them. */
 static __thread struct {
     uint64_t since, last;
 } unanswered;
@@ -306,9 +306,9 @@ CUresult guard_enter_query(void)
         }
         if (__atomic_load_n(&ending, __ATOMIC_ACQUIRE))
             return CUDA_ERROR_DEINITIALIZED;
-        /* It is being suspended, or another thread makes the noted calls. The caller may hold the
-         * interpreter's lock and another one that a thread wants under it: so the wait gives up
-         * neither, and is short. */
+        /* It is being suspended, or another thread makes the noted calls. The caller may hold the interpreter's
+         * lock, and another lock that a thread with the interpreter's lock wants. So the wait releases neither,
+         * and is short. */
         uint64_t now = monotonic();
         if (!unanswered.since || now - unanswered.last > ANOTHER_TIME)
             unanswered.since = now;
@@ -329,8 +329,8 @@ CUresult guard_enter_query(void)
 
 /* ---- from the entry points */
 
-/* Before a call that is not counted goes on to the driver: pay what is owed. What another thread owes
- * for its own context does not matter here. */
+/* Before an uncounted call goes on to the driver: make the owed calls. Those of another thread for its own
+ * context do not matter here. */
 static CUresult pay(bool use)
 {
     if (!current_differs() && !(use && owing_calls()))
@@ -382,7 +382,7 @@ CUresult guard_slow_refuse(uint32_t entry)
 
 void guard_leave(void)
 {
-    /* Zero only in the child of a fork() from inside. */
+    /* Zero only in the child of a fork() during a call. */
     if (!inside.depth || --inside.depth || !inside.inflight)
         return;
     if (inside.own)
@@ -422,7 +422,7 @@ void gate_step_back(void)
         __atomic_add_fetch(inside.inflight, 1, __ATOMIC_SEQ_CST);
 }
 
-/* ---- what the process has done */
+/* ---- after the first calls */
 
 bool guard_initialised(void)
 {
@@ -446,7 +446,7 @@ void guard_note_init(void)
         __atomic_or_fetch(&slot->flags, SLOT_CUDA, __ATOMIC_RELEASE);
     if (guard_initialised())
         return;
-    cached_fill(); /* a pause may have it suspended, and questions go on */
+    cached_fill(); /* a pause may suspend it, and queries go on */
     __atomic_store_n(&initialised, true, __ATOMIC_RELEASE);
     gate_point();
 }
@@ -459,7 +459,7 @@ void guard_note_context(void)
     __atomic_or_fetch(&slot->flags, SLOT_CONTEXT, __ATOMIC_RELEASE);
     cached_fill();
     __atomic_store_n(&context, true, __ATOMIC_RELEASE);
-    /* From now on the driver's answers may have to wait for a lease, also those that need none. */
+    /* From now on every answer of the driver may have to wait for a lease, even if the call needs none. */
     gate_point();
 }
 

@@ -81,7 +81,7 @@ static void look_through(CUgraph graph, struct totals *sum, int depth)
         munmap(node, room);
 }
 
-/* What a first launch may add to what is reserved: the part of it that is idle is used again. */
+/* How much a first launch may add to the reserve: it first uses the idle part again. */
 static uint64_t growth(const struct reserve *r, uint64_t bytes)
 {
     typedef CUresult (*attribute)(CUdevice, int, void *);
@@ -115,7 +115,7 @@ static CUresult begin(const struct totals *sum, struct reserve *r[PAGE_DEVICES])
     return result;
 }
 
-/* A launch cannot be undone: what the driver took is counted, whether it fits or not. */
+/* A launch cannot be undone, so the driver's growth is counted even if it does not fit. */
 static void end(struct reserve *const r[PAGE_DEVICES])
 {
     for (int i = 0; i < PAGE_DEVICES; i++)

@@ -19,8 +19,8 @@
 
 /* ---- the real driver (real.c; the table and its indices are generated: entries_gen.h) */
 
-/* By index of the entry, spares included. Never NULL once a call has entered: what the driver lacks
- * is a stub that returns CUDA_ERROR_NOT_FOUND. */
+/* By index of the entry, spares included. Never NULL once a call has entered: an entry that the driver lacks is
+ * a stub that returns CUDA_ERROR_NOT_FOUND. */
 extern void *guard_real[E_COUNT + E_SPARES];
 
 /* REAL(cuMemAlloc_v2)(...): the driver's own. The prototype is that of wrap_cuMemAlloc_v2, declared in
@@ -28,23 +28,23 @@ extern void *guard_real[E_COUNT + E_SPARES];
 #define REAL(name) ((__typeof__(&wrap_##name))guard_real[E_##name])
 #define CALL(type, name) ((type)guard_real[E_##name])
 
-/* What the driver says of itself: 1000 x major + 10 x minor. Beyond all if it does not. */
+/* The driver's version: 1000 x major + 10 x minor. The largest number if unknown. */
 extern unsigned guard_driver_version;
 
-/* Whether the driver has an entry at all. */
+/* Whether the driver has an entry. */
 bool guard_has(int entry);
 
-/* The index of what cuGetProcAddress gives for a name; -1: not in entries.txt. */
+/* The index of the entry that cuGetProcAddress returns for a name; -1: not in entries.txt. */
 int guard_find(const char *name, int version, bool per_thread);
 const char *guard_name(int entry);
 /* The exported function of an entry. */
 void *guard_exported(int entry);
 
-/* Load the driver and map the page, once; again take a slot in the child of a fork(). 0, or what
- * the call returns. A later call tries again. */
+/* Load the driver and map the page, once; in the child of a fork() take a new slot. 0, or the error to return.
+ * After an error, a later call tries again. */
 CUresult guard_settle(void);
-extern bool guard_settled; /* then it is 0, without a call */
-/* What the entry points of a kind call where the byte is not zero. 0: on to the driver. The first
+extern bool guard_settled; /* no call: it is 0 */
+/* The entry points of each kind call these if the byte is not zero. 0: go on to the driver. The first function
  * only loads it. */
 CUresult guard_slow_never(void);
 CUresult guard_slow_free(uint32_t entry);
@@ -59,11 +59,11 @@ CUresult guard_slow_note(uint32_t entry, const uint64_t *argument); /* or GUARD_
  * guard_leave() must be called. Loads the real driver. Nests. */
 CUresult guard_enter(void);
 void guard_leave(void);
-/* The same for a call that frees or destroys, with its arguments. While the session has no slice it
- * is noted and made later (later.c): GUARD_NOTED, and the application's answer is success. */
+/* The same for a call that frees or destroys, with its arguments. While the session has no slice, the guard
+ * notes the call and makes it later (later.c): GUARD_NOTED, and the application gets success. */
 CUresult guard_enter_back(uint32_t entry, const uint64_t *argument);
-/* The same for a question whether work is done. GUARD_NOTED: the process is suspended, so it is.
- * CUDA_ERROR_NOT_READY: it has been on the way there for more than a second. */
+/* The same for a query whether work is done. GUARD_NOTED: the process is suspended, so the work is done.
+ * CUDA_ERROR_NOT_READY: the suspend has been under way for more than a second. */
 CUresult guard_enter_query(void);
 #define GUARD_NOTED ((CUresult)-1)
 
@@ -71,9 +71,9 @@ CUresult guard_enter_query(void);
  * suspended and the driver would block, waits at the gate like guard_enter. Pairs with guard_leave. */
 CUresult guard_enter_free(void);
 
-/* Whether the driver would block now, because the session may be suspended: answer from memory. */
+/* Whether the driver would block now, because the session may be suspended: then answer from the cache. */
 bool guard_blocked(void);
-/* After the first success: cuInit; a context. */
+/* After the first successful cuInit, and after the first context. */
 void guard_note_init(void);
 void guard_note_context(void);
 bool guard_initialised(void); /* this process has called cuInit, and it succeeded */
@@ -84,9 +84,9 @@ extern const uint8_t *guard_gate, *guard_free_gate;
 void guard_gates(const uint8_t *gate, const uint8_t *free_gate);
 extern const uint8_t guard_shut, guard_open;
 
-/* Whether a call may go on: the gate is open, or a pause is over. Notes the use if `use`. */
+/* Whether a call may go on: the gate is open, or a pause is over. Records the use if `use`. */
 bool gate_lets(bool use);
-/* Wait until the gate lets a call through. 0, or the error to return. Counts nothing. */
+/* Wait until the gate lets a call through, without counting it. 0, or the error to return. */
 CUresult gate_pass(void);
 /* Once, at the first call of a session's process. */
 void gate_at_exit(void);
@@ -95,12 +95,12 @@ bool gate_closed(void);
 /* Around a wait for the broker inside a counted call, so that a suspend need not wait for the call. */
 void gate_step_out(void);
 CUresult gate_step_in(void);
-/* Let the entry points look at the gate again: a landing has begun or ended. */
+/* Make the entry points check the gate again: a landing has begun or ended. */
 void gate_point(void);
 /* In place of gate_step_in where the call returns an error without entering the driver again. */
 void gate_step_back(void);
 
-/* Remember what the driver says of the devices, to answer while it would block (cached.c). */
+/* Cache the driver's answers about the devices, to answer while it would block (cached.c). */
 void cached_fill(void);
 
 /* ---- cuGetProcAddress (procaddr.c) */
@@ -108,11 +108,11 @@ void procaddr_ready(void); /* guard_real is filled */
 
 /* ---- the page (page.c) */
 
-/* NULL in a process of no session: then nothing is limited, gated or counted. */
+/* NULL in a process without a session: then nothing is limited, gated or counted. */
 extern struct page *guard_page;
 
-/* This process's slot, taken at the first call that needs one; NULL if there is no page or no room. A
- * thread that has asked for it is known to: the slot is not given back while that thread may write. */
+/* This process's slot, taken at the first call that needs one; NULL if there is no page or no room. The slot is
+ * not given back while a thread that has asked for it may write. */
 extern struct page_slot *guard_the_slot;
 extern __thread bool guard_slot_user;
 extern __thread bool guard_first; /* no other thread writes to ``first`` of the slot while this one lives */
@@ -125,31 +125,30 @@ static inline struct page_slot *guard_slot(void)
     return __atomic_load_n(&guard_the_slot, __ATOMIC_SEQ_CST);
 }
 
-/* Ordinal in the session of this process's CUdevice; they differ if the process sees a part. -1: none. */
+/* Ordinal in the session of this process's CUdevice (different if the process does not see all). -1: none. */
 int guard_ordinal(CUdevice device);
 /* Ordinal in the session of the current context's device; -1 if there is none. */
 int guard_current(void);
 
-/* Whether what this process sees as the session's device `ordinal` is the slice. A process settles on
- * devices at cuInit, without a lease; if its session gets or moves to others before it has a
- * context, it must not take memory where none was granted. */
+/* Whether this process sees the slice as the session's device `ordinal`. cuInit binds a process to devices,
+ * without a lease. If its session then gets or moves to other devices before the process has a context, it must
+ * not take memory on a device without a grant. */
 bool guard_sees_slice(int ordinal);
-/* Where a process has contexts its devices are those of the slice, wherever that moves; from the end
- * of the last one on those of now. */
+/* While a process has contexts, its devices are those of the slice, even after moves. After its last context
+ * they stay as they are then. */
 void guard_follow(bool follows);
 
 /* ---- to the slice before the first context (landing.c) */
 
-/* Inside a call that is counted, with the gate open: see to it that the process sees the slice. 0, or
- * the error to return. */
+/* Inside a counted call, with the gate open: make the process see the slice. 0, or the error to return. */
 CUresult landing(int ordinal);
-/* After the context is made, or failed: release the contexts that this thread kept. Noted ones move with
+/* After the context was made, or failed: release the contexts that this thread kept. Noted contexts move with
  * the session until they are released. */
 enum landing_kept { KEPT_NONE, KEPT_RELEASED, KEPT_NOTED };
 enum landing_kept landing_over(void);
 /* Whether the broker may suspend this process to move it; wait until it has finished. */
 bool landing_moves(void);
-/* Whether this process is suspended though it has no context; landing_moves() is true then, too. */
+/* Whether this process is suspended although it has no context; then landing_moves() is also true. */
 bool landing_aside(void);
 CUresult landing_wait(void);
 
@@ -162,15 +161,15 @@ enum page_state {
     PAGE_REFUSED, /* the reason is on stderr */
 };
 enum page_state page_settle(void);
-/* Who changes sums over slots holds this; a few instructions, no call of the driver inside. */
+/* A thread holds this while it changes sums over slots: for a few instructions, without driver calls. */
 void page_lock(void);
 void page_unlock(void);
 /* Under the lock: free the slots of processes that have ended. Reads /proc for each: slow. */
 void page_reap(void);
-/* Whether that may find any: exact for processes that were waited for, 10 ms late for others. */
+/* Whether page_reap() may find a slot: exact for processes reaped by their parent, else 10 ms late. */
 bool page_deaths(void);
 
-/* ---- what is owed to the driver once the gate is open (gate.c, later.c, current.c) */
+/* ---- calls owed to the driver once the gate is open (gate.c, later.c, current.c) */
 
 enum arrears { ARREARS_CALLS = 1, ARREARS_CONTEXTS = 2 /* for each thread */ };
 /* Zero: nothing. Otherwise every entry point takes its slow path. */
@@ -184,27 +183,27 @@ bool later_note(uint32_t entry, const uint64_t *argument);
 bool later_may(uint32_t entry);
 /* Whether this process has host memory registered with the driver (registered.c). */
 bool registered_any(void);
-/* Inside, with the gate open: make the noted calls. false: some are left, because another thread is
- * at it or because the gate was closed. */
+/* Inside, with the gate open: make the noted calls. false: some are left, because another thread makes them or
+ * the gate was closed. */
 bool later_do(void);
-/* Wait until no other thread is at it. 0, or the error to return. */
+/* Wait until no other thread makes them. 0, or the error to return. */
 CUresult later_sit_out(void);
 
 /* The calling thread's current context, as the application sees it. */
 CUcontext current_context(void);
-/* The context that the driver reports; changes that it made in calls other than cuCtxSetCurrent. */
+/* The context that the driver reports, with its changes in calls other than cuCtxSetCurrent. */
 void current_seen(CUcontext context);
 void current_pushed(CUcontext context);
 void current_destroyed(CUcontext context);
 void current_destroyed_later(CUcontext context);
-/* Whether the driver does not know this thread's context yet; tell it. */
+/* Whether the driver does not know this thread's context yet; set it in the driver. */
 bool current_differs(void);
 void current_apply(void);
 
 /* ---- waiting (wait.c) */
 
-/* From begin to end the interpreter's other threads run, if there is one in this process and this
- * thread held its lock; an interrupt (SIGINT with a handler) is noticed; the slot counts a wait. */
+/* From begin to end the threads of the interpreter can run, if this process has one and this thread held its
+ * lock; an interrupt (SIGINT with a handler) is noticed; the slot counts a wait. */
 struct polite {
     void *thread;
     struct page_slot *slot;
@@ -219,7 +218,7 @@ void polite_nap(struct polite *p); /* 1 ms at first, 10 ms after a second */
 void nap(int milliseconds);
 uint64_t monotonic(void); /* ns */
 
-/* ---- fork(): each part's share, called from init.c */
+/* ---- fork(): the handlers of each part, called from init.c */
 enum fork_when { FORK_PREPARE, FORK_PARENT, FORK_CHILD };
 void real_fork(enum fork_when when);
 void page_fork(enum fork_when when);
@@ -234,7 +233,7 @@ void guard_at_fork(void); /* registers them */
 /* ---- bytes (charge.c) */
 
 /* Take `bytes` of the session's grant on `ordinal`; asks the broker for growth if they do not fit.
- * CUDA_ERROR_OUT_OF_MEMORY if refused. Before the driver is asked. */
+ * CUDA_ERROR_OUT_OF_MEMORY if refused. Callers do this before the driver's call. */
 CUresult guard_charge(int ordinal, uint64_t bytes);
 /* Give them back. */
 void guard_credit(int ordinal, uint64_t bytes);
@@ -243,25 +242,25 @@ uint64_t guard_used(int ordinal);
 
 /* ---- the broker (broker.c) */
 
-/* One question on a connection of its own; waits politely (wait.c). 0, or the error to return. */
-void broker_remember(void); /* where it is; before there are threads that wait */
-CUresult broker_attach(void);                            /* until the lease is there */
+/* Each question has its own connection and waits as in wait.c. 0, or the error to return. */
+void broker_remember(void); /* finds its address, before any thread waits */
+CUresult broker_attach(void);                            /* returns once the lease is granted */
 CUresult broker_grow(int ordinal, uint64_t more);        /* 0: the page has a larger grant now */
 enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_AGAIN, ANSWER_INTERRUPTED, ANSWER_AWAY };
 enum answer broker_page(void); /* OK: the session's page has its name again */
-void page_lost(enum answer answer); /* it is lost all the same: the reason on stderr */
+void page_lost(enum answer answer); /* it is still lost: the reason on stderr */
 /* One step of a landing: "begin", "move", "cancel", or "stay" where it is. CUDA_ERROR_DEVICE_UNAVAILABLE:
- * refused; CUDA_ERROR_NOT_READY: the lease is on its way out, and it is worth looking again. ``why``, if
- * it is not NULL, gets the broker's sentence for people, or "". */
+ * refused; CUDA_ERROR_NOT_READY: the lease is about to end; check again. ``why``, if it is not NULL, gets the
+ * broker's sentence for people, or "". */
 #define SENTENCE_BYTES 512
 CUresult broker_land(const char *step, char *why);
-void broker_home(void); /* the page's devices are those of the lease to come; or as they were */
+void broker_home(void); /* the page's devices are those of the next lease, or unchanged */
 
 /* ---- a broker that has died (revive.c) */
 
 void revive_remember(void);
-/* How many nanoseconds to wait in all where no broker listens; 0: it cannot be started. Meanwhile
- * starts the user's own broker if it has died, one attempt at a time. */
+/* Starts the user's own broker if it has died, one attempt at a time. Returns how many nanoseconds to wait in
+ * all while no broker listens; 0: none can be started. */
 uint64_t revive(const char *socket);
 
 #pragma GCC visibility pop

@@ -13,7 +13,7 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
     struct slice_memory m;
     size_t real_free = 0, real_total = 0;
     if (guard_blocked()) {
-        /* Suspended: the driver would wait for the lease, so the answer comes from the page. */
+        /* While suspended, the driver would wait for the lease, so the page answers. */
         struct here h = here_remembered();
         if (h.ordinal >= 0 && slice_memory(guard_page, h.ordinal, UINT64_MAX, UINT64_MAX, &m)) {
             if (available)
@@ -41,7 +41,7 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
         return REAL(cuMemGetInfo_v2)(available, total);
     pools_settle(h.ordinal);
     page_lock();
-    page_reap(); /* what dead processes of the session held is free */
+    page_reap(); /* memory of dead processes of the session is free */
     page_unlock();
     CUresult result = REAL(cuMemGetInfo_v2)(&real_free, &real_total);
     if (result)

@@ -20,12 +20,11 @@ struct slice_memory {
 };
 
 /* total: the limit, or the grant if that is larger (a limit was lowered), never more than the device
- * has. available: what of the limit is not used and free on the device just now, but at least what
- * of the grant is not used: that is kept for the session, whatever others do. Beyond the grant, bytes
- * that the device shows as free may be guaranteed to a neighbour that does not use them yet: there the
- * broker's word counts (page->room). A framework that sizes itself by this figure gets what it says.
- * real_free, real_total: as the driver says; UINT64_MAX if it cannot be asked. false: the page does
- * not say yet. */
+ * has. available: the unused bytes of the limit that are free on the device now, but at least the unused bytes
+ * of the grant, which are kept for the session. Beyond the grant, free bytes of the device may be guaranteed to
+ * a neighbour that does not use them yet, so the broker's figure counts (page->room). A framework that sizes
+ * itself by this figure gets these bytes. real_free, real_total: the driver's figures; UINT64_MAX if it cannot
+ * be asked. false: the page has no figures yet. */
 static inline bool slice_memory(const struct page *page, int ordinal, uint64_t real_free, uint64_t real_total,
                                 struct slice_memory *out)
 {

@@ -20,7 +20,7 @@ static bool chosen;
 /* The session's ordinal of each of this process's devices. */
 static int seen, ordinal_of[PAGE_DEVICES];
 
-#define ENDS (-1)      /* no device: such an entry ends the list, as it does for the driver */
+#define ENDS (-1)      /* no device: such an entry ends the list, as in the driver */
 #define ELSEWHERE (-2) /* a device that the session does not have */
 
 /* The session's device that one entry of a list names: a number, or a UUID or the beginning of one. */
@@ -39,10 +39,10 @@ static int by_text(const char *text, size_t length, const char *home)
     for (int i = 0; i < (int)guard_page->devices; i++)
         if (!strncasecmp(text, guard_page->uuid[i], length) && length < PAGE_UUID) {
             if (found >= 0)
-                return ENDS; /* the beginning of two: CUDA takes it for none */
+                return ENDS; /* a prefix of two UUIDs: for CUDA it names none */
             found = i;
         }
-    /* A device of the time before the lease: the slice's device in its place. */
+    /* A home device from before the lease stands for the slice's device. */
     for (int i = 0; found < 0 && home && *home && i < (int)guard_page->devices; i++) {
         size_t n = strcspn(home, ",");
         if (n == length && !strncasecmp(text, home, n))
@@ -53,8 +53,8 @@ static int by_text(const char *text, size_t length, const char *home)
     return found;
 }
 
-/* Puts the session's devices that `asked` names into ordinal_of. Returns whether it also names
- * others: they are left out, but where nothing would be left the program means "a GPU". */
+/* Puts the session's devices that `asked` names into ordinal_of. Returns whether it also names others. These
+ * are left out; if none is left, the program means "a GPU". */
 static bool choose(const char *asked, const char *home)
 {
     bool taken[PAGE_DEVICES] = {false}, others = false;
@@ -113,7 +113,7 @@ static void choose_visible(void)
     list[length] = 0;
     setenv(VISIBLE, length ? list : "-1", 1);
     if (all)
-        setenv("GPUPOOL_VISIBLE", list, 1); /* programs started from here follow the session, too */
+        setenv("GPUPOOL_VISIBLE", list, 1); /* programs started from here also follow the session */
     guard_follow(false);
 }
 
@@ -123,7 +123,7 @@ CUresult wrap_cuInit(unsigned flags)
     if (error)
         return error;
     if (guard_blocked())
-        return CUDA_SUCCESS; /* it was done before the context that makes the driver block */
+        return CUDA_SUCCESS; /* done before the context that makes the driver block */
     if (guard_page) {
         /* Before this process reads the home devices: the broker changes them only until then. */
         struct page_slot *slot = guard_slot();
@@ -149,7 +149,7 @@ CUresult wrap_cuInit(unsigned flags)
     return error;
 }
 
-/* Without a driver, the words for what every call says then. */
+/* Without a driver: the text of the error that every call then returns. */
 static CUresult words(CUresult error, const char **out, const char *of_none, const char *of_success)
 {
     if (!out)

@@ -54,8 +54,8 @@ CUresult landing_wait(void)
     return error;
 }
 
-/* One thread at a time. Not by a lock: a thread that waits must give up the interpreter's lock, and must
- * not count as inside, because the broker waits until no call is. */
+/* One thread at a time. Not by a lock: a waiting thread must release the interpreter's lock, and must not count
+ * as inside, because the broker waits until no call is inside. */
 static CUresult take_turn(void)
 {
     uint32_t free = 0;
@@ -99,7 +99,7 @@ enum landing_kept landing_over(void)
     return found;
 }
 
-/* A context on each device that this process sees in the place of one of the slice. */
+/* A context on each device that this process sees instead of a device of the slice. */
 static CUresult take_contexts(void)
 {
     CUcontext context;
@@ -137,7 +137,7 @@ static CUresult stay(CUresult error)
     return gate ? gate : error == CUDA_ERROR_NOT_READY ? CUDA_SUCCESS : error;
 }
 
-/* Inside a counted call. Success means: look again. */
+/* Inside a counted call. Success means: check again. */
 static CUresult land(void)
 {
     set(LANDING_BEGUN);

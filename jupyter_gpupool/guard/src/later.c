@@ -17,7 +17,7 @@
 #include <sys/mman.h>
 
 #define CHUNK_BYTES 65536
-#define ENOUGH 200 /* looks at another thread's work before this one sleeps */
+#define ENOUGH 200 /* checks of another thread's work before this one sleeps */
 
 struct noted {
     uint32_t entry;
@@ -31,7 +31,7 @@ struct chunk {
     struct noted call[(CHUNK_BYTES - 16) / sizeof(struct noted)];
 };
 
-/* In memory that a child of fork() finds empty: it has nothing of the device. */
+/* In memory that is empty in a child of fork(), which has nothing on the device. */
 struct later {
     uint32_t lock;
     uint32_t running; /* a thread makes the noted calls */
@@ -44,7 +44,7 @@ static struct later *later(void) { return own_block(&the_later, sizeof(struct la
 
 #define ROOM (sizeof((struct chunk *)0)->call / sizeof(struct noted))
 
-/* These name what they destroy, which need not be current, and must not be while it is destroyed. */
+/* Their argument is the context to destroy. It may not be current, and must not be while it is destroyed. */
 static bool ends_context(uint32_t entry)
 {
     return entry == E_cuCtxDestroy_v2 || entry == E_cuCtxDetach || entry == E_cuGreenCtxDestroy ||
@@ -85,7 +85,7 @@ bool later_note(uint32_t entry, const uint64_t *argument)
     return noted;
 }
 
-/* Whether this thread may make the noted calls; otherwise *left says whether there are any. */
+/* Whether this thread may make the noted calls; otherwise *left tells whether there are any. */
 static bool begin(struct later *l, bool *left)
 {
     own_lock(&l->lock);
@@ -124,7 +124,7 @@ static bool next(struct later *l, struct noted *out, bool *left)
     return found;
 }
 
-/* The calls of several threads, each in the context that was current there. */
+/* The calls of several threads, each in the context that was current in its thread. */
 static void make_current(CUcontext wanted, CUcontext *pushed)
 {
     CUcontext popped;
@@ -132,7 +132,7 @@ static void make_current(CUcontext wanted, CUcontext *pushed)
         return;
     if (*pushed)
         REAL(cuCtxPopCurrent_v2)(&popped);
-    /* A context that has ended took with it what was in it; the call then finds nothing to free. */
+    /* The end of a context freed everything in it; the call then finds nothing to free. */
     *pushed = wanted && !REAL(cuCtxPushCurrent_v2)(wanted) ? wanted : NULL;
 }
 
@@ -149,7 +149,7 @@ bool later_do(void)
         return true;
     if (!begin(l, &left))
         return !left;
-    /* What this thread frees for others is not to break a capture that it has under way. */
+    /* Frees for other threads must not break a capture of this thread. */
     int mode = RELAXED;
     bool exchanged = guard_has(E_cuThreadExchangeStreamCaptureMode) &&
                      !CALL(exchange, cuThreadExchangeStreamCaptureMode)(&mode);

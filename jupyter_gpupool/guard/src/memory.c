@@ -17,7 +17,7 @@ static uint64_t extent(uint64_t bytes)
     return __builtin_add_overflow(bytes, unit - 1, &up) ? UINT64_MAX : up / unit * unit;
 }
 
-/* ---- what all wrappers do */
+/* ---- common steps of all wrappers */
 
 void settle_stale(const struct own *own)
 {
@@ -64,8 +64,8 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *out, size_t bytes)
 }
 
 /* The driver chooses the pitch: at least the width rounded up to what rows are aligned to, which
- * is known once it has answered. What it turns out to take beyond that is charged then, and the
- * allocation is undone if that does not fit. */
+ * is known once it has answered. The bytes beyond that are charged afterwards, and the allocation is undone if
+ * they do not fit. */
 CUresult wrap_cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
 {
     ENTER;
@@ -95,14 +95,14 @@ CUresult wrap_cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, 
     return keep(result, &own, REAL(cuMemFree_v2));
 }
 
-/* The driver cannot suspend managed memory, and moves it by itself. The guard refuses it, or the policy
+/* The driver cannot suspend managed memory, and moves it by itself. The guard refuses it unless the policy
  * allows it: then the session is pinned, and the bytes count as device memory. */
 CUresult wrap_cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
 {
     ENTER;
     if (!guard_page)
         return REAL(cuMemAllocManaged)(out, bytes, flags);
-    struct here h = here_now(); /* first: it may find that there is a context after all */
+    struct here h = here_now(); /* first: it may find a context after all */
     if (!managed_allowed())
         return CUDA_ERROR_NOT_SUPPORTED;
     if (h.ordinal < 0 || !out || !bytes)
@@ -129,7 +129,7 @@ static bool take_address(uint64_t address, struct own *own)
            (table_seen(OWN_MANAGED) && table_take(OWN_MANAGED, address, own));
 }
 
-/* The same for a stream-ordered free, whose memory is mostly stream-ordered, too. */
+/* The same for a stream-ordered free; its memory is usually stream-ordered, too. */
 static bool take_ordered(uint64_t address, struct own *own)
 {
     return (table_seen(OWN_POOLED) && table_take(OWN_POOLED, address, own)) || take_address(address, own);
@@ -140,7 +140,7 @@ static CUresult freed(CUresult result, const struct own *own)
     struct own stale;
     if (!result)
         settle_stale(own);
-    else if (table_put(own, &stale)) /* it is still there */
+    else if (table_put(own, &stale)) /* the allocation still exists */
         settle_stale(&stale);
     return result;
 }

@@ -29,19 +29,19 @@ struct page *guard_page;
 struct page_slot *guard_the_slot;
 __thread bool guard_slot_user, guard_first;
 
-static struct page_slot leftover; /* counts calls that come after the slot was given back */
+static struct page_slot leftover; /* counts calls after the slot was given back */
 static uint32_t users;            /* threads that may write to the slot at any time */
-static uint32_t has_first;        /* one of them is the first */
+static uint32_t has_first;        /* includes the first thread */
 static pthread_key_t at_end;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t me; /* pid | low half of the start time << 32, as in page->lock */
 
-/* Field 22 of /proc/<pid>/stat: ticks since boot; 0: no such process, or a zombie; UNKNOWN: it cannot be
- * read now (a process may have no descriptor left), which does not mean that the process is dead. */
+/* Field 22 of /proc/<pid>/stat: ticks since boot; 0: no such process, or a zombie; UNKNOWN: it cannot be read
+ * now (this process may have no descriptor left); the process may be alive. */
 #define UNKNOWN UINT64_MAX
 
-#define LOOK_NS 10000000 /* between looks at all processes, where there is no other reason for one */
+#define LOOK_NS 10000000 /* between checks of all processes, without another reason for one */
 
 static uint64_t start_time(uint32_t pid)
 {
@@ -56,7 +56,7 @@ static uint64_t start_time(uint32_t pid)
     if (n <= 0)
         return !n || error == ESRCH ? 0 : UNKNOWN;
     text[n] = 0;
-    char *at = strrchr(text, ')'); /* the name before it may hold anything */
+    char *at = strrchr(text, ')'); /* the process's name before it may contain anything */
     if (!at || at[1] != ' ' || !at[2])
         return 0;
     at += 2;
@@ -119,7 +119,7 @@ void page_unlock(void)
 
 /* ---- slots */
 
-/* Free it, as the last step: then it may be another process's at once. */
+/* Free it, as the last step: another process may take it at once. */
 static void clear(struct page_slot *s)
 {
     memset((char *)s + sizeof s->state, 0, sizeof *s - sizeof s->state);
@@ -136,8 +136,8 @@ void page_reap(void)
     }
 }
 
-/* Reading /proc takes some 20 us for each process, kill(pid, 0) a hundredth of that. It does not find
- * zombies; the next look at all processes does. */
+/* Reading /proc takes some 20 us for each process, kill(pid, 0) a hundredth of that. kill does not find
+ * zombies; the next check of all processes does. */
 bool page_deaths(void)
 {
     static uint64_t looked;
@@ -172,10 +172,10 @@ static bool take_slot(void)
     uint64_t started = start_time(pid);
     struct page_slot *s;
     if (!started || started == UNKNOWN)
-        return false; /* it would look dead to everybody else */
+        return false; /* all others would take it for dead */
     me = pid | started << 32;
     page_lock();
-    /* Left by this process before an exec(), or by one that had its number. */
+    /* Left by this process before an exec(), or by an earlier process with its number. */
     while ((s = first(SLOT_LIVE, pid)))
         clear(s);
     s = first(SLOT_FREE, 0);
@@ -213,7 +213,7 @@ static void make_key(void)
 void guard_use_slot(void)
 {
     guard_slot_user = true;
-    __atomic_add_fetch(&users, 1, __ATOMIC_SEQ_CST); /* before it looks which slot: see give_back() */
+    __atomic_add_fetch(&users, 1, __ATOMIC_SEQ_CST); /* before it reads the slot: see give_back() */
     guard_first = !__atomic_exchange_n(&has_first, 1, __ATOMIC_SEQ_CST);
     pthread_once(&once, make_key);
     pthread_setspecific(at_end, &users);
@@ -235,8 +235,8 @@ __attribute__((destructor)) static void give_back(void)
         return;
     /* Other threads, and destructors of other libraries, may still call. */
     __atomic_store_n(&guard_the_slot, &leftover, __ATOMIC_SEQ_CST);
-    /* A thread that has found this slot may count itself into it or out of it at any time: it must not
-     * be another process's by then. It is reaped once this process has ended. */
+    /* A thread that has found this slot may count its calls there at any time, so no other process may take the
+     * slot while this process lives. It is reaped afterwards. */
     if (__atomic_load_n(&users, __ATOMIC_SEQ_CST) == (guard_slot_user ? 1 : 0) &&
         !__atomic_load_n(&s->inflight, __ATOMIC_SEQ_CST) && !__atomic_load_n(&s->first, __ATOMIC_SEQ_CST) &&
         !__atomic_load_n(&s->waiting, __ATOMIC_SEQ_CST))
@@ -267,7 +267,7 @@ void page_lost(enum answer answer)
 
 #define OPEN_FLAGS (O_RDWR | O_CLOEXEC | O_NONBLOCK)
 
-/* The only link that is followed is the broker's, to its own descriptor: see page_settle(). */
+/* Only the broker's link to its own descriptor is followed: see page_settle(). */
 static int open_page(const char *path, bool *link)
 {
     char to[64];
@@ -307,16 +307,16 @@ static const char *map(const char *path, bool *lost)
         close(fd);
         return "is of another version of jupyter_gpupool than the guard. Restart the kernel";
     }
-    /* A descriptor's number that was used again leads to another session's page, whose gate and
-     * accounts have nothing to do with this process. */
+    /* A reused descriptor number leads to another session's page, with a gate and accounts that do not belong
+     * to this process. */
     if (session && strncmp(page->session, session, sizeof page->session - 1)) {
         munmap(page, sizeof *page);
         close(fd);
         *lost = true;
         return "belongs to another session. Restart the kernel";
     }
-    /* Kept open, out of the way of programs that count on low numbers: if the file loses its name at
-     * a logout and the broker dies as well, the next broker finds the page here. */
+    /* Kept open, with a high number because some programs rely on low ones: if a logout deletes the file's name
+     * and the broker also dies, the next broker finds the page here. */
     if (fcntl(fd, F_DUPFD_CLOEXEC, KEPT_ABOVE) >= 0)
         close(fd);
     guard_page = page;
@@ -331,11 +331,11 @@ enum page_state page_settle(void)
         if (!path || !*path)
             return PAGE_READY;
         if (!remembered)
-            broker_remember(); /* once: another thread may be asking by now */
+            broker_remember(); /* once: another thread may have asked by now */
         remembered = true;
         bool lost;
         const char *why = map(path, &lost);
-        /* Deleted under a living session, at a logout for one: the broker has it still. */
+        /* Deleted under a living session, for example at a logout: the broker still has it. */
         if (why && lost)
             return PAGE_LOST;
         if (why)

@@ -24,7 +24,7 @@
 
 /* The gate. Zero is the only value that lets a call through without a second look. */
 enum page_gate {
-    GATE_OPEN = 0,   /* open, and used since the broker last looked */
+    GATE_OPEN = 0,   /* open, and used since the broker's last check */
     GATE_UNUSED = 1, /* open, not used since: the first call changes it to GATE_OPEN (guard) */
     GATE_CLOSED = 2, /* no lease: ask the broker for one and wait */
     GATE_PAUSED = 3, /* a neighbour's turn: wait until pause_until at most, without a question */
@@ -44,34 +44,34 @@ enum slot_state { SLOT_FREE = 0, SLOT_LIVE = 1 };
 
 enum slot_flags {
     SLOT_CUDA = 1,    /* the process has called cuInit: its visible devices are settled */
-    SLOT_CONTEXT = 2, /* it has had a context: the driver can suspend it */
+    SLOT_CONTEXT = 2, /* the process has had a context: the driver can suspend it */
 };
 
-/* ``sees`` of a slot: page_name() of the device that the process sees as the session's device number
- * i, or one of these. */
-#define SEES_NONE 0ull   /* it has not called cuInit, or does not see this one */
+/* ``sees`` of a slot: page_name() of the device that the process sees as the session's device i, or one of
+ * these. */
+#define SEES_NONE 0ull   /* it has not called cuInit, or does not see this device */
 #define SEES_SLICE 1ull  /* the slice, wherever it is: it has state, which moves with the session */
 
-/* ``landing`` of a slot: how far the process is on its way from the devices that it saw at cuInit to
- * those of the slice (landing.c). While it moves, none of its calls reaches the driver. */
+/* ``landing`` of a slot: the progress of the process on its way from the devices at cuInit to those of the
+ * slice (landing.c). While it moves, none of its calls reaches the driver. */
 enum slot_landing {
     LANDING_NONE = 0,    /* no landing, or it has ended (broker) */
-    LANDING_BEGUN = 1,   /* it may have contexts where it has no slice */
+    LANDING_BEGUN = 1,   /* it may have contexts on devices without a slice */
     LANDING_MOVES = 2,   /* the broker may suspend it (guard) */
     LANDING_RESTORE = 3, /* the driver restores it on the slice (broker) */
-    LANDING_ASIDE = 4,   /* it has no context, and is suspended all the same: an admin's pause (broker) */
+    LANDING_ASIDE = 4,   /* it has no context but is suspended: an admin's pause (broker) */
 };
 
 struct page_slot {
     uint32_t state;
     uint32_t pid;
     uint64_t start_time; /* field 22 of /proc/<pid>/stat: with the pid, its identity */
-    uint32_t inflight;   /* calls inside the driver that must return before a suspend; and ``first`` */
+    uint32_t inflight;   /* calls inside the driver that must return before a suspend; also see ``first`` */
     uint32_t waiting;    /* threads that wait at the gate */
     uint32_t flags;
     uint32_t pins;
-    uint64_t used[PAGE_DEVICES];    /* counted bytes, contexts included */
-    uint64_t context[PAGE_DEVICES]; /* of these: the constant for contexts */
+    uint64_t used[PAGE_DEVICES];    /* counted bytes, with contexts */
+    uint64_t context[PAGE_DEVICES]; /* the part of the used bytes that contexts are charged */
     uint32_t captures;              /* streams that record a graph: a suspend must not fall inside */
     uint32_t first;                 /* 1: one more call inside, of the process's first thread */
     uint64_t sees[PAGE_DEVICES];
@@ -89,7 +89,7 @@ struct page {
     uint64_t epoch;
     uint64_t pause_until;           /* CLOCK_MONOTONIC, ns; later a paused gate counts as open */
     uint64_t limit;                 /* bytes per device up to which the grant may grow */
-    uint64_t context_bytes;         /* what is charged for the first context of a process on a device */
+    uint64_t context_bytes;         /* bytes charged for the first context of a process on a device */
     uint64_t lock;                  /* guard: the process that changes slots: pid | start_time << 32; 0: free */
     uint64_t slots_used;            /* guard: one more than the highest slot that has had bytes; only grows */
     uint64_t granted[PAGE_DEVICES]; /* bytes of the lease; 0 without one */
@@ -98,7 +98,7 @@ struct page {
     /* Bytes by which the grant could grow now, plus 1; 0: not known. */
     uint64_t room[PAGE_DEVICES];
     /* The broker refused growth to so many bytes in all, and nothing has changed since. 0: ask. The broker
-     * clears it before it acts on any change, and it ends by itself at vain_until. */
+     * clears it before it acts on any change, and it expires at vain_until. */
     uint64_t vain[PAGE_DEVICES];
     uint64_t vain_until; /* CLOCK_MONOTONIC, ns */
     uint8_t unused_too[4096 - 72 - 24 * PAGE_DEVICES - PAGE_DEVICES * PAGE_UUID - 64];

@@ -9,11 +9,11 @@
 
 enum { ALLOC_TYPE_MANAGED = 2 };
 
-/* Bytes allocated out of an idle reserve after which the guard asks the driver how much it is. */
+/* After so many bytes allocated from an idle reserve the guard asks the driver for its size. */
 #define UNSEEN (64 * MIB)
 
-/* A pool that was not made here: the default or current one of a device, or one that was imported
- * or lives in host memory, which is not counted. */
+/* A pool that was not made here: the default or current pool of a device, an imported pool, or a pool in host
+ * memory, which is not counted. */
 static struct reserve *adopt(CUmemoryPool pool, struct here h)
 {
     typedef CUresult (*pool_of)(CUmemoryPool *, CUdevice);
@@ -81,8 +81,8 @@ static CUresult driver_free(const struct request *q)
     return q->per_thread ? REAL(cuMemFreeAsync_ptsz)(*q->out, q->stream) : REAL(cuMemFreeAsync)(*q->out, q->stream);
 }
 
-/* The pool, and what the allocation may make it grow by; it counts as allocated from here on, so
- * that threads do not plan with the same idle bytes. Whether to ask the driver afterwards. */
+/* Finds the pool, and its growth by the allocation, which counts from here on, so that threads do not plan with
+ * the same idle bytes. Returns whether to ask the driver afterwards. */
 static struct reserve *plan(struct reserves *all, CUmemoryPool pool, struct here h, uint64_t extent, uint64_t *growth,
                             bool *look)
 {
@@ -120,7 +120,7 @@ static CUresult allocate(const struct request *q)
     CUmemoryPool pool = NULL;
     uint64_t extent, growth = 0;
     bool look = false;
-    /* No pool is larger; beyond this the sums below could overflow. */
+    /* No pool is larger, and the sums below could overflow beyond this. */
     extent = q->bytes > UINT64_MAX / 4 ? UINT64_MAX / 4 : q->bytes;
     extent = (extent + 511) / 512 * 512;
     if (h.ordinal >= 0 && q->out && q->bytes && all && !capturing(q->stream, q->per_thread))
@@ -179,7 +179,7 @@ CUresult wrap_cuMemAllocAsync_ptsz(CUdeviceptr *out, size_t bytes, CUstream stre
     return allocate(&(struct request){out, bytes, NULL, stream, true});
 }
 
-/* Without a pool the driver says what is wrong. */
+/* Without a pool the driver reports the error. */
 CUresult wrap_cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream)
 {
     ENTER;
@@ -221,7 +221,7 @@ CUresult wrap_cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
     return result;
 }
 
-/* The default pool of managed memory exists already, so the guard refuses the question for it. */
+/* The default pool of managed memory already exists, so the guard refuses the query for it. */
 static bool managed_refused(int type)
 {
     if (!guard_page || !guard_initialised() || type != ALLOC_TYPE_MANAGED)

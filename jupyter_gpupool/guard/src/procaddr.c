@@ -11,12 +11,12 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-/* The version of CUDA up to which entries.txt knows every form of every call. */
+/* entries.txt has every form of every call up to this version of CUDA. */
 #define KNOWN_VERSION 13000
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* Entries by their address in the driver, as it exports them. Several names may share one. */
+/* Entries by their exported address in the driver. Several names may share an address. */
 static uint16_t by_address[E_COUNT];
 static void *exported[E_COUNT];
 static int spares;
@@ -51,8 +51,8 @@ static int find_address(const void *address)
     return low < E_COUNT && exported[by_address[low]] == address ? by_address[low] : -1;
 }
 
-/* A function that the guard knows nothing of, of a later driver: gated, not counted. NULL once
- * there are 256 of them: a pointer that escapes the gate would crash the process at a suspend. */
+/* An unknown function of a later driver: gated, not counted. NULL once there are 256 of them, because a call
+ * past the gate would crash the process at a suspend. */
 static void *spare_for(void *address)
 {
     void *found = NULL;
@@ -69,7 +69,7 @@ static void *spare_for(void *address)
     return found;
 }
 
-/* The driver may give out another address than it exports for the same function. */
+/* The driver may return an address that differs from the exported one of the same function. */
 static bool adopt(int entry, void *address)
 {
     bool good;
@@ -81,9 +81,9 @@ static bool adopt(int entry, void *address)
     return good;
 }
 
-/* Whether the driver has answered with the guard's own function: a driver that is not linked -Bsymbolic
- * looks its names up in the process, where the guard's come first. As the driver's function it would
- * call itself without end. */
+/* Whether the driver has answered with the guard's own function: a driver that is not linked -Bsymbolic looks
+ * its names up in the process, where the guard's come first. Used as the driver's function, it would call
+ * itself without end. */
 static bool is_ours(const void *address)
 {
     for (int i = 0; i < E_COUNT + E_SPARES; i++)
@@ -95,7 +95,7 @@ static bool is_ours(const void *address)
 typedef CUresult (*query)(const char *name, void **out, int version, uint64_t flags);
 typedef CUresult (*query_v2)(const char *name, void **out, int version, uint64_t flags, int *status);
 
-/* Asks the driver by the form `asked`, which has a fifth argument if `five`. */
+/* Asks the driver in the form `asked`, which has a fifth argument if `five`. */
 static CUresult ask(int asked, bool five, const char *name, void **out, int version,
                     uint64_t flags, int *status)
 {
@@ -103,8 +103,8 @@ static CUresult ask(int asked, bool five, const char *name, void **out, int vers
                 : ((query)guard_real[asked])(name, out, version, flags);
 }
 
-/* As NVIDIA's drivers say that there is no such function: the form with a status succeeds, the
- * older one fails and leaves `out` as it was. */
+/* As NVIDIA's drivers report a missing function: the form with a status succeeds, the older one fails and
+ * leaves `out` unchanged. */
 static CUresult none(bool five, void **out, void *before, int *status, int why)
 {
     *out = five ? NULL : before;
@@ -113,7 +113,7 @@ static CUresult none(bool five, void **out, void *before, int *status, int why)
     return five ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
-/* Without a driver, the guard's own functions: they say that there is no device. */
+/* Without a driver, the guard's own functions, which report that there is no device. */
 static CUresult own(bool five, const char *name, void **out, int version, uint64_t flags, int *status)
 {
     if (!name || !out || flags > (PROC_LEGACY_STREAM | PROC_PER_THREAD_STREAM))

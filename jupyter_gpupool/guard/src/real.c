@@ -28,8 +28,8 @@ unsigned guard_driver_version = INT_MAX;
 static pthread_mutex_t publishing = PTHREAD_MUTEX_INITIALIZER;
 static bool driver_missing, handed_over;
 bool guard_settled;
-static uint64_t refused_until; /* CLOCK_MONOTONIC, ns: no call looks for the page before */
-static uint64_t away_until;    /* no call asks a broker that was away for the page before */
+static uint64_t refused_until; /* CLOCK_MONOTONIC, ns: until then no call looks for the page */
+static uint64_t away_until;    /* until then no call asks a broker that was away for the page */
 static uint64_t away_for;      /* how long that was, which doubles each time; 0: it was not away */
 
 #define REFUSED_NS 1000000000ull
@@ -75,8 +75,8 @@ int guard_find(const char *name, int version, bool per_thread)
     }
     for (int i = low; i < E_COUNT && !compare(name, length, i); i++) {
         unsigned since = entry_table[i].since;
-        /* Sorted by variant, then by version: the last that fits is the answer. Where variants for
-         * per-thread streams exist, a caller that asks for those gets no other. */
+        /* Sorted by variant, then by version: the last that fits is the answer. A caller that asks for the
+         * variant with per-thread streams gets it if it exists. */
         if (entry_table[i].per_thread && !per_thread)
             break;
         if (entry_table[i].per_thread && found >= 0 && !entry_table[found].per_thread)
@@ -87,7 +87,7 @@ int guard_find(const char *name, int version, bool per_thread)
     return found;
 }
 
-/* Another copy of the guard that was loaded before this one, under the driver's name. */
+/* Another copy of the guard, loaded before this one under the driver's name. */
 static void *first_guard(void)
 {
     void *loaded = dlopen(SONAME, RTLD_NOLOAD | RTLD_LAZY);
@@ -104,8 +104,8 @@ static void *first_guard(void)
 
 static void load(void)
 {
-    /* No lock while the loader works: it has its own, which a constructor that calls CUDA in
-     * another thread may hold already. The first one publishes; all find the same. */
+    /* No lock while the loader works: it has its own, and a constructor that calls CUDA in another thread may
+     * hold that. The first thread publishes the result; all find the same. */
     void *table[E_COUNT];
     void *handle = first_guard();
     bool second = handle != NULL;
@@ -117,7 +117,7 @@ static void load(void)
             if (!table[i])
                 table[i] = (void *)not_in_driver;
         }
-    /* NVIDIA's answer this before cuInit, and touch nothing for it. */
+    /* NVIDIA's drivers answer this before cuInit, without touching a device. */
     int version = 0;
     if (handle && table[E_cuDriverGetVersion] != (void *)not_in_driver)
         ((CUresult(*)(int *))table[E_cuDriverGetVersion])(&version);
@@ -139,8 +139,8 @@ static void load(void)
     pthread_mutex_unlock(&publishing);
 }
 
-/* Without a driver every call says what it says on a machine without a GPU: programs know that
- * answer, and go on without one, as they do where the library itself is missing. */
+/* Without a driver every call returns the same error as on a machine without a GPU. Programs know that error,
+ * and go on without a GPU, as they do without the library. */
 static bool loaded(void)
 {
     if (!__atomic_load_n(&guard_unloaded, __ATOMIC_ACQUIRE))
@@ -150,18 +150,18 @@ static bool loaded(void)
     return !__atomic_load_n(&guard_unloaded, __ATOMIC_ACQUIRE);
 }
 
-/* No refusal is final: a process may have no descriptor left, or the broker be away, for a moment. */
+/* No refusal is final: for a moment, the process may have no descriptor left, or the broker may be away. */
 static enum page_state look(void)
 {
     pthread_mutex_lock(&publishing);
     enum page_state state = PAGE_READY;
     if (!guard_settled) {
-        /* The first copy of the guard gates and counts: this one only passes on. */
+        /* The first copy of the guard gates and counts: this one only passes calls on. */
         if (!handed_over && monotonic() < refused_until) {
             state = PAGE_REFUSED;
         } else if (!handed_over) {
             state = page_settle();
-            /* The page may have its name again; but the call has waited long for the broker before. */
+            /* The page may have its name again, but this call has waited long enough for the broker. */
             if (state == PAGE_LOST && monotonic() < away_until)
                 state = PAGE_REFUSED;
             if (state == PAGE_REFUSED)
@@ -184,7 +184,7 @@ static void refuse(enum answer answer)
         refused_until = now + REFUSED_NS;
         if (answer != ANSWER_AWAY)
             away_for = 0;
-        else if (now >= away_until) /* of threads that waited together one counts */
+        else if (now >= away_until) /* of several waiting threads, one counts */
             away_for = !away_for ? REFUSED_NS : away_for < AWAY_MOST_NS ? 2 * away_for : AWAY_MOST_NS;
         if (answer != ANSWER_AWAY || now >= away_until)
             away_until = now + away_for;
@@ -201,15 +201,15 @@ CUresult guard_settle(void)
         return CUDA_ERROR_NO_DEVICE;
     enum page_state state = look();
     if (state == PAGE_LOST) {
-        /* Without the mutex: the wait for the answer gives up the interpreter's lock, and a thread
-         * that holds that lock may want the mutex, for its own first call or for a fork(). */
+        /* Without the mutex: the wait releases the interpreter's lock, and a thread with that lock may want the
+         * mutex, for its own first call or for a fork(). */
         enum answer answer = broker_page();
         if (answer == ANSWER_OK)
             state = look();
         if (state == PAGE_LOST && answer != ANSWER_INTERRUPTED)
             refuse(answer);
     }
-    /* Another thread may have had a better answer. */
+    /* Another thread may have got a better answer. */
     return __atomic_load_n(&guard_settled, __ATOMIC_ACQUIRE) ? CUDA_SUCCESS : CUDA_ERROR_SYSTEM_NOT_READY;
 }
 

@@ -9,7 +9,7 @@
 #include "own.h"
 #include "wraps.h"
 
-/* In memory that a child of fork() finds empty: it has registered nothing. */
+/* In memory that is empty in a child of fork(), which has registered nothing. */
 static void *the_count;
 
 static uint32_t *count(void) { return own_block(&the_count, sizeof(uint32_t)); }
@@ -32,7 +32,7 @@ static CUresult began(CUresult result, void *p)
     if (result || !guard_page || !count())
         return result;
     own.owner = here_now().number;
-    /* Without memory for the entry it counts until the process ends. */
+    /* Without memory for its entry, it counts until the process ends. */
     if (!table_put(&own, &stale) || !stale.kind)
         __atomic_add_fetch(count(), 1, __ATOMIC_SEQ_CST);
     return result;

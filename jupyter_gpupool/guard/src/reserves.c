@@ -20,7 +20,7 @@ uint32_t graph_trims;
 
 struct reserves *reserves(void) { return own_block(&the_reserves, sizeof(struct reserves)); }
 
-/* ---- the books, with the lock held */
+/* ---- the accounts, with the lock held */
 
 struct reserve *reserve_add(struct reserves *all)
 {
@@ -30,7 +30,7 @@ struct reserve *reserve_add(struct reserves *all)
             if (!r->at[i].kind)
                 return &r->at[i];
         if (r->count < ROOM) {
-            /* Readers that only ask whether there is any take no lock. */
+            /* A reader that only checks for any reserve takes no lock. */
             __atomic_store_n(&r->count, r->count + 1, __ATOMIC_RELAXED);
             return &r->at[r->count - 1];
         }
@@ -47,14 +47,14 @@ struct reserve *reserve_find(struct reserves *all, CUmemoryPool pool)
     return NULL;
 }
 
-/* What is reserved, as the driver says; false if it does not. */
+/* The driver's figure of the reserve; false without one. */
 static bool ask(const struct reserve *r, uint64_t *bytes)
 {
     typedef CUresult (*pool_attribute)(CUmemoryPool, int, void *);
     typedef CUresult (*graph_attribute)(CUdevice, int, void *);
     *bytes = 0;
     if (r->ended == ENDING)
-        return false; /* the handle may be void already, or stay */
+        return false; /* the handle may already be invalid */
     if (r->ended)
         *bytes = reserve_round(r->live); /* there is no handle left to ask with */
     else if (r->kind == RESERVE_POOL)
@@ -187,6 +187,6 @@ void pools_synced(void)
     own_lock(&all->lock);
     EACH(r, all)
         if (r->kind == RESERVE_POOL && r->charged > reserve_round(r->live))
-            reserve_compare(r); /* something to give back, perhaps */
+            reserve_compare(r); /* perhaps some of it can be given back */
     own_unlock(&all->lock);
 }

@@ -15,7 +15,7 @@
 #define ROOM 250
 
 struct reserves {
-    uint32_t lock; /* over everything here; the driver is asked under it */
+    uint32_t lock; /* protects everything here, also during calls to the driver */
     uint32_t count;
     struct reserves *next;
     struct reserve at[ROOM];
@@ -29,11 +29,11 @@ struct reserves *reserves(void);
         for (struct reserve *r = part_->at; r < part_->at + part_->count; r++)       \
             if (r->kind)
 
-/* A free place, to be filled in. */
+/* A free place, for the caller to fill. */
 struct reserve *reserve_add(struct reserves *all);
 struct reserve *reserve_find(struct reserves *all, CUmemoryPool pool);
-/* Let the page say what is true. While calls are inside the driver, what was charged for their
- * growth is not yet reserved, and stays. */
+/* Write the true figure to the page. While calls are inside the driver, the charge for their growth stays,
+ * although it is not reserved yet. */
 void reserve_compare(struct reserve *r);
 
 /* Reserves grow in the device's pages of 2 MiB. */

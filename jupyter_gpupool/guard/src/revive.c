@@ -20,7 +20,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define AWAY_NS 4500000000ull   /* where no broker is started, a call fails within 5 s in all */
+#define AWAY_NS 4500000000ull   /* if no broker is started, a call fails within 5 s in all */
 #define START_NS 90000000000ull /* a start loads the driver and tests every device */
 #define AGAIN_NS 2000000000ull  /* between two attempts of this process */
 #define ATTEMPTS 3              /* failed starts in a row after which calls fail at once */
@@ -71,7 +71,7 @@ static double member(const char *text, const char *name)
     return at ? strtod(at + strlen(name), NULL) : 0;
 }
 
-/* The latest starts have failed, and the next attempt is not due. */
+/* The last starts have failed, and the next attempt is not due yet. */
 static bool given_up(const char *socket)
 {
     char path[256], text[512];
@@ -94,13 +94,13 @@ static bool given_up(const char *socket)
 }
 
 /* No allocation and no handlers of fork(): this process may have many threads, and much memory
- * mapped. The shell returns at once, and what it starts is no child of ours. */
+ * mapped. The shell returns at once, and the broker does not become our child. */
 static void start(void)
 {
     char *arguments[] = {"/bin/sh", "-c", command, NULL};
     char *environment[] = {"PATH=/usr/local/bin:/usr/bin:/bin", NULL};
     posix_spawnattr_t attributes;
-    /* What this process ignores, the shell and the broker would ignore, too. */
+    /* The shell and the broker would inherit the signals that this process ignores. */
     static const int usual[] = {SIGINT, SIGQUIT, SIGPIPE, SIGCHLD, SIGHUP, SIGTERM};
     sigset_t none, defaults;
     pid_t child;
@@ -120,7 +120,7 @@ static void start(void)
     posix_spawnattr_destroy(&attributes);
 }
 
-/* One thread of this process, and not again soon. */
+/* Only one thread of this process, and not again soon. */
 static bool my_turn(void)
 {
     uint64_t now = monotonic(), at = __atomic_load_n(&attempt_at, __ATOMIC_ACQUIRE);
@@ -128,7 +128,7 @@ static bool my_turn(void)
                                                     __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
 }
 
-/* Somebody has deleted the socket's folder, and it can be made again. */
+/* The socket's folder was deleted, and can be made again. */
 static bool can_restore(const char *socket)
 {
     char folder[256];
@@ -154,7 +154,7 @@ uint64_t revive(const char *socket)
         return START_NS;
     if (!beside(record, sizeof record, socket, ".start.json"))
         return AWAY_NS;
-    /* Without a record the broker ended in order, and no waiting call starts the next one. */
+    /* Without a record the broker ended normally, and no waiting call starts the next one. */
     if (being_started(socket))
         return START_NS;
     if (!*command || (access(record, F_OK) && !can_restore(socket)))

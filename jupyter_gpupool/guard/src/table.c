@@ -38,7 +38,7 @@ void *own_map(size_t size)
     void *p = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED)
         return NULL;
-    /* Linux 4.14; without it a child sees its parent's entries, which it can only fail to free. */
+    /* Linux 4.14. Without it a child sees its parent's entries, and its attempts to free them fail. */
     madvise(p, size, MADV_WIPEONFORK);
     return p;
 }
@@ -95,7 +95,7 @@ static uint64_t hash(uint16_t kind, uint64_t key)
 
 static struct stripe *stripe_of(struct table *t, uint64_t h) { return &t->stripe[h >> 58]; }
 
-/* The entry's place, or the free place where it would be. With the lock held. */
+/* The entry's place, or the free place for it. With the lock held. */
 static struct own *place(const struct stripe *s, uint64_t h, uint16_t kind, uint64_t key)
 {
     uint64_t i = h & (s->room - 1);
@@ -208,7 +208,7 @@ void table_sweep(bool (*match)(const struct own *own, void *with),
                 continue;
             }
             struct own own = s->entry[at];
-            drop(s, &s->entry[at]); /* another entry may move here: look again */
+            drop(s, &s->entry[at]); /* another entry may move here: check it again */
             own_unlock(&s->lock);
             done(&own, with);
             own_lock(&s->lock);

@@ -18,8 +18,8 @@ enum own_kind {
     OWN_ARRAY,      /* arrays and mipmapped arrays, by handle; owner: the context's number */
     OWN_POOLED,     /* cuMemAllocAsync; owner: index of the pool (pools.c), which pays */
     OWN_BLOCK,      /* physical memory of cuMemCreate, by number; count: handles, extra: maps */
-    OWN_HANDLE,     /* a handle of it; owner: the block; count: references */
-    OWN_MAP,        /* where it is mapped; owner: the block */
+    OWN_HANDLE,     /* a handle of a block; owner: the block; count: references */
+    OWN_MAP,        /* a mapping of a block; owner: the block */
     OWN_GRAPH,      /* an executable graph with memory nodes, by handle plus ordinal */
     OWN_GREEN,      /* a green context, by handle */
     OWN_CAPTURE,    /* a stream that records a graph; owner: the context's number, count: mode, extra: thread */
@@ -36,18 +36,18 @@ struct own {
     int16_t ordinal;
 };
 
-/* Enter it. An entry that has the key already is of something that was freed in a way unseen (by
- * the end of its context, by a call that only the driver knows): it goes to `stale`, whose kind is
- * 0 if there was none. false: no memory, and nothing is entered. */
+/* Enter it. An older entry with the same key belongs to something that was freed without the guard's knowledge
+ * (by the end of its context, by a call that only the driver sees): it goes to `stale`, whose kind is 0 if
+ * there was none. false: no memory, and nothing is entered. */
 bool table_put(const struct own *own, struct own *stale);
-/* Take it out. A free does this before the driver's: afterwards another thread may already have
- * been given the same address. false: not ours. */
+/* Take it out, before the driver frees the memory: afterwards another thread may already have the same address.
+ * false: not in the table. */
 bool table_take(uint16_t kind, uint64_t key, struct own *own);
 /* A copy of it. */
 bool table_get(uint16_t kind, uint64_t key, struct own *own);
-/* Whether anything of that kind was ever entered: a free of nothing needs no search. */
+/* Whether anything of that kind was ever entered; otherwise a free needs no search. */
 bool table_seen(uint16_t kind);
-/* Take out all that `match` wants, and pass each to `done`. `done` may call the table. */
+/* Take out all entries that `match` accepts, and pass each to `done`, which may call the table. */
 void table_sweep(bool (*match)(const struct own *own, void *with),
                  void (*done)(const struct own *own, void *with), void *with);
 

@@ -10,7 +10,7 @@
 #include "wraps.h"
 
 struct vmm {
-    uint32_t lock; /* over the entries of a block, its handles and its maps, together */
+    uint32_t lock; /* protects the entries of a block, its handles and its maps together */
     uint64_t blocks;
 };
 
@@ -21,10 +21,10 @@ static struct vmm *vmm(void) { return own_block(&the_vmm, sizeof(struct vmm)); }
 static void put(const struct own *own)
 {
     struct own stale;
-    table_put(own, &stale); /* an existing entry is ours, and only changed here */
+    table_put(own, &stale); /* only this file changes existing entries */
 }
 
-/* Change a block's counts, under the lock; what to credit if that was the last. */
+/* Change a block's counts, under the lock. Returns the credit if that was the last one. */
 static struct own change(uint64_t number, int handles, int maps)
 {
     struct own block, nothing = {.ordinal = -1};
@@ -82,8 +82,7 @@ CUresult wrap_cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const
     return CUDA_SUCCESS;
 }
 
-/* Out of the table before the driver is called: after it, another thread may have been given the
- * same handle. */
+/* Taken out of the table before the driver's call: after it, another thread may have the same handle. */
 CUresult wrap_cuMemRelease(CUmemGenericAllocationHandle handle)
 {
     ENTER_BACK(cuMemRelease, handle);
@@ -136,12 +135,12 @@ CUresult wrap_cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGe
     return result;
 }
 
-/* One call may remove several mappings that lie one behind the other, each as a whole. */
+/* One call may remove several adjacent mappings, each as a whole. */
 CUresult wrap_cuMemUnmap(CUdeviceptr address, size_t bytes)
 {
     ENTER_BACK(cuMemUnmap, address, bytes);
     struct vmm *v = table_seen(OWN_MAP) ? vmm() : NULL;
-    /* The range stays reserved, so no other thread gets these addresses before we are done. */
+    /* The range stays reserved, so no other thread gets these addresses before the end. */
     CUresult result = REAL(cuMemUnmap)(address, bytes);
     for (uint64_t at = address; v && !result && at < address + bytes;) {
         struct own map, block = {.ordinal = -1};
@@ -151,7 +150,7 @@ CUresult wrap_cuMemUnmap(CUdeviceptr address, size_t bytes)
             block = change(map.owner, 0, -1);
         own_unlock(&v->lock);
         guard_credit(block.ordinal, block.bytes);
-        /* A mapping of an imported block is not ours: on to the next granule. */
+        /* A mapping of an imported block is not counted here: go to the next granule. */
         at += ours && map.bytes ? map.bytes : 65536;
     }
     return result;
@@ -176,7 +175,7 @@ static void never(const struct own *own, void *with)
     (void)with;
 }
 
-/* One more handle to what is mapped at an address, which may lie inside a mapping. */
+/* One more handle to the block mapped at an address, which may lie inside a mapping. */
 CUresult wrap_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, void *address)
 {
     ENTER;
@@ -199,8 +198,8 @@ CUresult wrap_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, voi
     return result;
 }
 
-/* Counted where it was made. A process that imports what it exported itself may be given the
- * handle that it has already, which then takes one release more. */
+/* Counted in the process that made it. A process that imports its own export may get the handle that it already
+ * has, which then needs one more release. */
 CUresult wrap_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *handle, int type)
 {
     ENTER;

@@ -12,17 +12,17 @@
 #include <signal.h>
 #include <string.h>
 
-#define SHORT_NAPS 1000 /* of a millisecond; a wait that is longer than a second is seldom a short one */
+#define SHORT_NAPS 1000 /* of a millisecond; a wait of more than a second usually lasts longer */
 #define LONG_NAP_MS 10
 
 /* ---- the interpreter's lock
  *
- * Found in the process if CPython is in it; of the stable ABI but for the older of the two names
- * of one function, so that one guard serves all versions, free-threaded ones too. */
+ * Found in the process if CPython is in it. All are in the stable ABI, except the older of the two names of one
+ * function, so one guard serves all versions, even free-threaded ones. */
 
 struct python {
     void *(*current)(void);    /* this thread's state if it is attached, NULL if not */
-    void *(*of_thread)(void);  /* the state that belongs to this thread, attached or not */
+    void *(*of_thread)(void);  /* this thread's state, attached or not */
     void *(*save)(void);
     void (*restore)(void *);
 };
@@ -38,9 +38,9 @@ static bool find_python(struct python *py)
     return py->current && py->of_thread && py->save && py->restore;
 }
 
-/* PyGILState_Check() would say yes to every thread once there was a second interpreter, and up to
- * 3.11 the current state may be another thread's. Both questions together are never wrong with a
- * yes; a wrong no only means that the other threads wait, too. */
+/* PyGILState_Check() is true for every thread once there was a second interpreter, and up to 3.11 the current
+ * state may be another thread's. If both tests are true, this thread has the lock. If they are wrongly false,
+ * the other threads also wait. */
 static void *release_interpreter(void)
 {
     struct python py;
@@ -68,14 +68,14 @@ bool polite_finalizing(void)
 
 /* ---- interrupts
  *
- * While a thread waits, SIGINT also counts here; then the handler that was there has its turn. A
- * process that has none ends by the signal, or ignores it, as ever. */
+ * While a thread waits, SIGINT is also counted here, before the program's own handler runs. A process without a
+ * handler ends by the signal, or ignores it, as before. */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint32_t watching, interrupts;
 static struct sigaction before;
-static struct sigaction under; /* of ours where another handler was left on top that may call it */
-static bool installed;         /* since the first of those that wait now began */
+static struct sigaction under; /* our handler is below another one that may call it */
+static bool installed;         /* since the first of the present waits began */
 static __thread volatile sig_atomic_t nested;
 
 static void on_interrupt(int number, siginfo_t *info, void *where)
@@ -98,9 +98,9 @@ static bool is_ours(const struct sigaction *action)
     return (action->sa_flags & SA_SIGINFO) && action->sa_sigaction == on_interrupt;
 }
 
-/* The same handler was set again over ours, as an IPython kernel does for each cell while a thread of
- * an earlier cell waits. (All of Python's are one to the system.) Another one may call ours, and is
- * left on top. */
+/* The program set the same handler again over ours, as an IPython kernel does for each cell while a thread of
+ * an earlier cell waits. (All handlers of Python look the same to the system.) A different handler may call
+ * ours, and stays on top. */
 static bool is_before(const struct sigaction *action)
 {
     return ((action->sa_flags ^ before.sa_flags) & SA_SIGINFO) == 0 &&
@@ -108,7 +108,7 @@ static bool is_before(const struct sigaction *action)
                                           : action->sa_handler == before.sa_handler);
 }
 
-/* In front of the handler that is there, if there is one; under the lock. */
+/* Put our handler in front of the present one, if there is one; under the lock. */
 static void install(void)
 {
     struct sigaction now;
@@ -133,8 +133,8 @@ static void watch(void)
     pthread_mutex_unlock(&lock);
 }
 
-/* Only if the handler is still ours: the program may have set another one meanwhile, which may call
- * ours. The next time ours may then be called twice. */
+/* Only if the handler is still ours: the program may have set another handler meanwhile, which may call ours.
+ * Next time ours may then run twice. */
 static void put_back(void)
 {
     struct sigaction now;
@@ -159,7 +159,7 @@ bool polite_interrupted(const struct polite *p)
 {
     if (__atomic_load_n(&interrupts, __ATOMIC_SEQ_CST) != p->interrupts)
         return true;
-    /* Looked at again and again: the handler may have been set anew meanwhile. */
+    /* Checked repeatedly: the program may have set its handler again meanwhile. */
     pthread_mutex_lock(&lock);
     install();
     pthread_mutex_unlock(&lock);
@@ -173,7 +173,7 @@ void polite_begin(struct polite *p)
     p->interrupts = __atomic_load_n(&interrupts, __ATOMIC_SEQ_CST);
     p->naps = 0;
     watch();
-    p->slot = guard_slot(); /* another thread may take one meanwhile */
+    p->slot = guard_slot(); /* another thread may take an interrupt meanwhile */
     if (p->slot)
         __atomic_add_fetch(&p->slot->waiting, 1, __ATOMIC_SEQ_CST);
     p->thread = release_interpreter();
@@ -204,7 +204,7 @@ void wait_fork(enum fork_when when)
         return;
     }
     if (when == FORK_CHILD && watching) {
-        /* The threads that wait are the parent's. */
+        /* The waiting threads belong to the parent. */
         watching = 0;
         put_back();
     }

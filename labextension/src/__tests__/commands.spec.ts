@@ -20,8 +20,8 @@ const WAIT = {
   ahead: { total: 1, mine: 0, by_priority: { interactive: 1 } }
 };
 
-describe('why a kernel waits', () => {
-  test('is explained in sentences, by class and without names', () => {
+describe('the reason of a wait', () => {
+  test('is given in sentences, with classes and without names', () => {
     expect(describeWait(trans, WAIT)).toEqual([
       'No GPU has 8 GiB free.',
       'It is 2nd of 5 in the queue.',
@@ -30,7 +30,7 @@ describe('why a kernel waits', () => {
     ]);
   });
 
-  test('tells which of those ahead are yours', () => {
+  test('counts which kernels ahead are yours', () => {
     const by_priority = { interactive: 1, batch: 2 };
     const lines = describeWait(trans, {
       ...WAIT,
@@ -47,7 +47,7 @@ describe('why a kernel waits', () => {
     ]);
   });
 
-  test('or that nobody is ahead, or that it does not wait', () => {
+  test('says if no kernel is ahead, or if the kernel does not wait', () => {
     const first = { total: 0, mine: 0, by_priority: {} };
     expect(describeWait(trans, { ...WAIT, position: 1, ahead: first })).toContain(
       'No kernel is ahead of it.'
@@ -96,7 +96,7 @@ describe('the commands', () => {
 
   const shown = () => Notification.manager.notifications.map(n => [n.type, n.message]);
 
-  /** What the open dialog says; waits until there is one. */
+  /** The text of the open dialog; waits until there is one. */
   async function dialog(): Promise<HTMLElement> {
     for (;;) {
       const found = document.querySelector<HTMLElement>('.jp-Dialog');
@@ -110,7 +110,7 @@ describe('the commands', () => {
   const press = (where: HTMLElement, what: string) =>
     where.querySelector<HTMLElement>(what)!.click();
 
-  test('can be chosen only for a kernel of the pool', () => {
+  test('are enabled only for a kernel of the pool', () => {
     const enabled = (args = {}) => of.map(id => commands.isEnabled(id, args));
     expect(enabled()).toEqual([false, false, false, false]);
     services.start('a', 'python3');
@@ -123,14 +123,14 @@ describe('the commands', () => {
     expect(enabled()).toEqual([false, false, false, false]);
   });
 
-  test('ask for nothing if there is no kernel of the pool', async () => {
+  test('send nothing without a kernel of the pool', async () => {
     for (const id of of) {
       expect(await commands.execute(id)).toBe(false);
     }
     expect(asked).toEqual([]);
   });
 
-  test('release and keep, and tell what the server says', async () => {
+  test('release and keep a slice, and show the answer', async () => {
     services.start('a');
     expect(commands.label(CommandIDs.keep)).toBe('Keep the GPU for 7 Minutes');
     expect(commands.label(CommandIDs.keep, { minutes: 1 })).toBe(
@@ -144,14 +144,14 @@ describe('the commands', () => {
       'POST sessions/kernel-a/keep {"seconds":420}',
       'POST sessions/kernel-a/keep {"seconds":120}'
     ]);
-    // The later word about a kernel takes the place of the earlier.
+    // The later message about a kernel replaces the earlier one.
     expect(shown()).toEqual([['success', 'As you wish.']]);
     services.start('b');
     await commands.execute(CommandIDs.release, { kernelId: 'kernel-b' });
     expect(shown()).toHaveLength(2);
   });
 
-  test('the same refusal is shown once, and not for good', async () => {
+  test('an open refusal is not repeated, a closed one can come again', async () => {
     services.start('a');
     answer.status = 409;
     answer.body = { code: 'busy', message: 'Not now.', next_step: '' };
@@ -161,7 +161,7 @@ describe('the commands', () => {
     expect(Notification.manager.notifications[0]!.options.autoClose).toBe(REFUSAL);
   });
 
-  test('that nobody answers is taken back when somebody does', async () => {
+  test('a missing answer is no longer shown once the pool answers', async () => {
     services.start('a');
     followPool(model);
     FakeSocket.one.snapshot();
@@ -177,7 +177,7 @@ describe('the commands', () => {
     expect(shown()).toEqual([]);
   });
 
-  test('a refusal is shown with its next step, long ones in full', async () => {
+  test('a refusal is shown with its next step, and in full if long', async () => {
     services.start('a');
     answer.status = 409;
     const message = 'It is in use by a cell. '.repeat(8).trim();
@@ -191,7 +191,7 @@ describe('the commands', () => {
     press(open, 'button');
   });
 
-  /** The popover's command: it opens for the kernels that are seen. */
+  /** The popover's command: it opens for visible kernels. */
   function popover(seen: string[], enabled = seen): jest.Mock {
     const execute = jest.fn((args: { kernelId?: string }) =>
       seen.includes(args.kernelId ?? '')
@@ -203,7 +203,7 @@ describe('the commands', () => {
     return execute;
   }
 
-  test('asking opens the popover of the kernel that is meant', async () => {
+  test('a request opens the popover of the chosen kernel', async () => {
     services.start('a');
     services.start('b');
     const opened = popover(['kernel-a', 'kernel-b']);
@@ -218,7 +218,7 @@ describe('the commands', () => {
   test.each([
     ['is of another notebook', ['kernel-b'], ['kernel-b']],
     ['has nothing to open beside', [], ['kernel-a']]
-  ])('asking is a dialog if the popover %s', async (_, seen, enabled) => {
+  ])('a request opens a dialog if the popover %s', async (_, seen, enabled) => {
     services.start('a');
     services.start('b');
     popover(seen, enabled);
@@ -230,9 +230,9 @@ describe('the commands', () => {
     expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${3 * 1024 ** 3}}`]);
   });
 
-  test('asking shows what is allowed, and asks for bytes', async () => {
+  test('the dialog shows the bounds and requests bytes', async () => {
     services.start('a');
-    // Of two GPUs a session may have less of each than one that has one.
+    // A session on two GPUs may have less of each than a session on one.
     const two = { ...aSession().request, devices: 2 };
     const most_bytes = 6 * 1024 ** 3;
     FakeSocket.one.snapshot(
@@ -247,11 +247,11 @@ describe('the commands', () => {
     press(open, '.jp-mod-accept');
     expect(await done).toBe(true);
     const memory = 4.5 * 1024 ** 3;
-    // The limit follows by the broker's rule.
+    // The broker derives the limit from the memory.
     expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${memory}}`]);
   });
 
-  test('asking for what it has asks for exactly that', async () => {
+  test('a request for the present size sends exactly that size', async () => {
     services.start('a');
     const memory = 1500 * 1024 ** 2;
     const request = { ...aSession().request, memory };
@@ -262,7 +262,7 @@ describe('the commands', () => {
     expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${memory}}`]);
   });
 
-  test('accepts the bound as shown, and asks again after a mistake', async () => {
+  test('the dialog accepts the shown bound, and reopens after a mistake', async () => {
     services.start('a');
     const most_bytes = Math.round(23.68 * 1024 ** 3);
     FakeSocket.one.snapshot(aPool({ sessions: [aSession({ id: 'a', most_bytes })] }));
@@ -284,7 +284,7 @@ describe('the commands', () => {
     expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${most_bytes}}`]);
   });
 
-  test('asking for nothing after all sends nothing', async () => {
+  test('a cancelled dialog sends nothing', async () => {
     services.start('a');
     const done = commands.execute(CommandIDs.ask);
     press(await dialog(), '.jp-mod-reject');
@@ -292,7 +292,7 @@ describe('the commands', () => {
     expect(asked).toEqual([]);
   });
 
-  test('why is a dialog', async () => {
+  test('the reason of a wait opens in a dialog', async () => {
     services.start('a');
     answer.body = WAIT;
     const done = commands.execute(CommandIDs.why);
@@ -304,7 +304,7 @@ describe('the commands', () => {
     expect(await done).toBe(true);
   });
 
-  test('refreshing tells if nobody answers', async () => {
+  test('a refresh reports a missing answer', async () => {
     answer.status = 503;
     answer.body = { code: 'away', message: 'No broker.', next_step: 'Start one.' };
     await commands.execute(CommandIDs.refresh);
@@ -312,7 +312,7 @@ describe('the commands', () => {
     expect(shown()).toEqual([['error', 'No broker. Start one.']]);
   });
 
-  test('refreshing a pool that nobody needs is no fault', async () => {
+  test('a refresh of a pool without kernels is no fault', async () => {
     answer.status = 503;
     answer.body = { code: 'no-broker', message: 'No broker.', next_step: 'Start one.' };
     await commands.execute(CommandIDs.refresh);

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A device, a session and a pool as most are: tests say only what matters to them. */
+/** A usual device, session and pool: tests set only the fields that matter to them. */
 import { nullTranslator } from '@jupyterlab/translation';
 
 import type { IAnySession, IDevice, IOrder, IPool, ISession, ISlice } from '../api';
@@ -75,7 +75,7 @@ export function aSession(more: Partial<ISession> = {}): ISession {
   });
 }
 
-/** What is shown of somebody else's. */
+/** The visible fields of another user's session. */
 export function anotherSession(more: Partial<IAnySession> = {}): IAnySession {
   return withSlices({
     id: 'b',
@@ -92,7 +92,7 @@ export function anotherSession(more: Partial<IAnySession> = {}): IAnySession {
 
 type Slices = Pick<IAnySession, 'device' | 'slices'>;
 
-/** As a session has them that did not grow, unless it says itself what it has. */
+/** Grants of a session that did not grow, unless it names its own. */
 function withSlices<
   S extends Pick<ISession, 'devices' | 'granted_bytes'> & { used_bytes?: number | null }
 >(session: S): S & Slices {

@@ -4,7 +4,7 @@
 import { act } from '@testing-library/react';
 import { MessageLoop } from '@lumino/messaging';
 
-/** Do something, and draw what widgets have put off to the next turn of Lumino's loop. */
+/** Run `act`, and the renders that widgets have delayed to the next turn of Lumino's loop. */
 export function drawn(does: () => unknown): void {
   act(() => {
     does();

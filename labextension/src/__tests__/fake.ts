@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A server that answers what tests say, and counts what it is asked. */
+/** A server with the tests' answers, which counts its requests. */
 import { ServerConnection } from '@jupyterlab/services';
 import { Signal } from '@lumino/signaling';
 
@@ -10,7 +10,7 @@ import type { PoolModel } from '../model';
 import { PROVISIONER } from '../tokens';
 import { aPool } from './defaults';
 
-/** One websocket: what the page opened, and the server's end of it. */
+/** One websocket: the page's end and the server's end. */
 export class FakeSocket {
   onmessage: ((event: { data: string }) => void) | null = null;
   onclose: (() => void) | null = null;
@@ -36,7 +36,7 @@ export class FakeSocket {
     this.say({ type: 'delta', delta });
   }
 
-  /** The server's end, or the network, goes away. */
+  /** The server or the network closes it. */
   drop(): void {
     this.closed = true;
     this.onclose?.();
@@ -48,17 +48,17 @@ export class FakeSocket {
     return FakeSocket.all.filter(socket => !socket.closed);
   }
 
-  /** The only one that is open. */
+  /** The only open websocket. */
   static get one(): FakeSocket {
     expect(FakeSocket.open).toHaveLength(1);
     return FakeSocket.open[0]!;
   }
 }
 
-/** What the page asked for by fetch, as `METHOD path body`. */
+/** The page's requests by fetch, as `METHOD path body`. */
 export const asked: string[] = [];
 
-/** What the server answers next; status 0 is a broken network, -1 one that swallows all. */
+/** The server's next answer; status 0: the network is broken, -1: it drops everything. */
 export const answer: { status: number; body: unknown } = { status: 200, body: {} };
 
 class FakeHeaders extends Map<string, string> {
@@ -160,7 +160,7 @@ export class FakeServices {
     this.sessions.runningChanged.emit();
   }
 
-  /** As what they are not in full. */
+  /** Partial objects in place of full ones. */
   get all(): PoolModel.Services {
     return this as unknown as PoolModel.Services;
   }
@@ -174,7 +174,7 @@ export function show(state: DocumentVisibilityState): void {
   document.dispatchEvent(new Event('visibilitychange'));
 }
 
-/** Forget all; to be called before each test. */
+/** Reset everything; each test calls it first. */
 export function reset(): void {
   FakeSocket.all = [];
   asked.length = 0;

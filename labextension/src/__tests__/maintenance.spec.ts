@@ -7,7 +7,7 @@ import { anOrder, aPool, trans } from './defaults';
 
 const on = (device: string): IOrder => anOrder({ device });
 
-describe('the order for which no kernel gets a slice', () => {
+describe('the order that keeps all kernels from slices', () => {
   it.each<[string, IOrder[], string | undefined]>([
     ['none', [], undefined],
     ['of the whole pool', [on('GPU-1'), on('')], ''],
@@ -17,20 +17,20 @@ describe('the order for which no kernel gets a slice', () => {
     expect(pauseOf(aPool({ maintenance }))?.device).toBe(device);
   });
 
-  it('is not known of an older server', () => {
+  it('is missing if an older server sends none', () => {
     expect(pauseOf(aPool())).toBeNull();
     expect(pauseOf(null)).toBeNull();
   });
 });
 
 describe('an order in words', () => {
-  it('has the reason if there is one', () => {
+  it('has a reason if the admin gave one', () => {
     expect(byAdmin(trans, on(''))).toBe('paused by the administrator: new driver');
     const drained = anOrder({ kind: 'drain', reason: '' });
     expect(byAdmin(trans, drained)).toBe('drained by the administrator');
   });
 
-  it('says who, since when and why', () => {
+  it('names the admin, the time and the reason', () => {
     expect(orderText(trans, on('GPU-1'), aPool(), '12:00')).toBe(
       'GPU 1 has been paused by the administrator (root) since 12:00: new driver'
     );

@@ -21,7 +21,7 @@ function make(): void {
   model.changed.connect((_, change) => changes.push(change));
 }
 
-/** Until all that was sent is answered, and one frame has passed. */
+/** Wait until all requests are answered, and one frame has passed. */
 async function frame(): Promise<void> {
   await jest.advanceTimersByTimeAsync(20);
 }
@@ -39,7 +39,7 @@ afterEach(() => {
   jest.useRealTimers();
 });
 
-/** A kernel of the pool runs, and the server has said what there is. */
+/** Start a kernel of the pool; the server has sent its snapshot. */
 async function live(): Promise<FakeSocket> {
   services.start('a');
   FakeSocket.one.snapshot();
@@ -48,8 +48,8 @@ async function live(): Promise<FakeSocket> {
   return FakeSocket.one;
 }
 
-describe('who needs it', () => {
-  test('without a pooled kernel nothing is sent, however long', async () => {
+describe('requests and kernels', () => {
+  test('without a pooled kernel nothing is ever sent', async () => {
     services.start('a', 'python3');
     services.kernelspecs.specsChanged.emit();
     show('hidden');
@@ -63,7 +63,7 @@ describe('who needs it', () => {
     expect(model.broker.status).toBe('unknown');
   });
 
-  test('a kernel of this page opens the websocket, its end closes it', async () => {
+  test('a kernel of this page opens the websocket, and its end closes it', async () => {
     services.start('a');
     expect(model.live).toBe(true);
     expect(FakeSocket.one.url).toBe('ws://server/gpupool/api/events?token=se%20cret');
@@ -77,12 +77,12 @@ describe('who needs it', () => {
     await jest.advanceTimersByTimeAsync(3_600_000);
     expect(FakeSocket.all).toHaveLength(1);
     expect(FakeSocket.open).toEqual([]);
-    // The session that ended with the websocket does not stay on the page.
+    // The session that ended together with the websocket leaves the page.
     expect(asked).toEqual(['GET pool']);
     expect(model.session('kernel-a')).toBeNull();
   });
 
-  test('the next kernel calls off the last look', async () => {
+  test('the next kernel cancels the last refresh', async () => {
     services.start('a');
     services.end();
     services.start('b');
@@ -106,13 +106,13 @@ describe('who needs it', () => {
     });
   });
 
-  test('kernels without a document count, and wrapped ones', () => {
+  test('kernels without a document and wrapped kernels count', () => {
     services.kernels.models = [{ id: 'x', name: 'gpupool-ir' }];
     services.kernels.runningChanged.emit();
     expect(model.live).toBe(true);
   });
 
-  test('kernelspecs that are known later count', () => {
+  test('kernelspecs that load later count', () => {
     const { specs } = services.kernelspecs;
     services.kernelspecs.specs = null as unknown as typeof specs;
     services.start('a');
@@ -122,7 +122,7 @@ describe('who needs it', () => {
     expect(model.live).toBe(true);
   });
 
-  test('the provisioner makes a kernel one of the pool, not its name', () => {
+  test('the provisioner decides whether a kernel is pooled, not its name', () => {
     expect(model.isPooled('gpupool-python3')).toBe(true);
     expect(model.isPooled('gpupool-ir')).toBe(true);
     expect(model.isPooled('python3')).toBe(false);
@@ -130,8 +130,8 @@ describe('who needs it', () => {
   });
 });
 
-describe('what the page says', () => {
-  test('a snapshot is the view', async () => {
+describe('messages of the server', () => {
+  test('a snapshot becomes the view', async () => {
     services.start('a');
     FakeSocket.one.snapshot();
     expect(changes).toEqual([]);
@@ -143,7 +143,7 @@ describe('what the page says', () => {
     expect(model.session('kernel-c')).toBeNull();
   });
 
-  test('a delta replaces what changed and nothing else', async () => {
+  test('a delta replaces only what changed', async () => {
     const socket = await live();
     const before = model.view!;
     const young = aSession({ id: 'b', state: 'idle' });
@@ -195,7 +195,7 @@ describe('what the page says', () => {
     expect(changes).toHaveLength(1);
   });
 
-  test('a snapshot among deltas makes a change of everything', async () => {
+  test('a snapshot among deltas changes everything', async () => {
     const socket = await live();
     socket.delta({ now: 1001, queue_length: 1 });
     socket.snapshot(aPool({ now: 1002 }));
@@ -207,7 +207,7 @@ describe('what the page says', () => {
     ['first', 800, 'a'],
     ['last', 950, 'z']
   ])(
-    'of two sessions of a restarted kernel, the younger told %s',
+    'a restarted kernel has its younger session, sent %s',
     async (_, at, id) => {
       const socket = await live();
       const other = aSession({ id: 'z', kernel_id: 'kernel-a', opened_at: at });
@@ -216,14 +216,14 @@ describe('what the page says', () => {
     }
   );
 
-  test('sessions of others are not found by kernel', async () => {
+  test('sessions of other users are not found by kernel', async () => {
     const socket = await live();
     const other = { ...aSession(), mine: false } as never;
     socket.delta({ now: 1001, sessions: [other] });
     expect(model.session('kernel-a')).toBeNull();
   });
 
-  test('warnings are handed on at once', async () => {
+  test('warnings are emitted at once', async () => {
     const socket = await live();
     const warned: unknown[] = [];
     model.warned.connect((_, data) => warned.push(data));
@@ -240,7 +240,7 @@ describe('what the page says', () => {
 });
 
 describe('the clock', () => {
-  test('goes on from the broker’s, not from ours', async () => {
+  test('follows the broker’s clock, not ours', async () => {
     await live();
     const at = model.now();
     await jest.advanceTimersByTimeAsync(5000);
@@ -249,11 +249,11 @@ describe('the clock', () => {
     expect(model.now()).toBeLessThan(1006);
   });
 
-  test('goes on during sleep, and never back', async () => {
+  test('runs on during sleep, and never goes back', async () => {
     await live();
     const at = model.now();
     const wall = Date.now();
-    // The steady clock stands still in sleep; only the other goes on.
+    // The steady clock stops in sleep; only the wall clock goes on.
     const spy = jest.spyOn(Date, 'now').mockReturnValue(wall + 3_600_000);
     expect(model.now() - at).toBeCloseTo(3600, 1);
     spy.mockReturnValue(wall - 3_600_000);
@@ -261,8 +261,8 @@ describe('the clock', () => {
   });
 });
 
-describe('away and back', () => {
-  test('the broker goes away: the view stays, with the reason', async () => {
+describe('a broker that is away', () => {
+  test('keeps the view, and gives the reason', async () => {
     const socket = await live();
     const before = model.view;
     const why = { message: 'The broker has ended.', next_step: 'Start it.' };
@@ -284,7 +284,7 @@ describe('away and back', () => {
     expect(model.view?.now).toBe(2000);
   });
 
-  test('a broker that went away is shown with what starts it again', async () => {
+  test('is shown with the kernel that starts it again', async () => {
     const socket = await live();
     const why = { message: 'It ended the connection.', next_step: 'See the doctor.' };
     socket.say({
@@ -298,7 +298,7 @@ describe('away and back', () => {
     );
   });
 
-  test('the websocket is opened again, ever more slowly, without end', async () => {
+  test('the websocket is reopened with back-off, without end', async () => {
     await live();
     answer.status = 0;
     for (const failures of [0, 1, 2, 3, 4, 5, 6, 100]) {
@@ -313,14 +313,14 @@ describe('away and back', () => {
       expect(FakeSocket.open).toEqual([]);
       await jest.advanceTimersByTimeAsync(1);
     }
-    // Who is cut off after each snapshot does not ask for one each second.
+    // A page that loses its websocket after each snapshot does not reopen it each second.
     FakeSocket.one.snapshot();
     FakeSocket.one.drop();
     await jest.advanceTimersByTimeAsync(pause(12, 0.5) - 1);
     expect(FakeSocket.open).toEqual([]);
     await jest.advanceTimersByTimeAsync(1);
     const socket = FakeSocket.one;
-    // Having lasted, it begins anew.
+    // After a connection that lasted, the delays begin again.
     socket.snapshot();
     await jest.advanceTimersByTimeAsync(LASTING);
     socket.drop();
@@ -328,7 +328,7 @@ describe('away and back', () => {
     expect(FakeSocket.one).not.toBe(socket);
   });
 
-  test('a lost websocket is silent; a failing one makes a request', async () => {
+  test('a lost websocket sends nothing; a failing one makes a request', async () => {
     (await live()).drop();
     expect(asked).toEqual([]);
     expect(model.broker.status).toBe('up');
@@ -349,7 +349,7 @@ describe('away and back', () => {
     expect(model.broker.status).toBe('up');
   });
 
-  test('requests keep the view fresh where websockets fail', async () => {
+  test('requests keep the view fresh if websockets fail', async () => {
     services.start('a');
     FakeSocket.one.drop();
     await frame();
@@ -357,7 +357,7 @@ describe('away and back', () => {
     expect(model.broker.status).toBe('up');
   });
 
-  test('the server is gone, or its extension is off: both are told', async () => {
+  test('a stopped server and a disabled extension are both reported', async () => {
     answer.status = 0;
     await model.refresh();
     expect(model.broker.status).toBe('away');
@@ -369,7 +369,7 @@ describe('away and back', () => {
     expect(model.broker.nextStep).toMatch(/server extension enable/);
   });
 
-  test.each([401, 403])('%p says that this page may not ask', async status => {
+  test.each([401, 403])('%p means that this page has no access', async status => {
     Object.assign(answer, { status, body: { message: 'Forbidden' } });
     await model.refresh();
     expect(model.broker).toEqual({
@@ -396,14 +396,14 @@ describe('away and back', () => {
     expect(model.broker.status).toBe('up');
   });
 
-  test('a page to log in at is no pool', async () => {
+  test('a login page is no pool', async () => {
     answer.body = null;
     await model.refresh();
     expect(model.broker.status).toBe('away');
     expect(model.broker.nextStep).toMatch(/log in/);
   });
 
-  test('a refusal says nothing against the websocket', async () => {
+  test('a refusal does not mean that the websocket is dead', async () => {
     const socket = await live();
     answer.status = 500;
     await model.refresh();
@@ -411,7 +411,7 @@ describe('away and back', () => {
     expect(model.broker.status).toBe('up');
   });
 
-  test('reopens the websocket after sleep or on another network', async () => {
+  test('the websocket reopens after sleep or on another network', async () => {
     const first = await live();
     await jest.advanceTimersByTimeAsync(60_000);
     expect(FakeSocket.one).toBe(first);
@@ -425,7 +425,7 @@ describe('away and back', () => {
 });
 
 describe('hidden pages', () => {
-  test('a short look elsewhere changes nothing', async () => {
+  test('a short switch to another tab changes nothing', async () => {
     const socket = await live();
     show('hidden');
     await jest.advanceTimersByTimeAsync(HIDDEN_AFTER - 1);
@@ -435,7 +435,7 @@ describe('hidden pages', () => {
     expect(asked).toEqual([]);
   });
 
-  test('asks slowly while hidden, opens the websocket when visible', async () => {
+  test('a hidden page asks slowly, and opens the websocket when visible', async () => {
     await live();
     show('hidden');
     await jest.advanceTimersByTimeAsync(HIDDEN_AFTER);
@@ -445,7 +445,7 @@ describe('hidden pages', () => {
     expect(asked.length).toBeGreaterThanOrEqual(3);
     expect(asked.length).toBeLessThanOrEqual(4);
     expect(model.view?.now).toBe(5000);
-    // A hidden page has no frames: the change was told all the same.
+    // A hidden page has no frames, but the change was signalled.
     expect(changes.length).toBeGreaterThan(0);
     const before = asked.length;
     show('visible');
@@ -455,7 +455,7 @@ describe('hidden pages', () => {
     expect(model.view?.now).toBe(6000);
   });
 
-  test('a page that is loaded hidden asks slowly, too', async () => {
+  test('a page that loads hidden also asks slowly', async () => {
     model.dispose();
     show('hidden');
     make();
@@ -466,7 +466,7 @@ describe('hidden pages', () => {
   });
 });
 
-describe('found', () => {
+describe('the knowledge whether there is a GPU', () => {
   function told(found: object | null): IPoolModel['found'] {
     PageConfig.setOption('gpupool', found ? JSON.stringify(found) : '');
     model.dispose();
@@ -474,7 +474,7 @@ describe('found', () => {
     return model.found;
   }
 
-  test('is what the page knows, and no fault if it knows nothing', () => {
+  test('comes from the page, and defaults to yes', () => {
     const none = { found: false, reason: 'No driver.' };
     expect(told(none)).toEqual(none);
     expect(told(null)).toEqual({ found: true, reason: '' });
@@ -484,7 +484,7 @@ describe('found', () => {
     expect(model.found.found).toBe(true);
   });
 
-  test('the newest view knows better', async () => {
+  test('comes from the newest view if there is one', async () => {
     told({ found: false, reason: 'No driver.' });
     await live();
     expect(model.found).toEqual({ found: true, reason: '' });
@@ -494,7 +494,7 @@ describe('found', () => {
   });
 });
 
-test('a request that was overtaken by the websocket changes nothing', async () => {
+test('a request overtaken by the websocket changes nothing', async () => {
   const socket = await live();
   answer.body = aPool({ now: 1 });
   const asking = model.refresh();
@@ -515,7 +515,7 @@ test('of two requests that cross, the younger answer is kept', async () => {
   expect(model.view?.now).toBe(2000);
 });
 
-test('after it was away, a broker whose clock was set back is believed', async () => {
+test('after an absence, a broker with an earlier clock is accepted', async () => {
   await model.refresh();
   answer.status = 503;
   answer.body = { message: 'No broker.' };
@@ -527,7 +527,7 @@ test('after it was away, a broker whose clock was set back is believed', async (
   expect(model.view?.now).toBe(5);
 });
 
-test('disposed, it sends nothing and says nothing', async () => {
+test('a disposed model sends and signals nothing', async () => {
   const socket = await live();
   socket.delta({ now: 1001, queue_length: 1 });
   model.dispose();

@@ -76,9 +76,9 @@ describe('the idle warning', () => {
     return socket;
   }
 
-  test('says which, when, and how long coming back takes', async () => {
+  test('names the document, the time, and the seconds of the resume', async () => {
     await warn();
-    // A time of day: nobody counts in a text that stands there for a while.
+    // A time of day, because the text does not count down.
     const at = timeOfDay(trans, localTime(model, 1020), true);
     expect(shown().map(n => [n.type, n.message])).toEqual([
       [
@@ -93,7 +93,7 @@ describe('the idle warning', () => {
     ]);
   });
 
-  test('says so if nobody knows, in fewer characters than are shown', () => {
+  test('gives no seconds if they are unknown, and shortens a long name', () => {
     const unknown = { ...said, seconds_left: 5000, bytes: null, resume_seconds: null };
     const late = new Date(2026, 10, 21, 23, 59, 59);
     const text = warning(trans, `${'long'.repeat(30)}.ipynb`, unknown, late);
@@ -110,7 +110,7 @@ describe('the idle warning', () => {
   test.each([
     ['Keep 10 min', 'POST sessions/kernel-a/keep {"seconds":600}'],
     ['Release now', 'POST sessions/kernel-a/release {}']
-  ])('%s is asked of the server, and its answer told', async (label, request) => {
+  ])('%s is sent to the server, and its answer shown', async (label, request) => {
     await warn();
     answer.body = { note: 'As you wish.' };
     const action = shown()[0]!.options.actions?.find(a => a.label === label);
@@ -120,7 +120,7 @@ describe('the idle warning', () => {
     expect(shown().find(n => n.type === 'success')?.message).toBe('As you wish.');
   });
 
-  test('a refusal is told with what to do next', async () => {
+  test('a refusal is shown with its next step', async () => {
     await warn();
     answer.status = 409;
     answer.body = { code: 'quota', message: 'Too long.', next_step: 'Ask for less.' };
@@ -137,7 +137,7 @@ describe('the idle warning', () => {
     ['cannot leave', { ...idle, stays_reason: 'Full.', leaves_at: null }],
     ['is pinned', { ...idle, pinned_reason: 'shared memory', leaves_at: null }],
     ['has left', aSession({ id: 'a', state: 'detaching' })]
-  ])('is taken back when the kernel %s', async (_, now) => {
+  ])('disappears when the kernel %s', async (_, now) => {
     const socket = await warn();
     socket.delta({ now: 1001, sessions: [aSession({ id: 'b' })] });
     await frame();
@@ -147,7 +147,7 @@ describe('the idle warning', () => {
     expect(shown()).toEqual([]);
   });
 
-  test('is taken back when the kernel ends, or the page', async () => {
+  test('disappears when the kernel ends or the page closes', async () => {
     const socket = await warn();
     socket.delta({ now: 1002, removed: ['a'] });
     await frame();
@@ -159,7 +159,7 @@ describe('the idle warning', () => {
     expect(shown()).toEqual([]);
   });
 
-  test('sent again it is not shown again, also to who has closed it', async () => {
+  test('is not shown twice if sent again, even after it was closed', async () => {
     const socket = await warn();
     const [first] = shown();
     socket.snapshot(aPool({ now: 1011, sessions: [idle] }));
@@ -171,7 +171,7 @@ describe('the idle warning', () => {
     expect(shown()).toEqual([]);
   });
 
-  test('of another time takes the place of the first', async () => {
+  test('with another time replaces the first', async () => {
     const socket = await warn();
     const [first] = shown();
     socket.delta({ now: 1002, sessions: [{ ...idle, leaves_at: 1090 }] });
@@ -181,7 +181,7 @@ describe('the idle warning', () => {
     expect(shown()[0]!.id).not.toBe(first!.id);
   });
 
-  test('minutes are whole ones, as the server counts them', () => {
+  test('its minutes are whole, as on the server', () => {
     settings.follow({
       composite: { keepMinutes: 2.5 },
       changed: new Signal({})
@@ -189,7 +189,7 @@ describe('the idle warning', () => {
     expect(settings.keepMinutes).toBe(3);
   });
 
-  test('is not shown if switched off', async () => {
+  test('is not shown if disabled', async () => {
     settings.follow({
       composite: { idleWarning: false },
       changed: new Signal({})
@@ -201,7 +201,7 @@ describe('the idle warning', () => {
 });
 
 describe('history', () => {
-  test('is asked for only while somebody holds it and a kernel is open', async () => {
+  test('is fetched only while a widget uses it and a kernel is open', async () => {
     const history = new History(model);
     const told = jest.fn();
     history.changed.connect(told);
@@ -239,7 +239,7 @@ describe('history', () => {
   });
 });
 
-describe('among all that runs', () => {
+describe('the list of running kernels', () => {
   const changed = new Signal<object, void>({});
   const opened: string[] = [];
   const documents = {
@@ -249,7 +249,7 @@ describe('among all that runs', () => {
     changed
   };
 
-  test('are all pooled kernels here, also those in host memory', async () => {
+  test('has all pooled kernels of this server, also in host memory', async () => {
     const manager = new RunningSlices(model, documents, trans);
     const changes = jest.fn();
     manager.runningChanged.connect(changes);
@@ -280,7 +280,7 @@ describe('among all that runs', () => {
     socket.delta({ now: 1001, queue_length: 7 });
     await frame();
     expect(changes).toHaveBeenCalledTimes(before);
-    // Nor of what others do, nor of what is not shown of one's own.
+    // Nor after changes of other sessions, or of hidden fields of own ones.
     socket.delta({
       now: 1001.5,
       sessions: [
@@ -309,7 +309,7 @@ describe('among all that runs', () => {
     expect(manager.running()).toEqual([]);
   });
 
-  test('looking anew asks nobody while no pooled kernel runs', async () => {
+  test('sends nothing on a refresh while no pooled kernel runs', async () => {
     new RunningSlices(model, documents, trans).refreshRunning();
     await frame();
     expect(asked).toEqual([]);
@@ -317,7 +317,7 @@ describe('among all that runs', () => {
 });
 
 describe('the launcher', () => {
-  test('explains with the server’s reason, and says once what to run', () => {
+  test('explains with the server’s reason, and names the command once', () => {
     const own = explanation(trans, 'No driver.');
     expect(own[0]).toBe(
       'No driver. Run `jupyter gpupool doctor` in a terminal: it says what is missing.'
@@ -349,7 +349,7 @@ describe('the launcher', () => {
     expect(choose(pooled, null)).toBeNull();
   });
 
-  describe('with a page that was told of no GPU', () => {
+  describe('on a page that reported no GPU', () => {
     const created: unknown[] = [];
     let commands: CommandRegistry;
 
@@ -373,7 +373,7 @@ describe('the launcher', () => {
 
     afterEach(() => PageConfig.setOption('gpupool', ''));
 
-    test('the pool is asked, and if it has one a kernel starts on it', async () => {
+    test('asks the pool, and starts a kernel on it if it has a GPU', async () => {
       expect(commands.isVisible(NO_GPU)).toBe(true);
       await commands.execute(NO_GPU, { cwd: 'work' });
       expect(asked).toEqual(['GET pool']);
@@ -381,7 +381,7 @@ describe('the launcher', () => {
       expect(commands.isVisible(NO_GPU)).toBe(false);
     });
 
-    test('if it has none, in its words', async () => {
+    test('shows the pool’s reason if it has none', async () => {
       answer.body = aPool({ devices: [], problem: 'They fell off the bus.' });
       const done = commands.execute(NO_GPU);
       let dialog: HTMLElement | null = null;
@@ -397,7 +397,7 @@ describe('the launcher', () => {
   });
 });
 
-test('a client asks for what it is told to ask for', async () => {
+test('a client sends what it is told to send', async () => {
   const client = new PoolClient(services.serverSettings);
   answer.body = aPool() satisfies IPool;
   await client.change('a/b', { memory: 1 });

@@ -25,7 +25,7 @@ describe('sizes', () => {
     expect(bytes(value)).toBe(text);
   });
 
-  test('have one unit if both have the same', () => {
+  test('share one unit if both have the same', () => {
     expect(part(trans, 6 * GIB, 8 * GIB)).toBe('6 of 8 GiB');
     expect(part(trans, 512 * MIB, 8 * GIB)).toBe('512 MiB of 8 GiB');
     expect(part(trans, 0, 512 * MIB)).toBe('0 of 512 MiB');
@@ -39,7 +39,7 @@ describe('times', () => {
     [59.5, '1:00'],
     [725, '12:05'],
     [3725, '1:02:05']
-  ])('%p s count down from', (seconds, text) => {
+  ])('%p s are counted down from', (seconds, text) => {
     expect(clock(seconds)).toBe(text);
   });
 
@@ -48,13 +48,13 @@ describe('times', () => {
     [89, '~89 s'],
     [90, '~2 min'],
     [7200, '~2 h']
-  ])('%p s are about', (seconds, text) => {
+  ])('%p s are estimated as', (seconds, text) => {
     expect(about(trans, seconds)).toBe(text);
   });
 
-  test('of the broker are told by the clock of this computer', () => {
+  test('of the broker are converted to the clock of this computer', () => {
     jest.spyOn(Date, 'now').mockReturnValue(50_000_000);
-    // The broker's clock is far off; what is 40 s away there is so here.
+    // The broker's clock is far off, but 40 s there are also 40 s here.
     expect(localTime({ now: () => 1000 }, 1040).getTime()).toBe(50_040_000);
   });
 
@@ -72,7 +72,7 @@ describe('times', () => {
   });
 });
 
-test('a time of another day is told with that day', () => {
+test('a time of another day is written with its date', () => {
   const today = new Date(2026, 10, 21, 23, 0);
   const at = (day: number, hour: number) =>
     dayAndTime(
@@ -89,7 +89,7 @@ test('ordinals', () => {
   expect(all.join(' ')).toBe('1st 2nd 3rd 4th 11th 12th 13th 21st 112th 122nd');
 });
 
-test('devices by their numbers', () => {
+test('devices have their numbers', () => {
   const devices = [aDevice(), aDevice({ index: 1 })];
   expect(gpus(trans, ['GPU-1'], devices)).toBe('GPU 1');
   expect(gpus(trans, ['GPU-1', 'GPU-0'], devices)).toBe('GPUs 0, 1');
@@ -110,7 +110,7 @@ describe('a session', () => {
   test.each([
     [{ leaves_at: NOW + 42 }, 'Idle, back to the pool in 0:42', true],
     [{ leaves_at: NOW }, 'Idle, back to the pool in 0:00', true],
-    // Late by as much as two clocks and a message may differ.
+    // As late as the difference of two clocks and a message's delay.
     [{ leaves_at: NOW - 2 }, 'Idle, back to the pool in 0:00', true],
     [{ leaves_at: NOW - 2.1 }, 'Idle on GPU 0, about to leave', false],
     [{ leaves_at: null }, 'Idle on GPU 0', false],
@@ -121,12 +121,12 @@ describe('a session', () => {
       false
     ],
     [{ pinned_reason: 'It maps a file.' }, 'Idle on GPU 0, pinned', false]
-  ])('that is idle with %p', (changes, text, counts) => {
+  ])('that is idle is described for %p', (changes, text, counts) => {
     const said = of({ ...idle, ...changes });
     expect([said.text, said.counts, said.tone]).toEqual([text, counts, 'idle']);
   });
 
-  test('has a name without seconds, with which what is seen begins', () => {
+  test('has a name without seconds, with which the visible text begins', () => {
     const said = of({ ...idle, leaves_at: NOW + 42 });
     expect(said.still).toBe('Idle, back to the pool');
     expect(said.text.startsWith(said.still)).toBe(true);
@@ -145,11 +145,11 @@ describe('a session', () => {
     [{ state: 'queued' }, 'Waiting'],
     [{ state: 'detached', suspended_bytes: GIB }, '1 GiB'],
     [{ state: 'detached' }, 'No GPU']
-  ] as const)('with %p has a short form', (changes, short) => {
+  ] as const)('has a short form for %p', (changes, short) => {
     expect(of(changes).short).toBe(short);
   });
 
-  test('goes back when its work is done, if that was asked for and told', () => {
+  test('goes back when its work is done, if a release was requested', () => {
     const asked = { release_asked: true };
     expect(goesBack(aSession(asked))).toBe(true);
     expect(goingBack(trans, aSession(asked))).toBe(

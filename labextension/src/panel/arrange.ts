@@ -4,7 +4,7 @@
 /**
  * The view as the panel draws it: by device, by place in the queue, by kernel.
  *
- * What did not change is the same object as before, so that what is drawn from it is not drawn again.
+ * Unchanged parts are the same objects as before, so that React does not draw them again.
  */
 import type { IAnySession, IDevice, IPool, ISession, ISlice as IHas } from '../api';
 import { isMine } from '../tokens';
@@ -12,13 +12,13 @@ import { isMine } from '../tokens';
 /** The part of a session that lies on one device. */
 export interface ISlice {
   readonly session: ISession | IAnySession;
-  /** The number of one of my kernels, beside its colour; 0 for other people's. */
+  /** The number of one of my kernels, beside its colour; 0 for others. */
   readonly number: number;
   /** Empty for other people's. */
   readonly name: string;
-  /** Whether it is of the document that is open in front. */
+  /** Whether it belongs to the document in front. */
   readonly active: boolean;
-  /** On this device. */
+  /** Bytes on this device. */
   readonly bytes: number;
   /** Null if not known. */
   readonly used: number | null;
@@ -33,7 +33,7 @@ export interface IKernelRow {
   readonly session: ISession;
   readonly number: number;
   readonly name: string;
-  /** Where its document is; empty if it cannot be opened. */
+  /** The path of its document; empty if it cannot be opened. */
   readonly path: string;
   readonly active: boolean;
 }
@@ -49,9 +49,9 @@ export interface IArranged {
   readonly queue: readonly IWaitRow[];
   /** My kernels on this server. */
   readonly kernels: readonly IKernelRow[];
-  /** My kernels on other servers, which show in the devices and the queue too. */
+  /** My kernels on other servers, which also appear in the devices and the queue. */
   readonly elsewhere: readonly IKernelRow[];
-  /** The devices to look up numbers in: as old as their numbers. */
+  /** The devices for looking up numbers: they change only with their numbers. */
   readonly devices: readonly IDevice[];
   /** Sessions that have a slice, and that wait for one. */
   readonly having: number;
@@ -66,12 +66,12 @@ export interface IName {
   readonly path: string;
 }
 
-/** How a kernel is called here, if a document of this server uses it. */
+/** The name of a kernel here, if a document of this server uses it. */
 export type NameOf = (kernelId: string) => IName | null;
 
-/** Keeps what it arranged last, to give it again. */
+/** Keeps its last result, to return unchanged parts again. */
 export class Arranger {
-  /** Without `live` no kernel of this server runs, whatever the view, grown old, says. */
+  /** Without `live` no kernel of this server runs, even if the old view has one. */
   arrange(
     view: IPool,
     nameOf: NameOf,
@@ -108,7 +108,7 @@ export class Arranger {
     const list = (here: boolean, old: readonly IKernelRow[] | undefined) => {
       const found = mine
         .filter(session => session.here === here)
-        // A broker that comes back may send them in another order.
+        // A restarted broker may send them in another order.
         .sort((a, b) => this._numberOf(a) - this._numberOf(b))
         .map((session, i) =>
           same(old?.[i], {
@@ -166,7 +166,7 @@ export class Arranger {
     return found;
   }
 
-  /** Numbers stay with a kernel as long as it is there, through restarts too. */
+  /** A kernel keeps its number until it ends, even through restarts. */
   private _number(mine: readonly ISession[]): void {
     const there = new Set(mine.map(identity));
     for (const key of this._numbers.keys()) {
@@ -196,16 +196,16 @@ export class Arranger {
   private readonly _numbers = new Map<string, number>();
 }
 
-/** A server older than this page sends the sum alone. */
+/** A server older than this page sends only the sum. */
 type Told = Pick<IAnySession, 'devices' | 'granted_bytes'> &
   Partial<Pick<IAnySession, 'slices'>>;
 
-/** What a session has on each device. */
+/** The bytes of a session on each device. */
 function having({ devices, granted_bytes: granted, slices }: Told): readonly IHas[] {
   if (slices) {
     return slices.filter(slice => slice.granted_bytes > 0);
   }
-  // The parts were granted equal; the use of each is not known.
+  // The granted parts are equal; the use of each is not known.
   return granted > 0
     ? devices.map(device => ({ device, granted_bytes: granted / devices.length }))
     : [];

@@ -54,7 +54,7 @@ export const DeviceBar = React.memo(function DeviceBar(props: {
 interface IBarProps {
   readonly label: string;
   readonly parts: readonly IPart[];
-  /** The key of the part with the focus; null if none has. */
+  /** The key of the part with the focus; null if none has it. */
   readonly onPointed: (key: string | null) => void;
 }
 
@@ -68,7 +68,7 @@ function Bar(props: IBarProps): React.ReactElement {
   );
   const bar = React.useRef<HTMLDivElement>(null);
   const last = React.useRef<{ key: string; at: number } | null>(null);
-  // A part that goes would lose the focus without an event: its neighbour gets it.
+  // A removed part would lose the focus without an event: its neighbour gets it.
   React.useLayoutEffect(() => {
     if (last.current === null) {
       return;
@@ -148,7 +148,7 @@ function Bar(props: IBarProps): React.ReactElement {
   );
 }
 
-/** The bar alone, where many are shown; the parent describes it in words. */
+/** Only the bar, for many devices; the parent describes it in words. */
 export const ThinBar = React.memo(function ThinBar(props: {
   readonly row: IDeviceRow;
 }): React.ReactElement {

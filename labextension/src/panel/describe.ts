@@ -28,7 +28,7 @@ export function unsaid(device: IDevice): boolean {
   return device.emulated && !device.name.toUpperCase().includes('EMULATED');
 }
 
-/** What a user of this device should know: why it is not used, or what it does not do. */
+/** What a user should know about this device: why it is out of service, or its limits. */
 export function notes(trans: TranslationBundle, device: IDevice): string[] {
   if (device.drained_reason) {
     return [trans.__('Not used: %1', device.drained_reason)];
@@ -43,7 +43,7 @@ export function notes(trans: TranslationBundle, device: IDevice): string[] {
   return said;
 }
 
-/** All of a device in one sentence, without the parts. */
+/** A whole device in one sentence, without its parts. */
 export function summary(trans: TranslationBundle, device: IDevice): string {
   const said = [
     trans.__('GPU %1', device.index),

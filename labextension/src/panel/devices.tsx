@@ -11,7 +11,7 @@ import { partText, summary, unsaid } from './describe';
 import { parts } from './geometry';
 import { useTools } from './tools';
 
-/** With more devices the grid is shown first. */
+/** If there are more devices, the grid comes first. */
 export const FEW = 8;
 
 export const Devices = React.memo(function Devices(props: {
@@ -148,7 +148,7 @@ const Cell = React.memo(function Cell(props: ICellProps): React.ReactElement {
   );
 });
 
-/** Arrow keys go from cell to cell; how many are in a row only the page knows. */
+/** Arrow keys go from cell to cell; only the page knows the length of a row. */
 function move(event: React.KeyboardEvent<HTMLElement>): void {
   const grid = event.currentTarget.closest('ul');
   const cells = [...(grid?.querySelectorAll<HTMLElement>('.jp-gpupool-cell') ?? [])];

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Which document uses which kernel, and how to get to it. */
+/** Which document uses which kernel, and how to open it. */
 import type { JupyterFrontEnd } from '@jupyterlab/application';
 import { PathExt } from '@jupyterlab/coreutils';
 import type { Session } from '@jupyterlab/services';
@@ -19,14 +19,14 @@ export interface IDocuments {
   readonly changed: ISignal<unknown, unknown>;
 }
 
-/** What opens a session of a type again; consoles are no files. */
+/** The commands that open a session again, by type; consoles are no files. */
 const OPENERS: ReadonlyMap<string, string> = new Map([
   ['notebook', 'docmanager:open'],
   ['file', 'docmanager:open'],
   ['console', 'console:open']
 ]);
 
-/** What notebooks, consoles and other documents with a kernel have in common. */
+/** The common part of notebooks, consoles and other documents with a kernel. */
 interface IHasKernel {
   readonly sessionContext?: {
     readonly session?: { readonly kernel?: { readonly id: string } | null } | null;
@@ -83,7 +83,7 @@ export class Documents implements IDocuments {
     return null;
   }
 
-  /** Where it is open. */
+  /** The widget in which it is open. */
   private _widget(kernelId: string): Widget | null {
     for (const widget of this._app.shell.widgets('main')) {
       if (kernelOf(widget) === kernelId) {
@@ -93,7 +93,7 @@ export class Documents implements IDocuments {
     return null;
   }
 
-  /** The command that opens it where it is not; empty if there is none. */
+  /** The command that opens it; empty if there is none. */
   private _opener(session: Session.IModel): string {
     const command = OPENERS.get(session.type) ?? '';
     return this._app.commands.hasCommand(command) ? command : '';

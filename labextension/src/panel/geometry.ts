@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A device as a bar to scale: what lies on it, in shares of its whole memory. Pure. */
+/** A device as a bar to scale: its parts as shares of its whole memory. Pure. */
 import type { IDevice } from '../api';
 import type { ISlice } from './arrange';
 
@@ -11,18 +11,18 @@ export type Kind = 'mine' | 'other' | 'foreign' | 'free' | 'shut' | 'reserved';
 export interface IPart {
   readonly key: string;
   readonly kind: Kind;
-  /** Of a session; null for what is nobody's. */
+  /** The session of the part; null if it belongs to none. */
   readonly slice: ISlice | null;
   readonly bytes: number;
-  /** Of the bar, 0 to 1. */
+  /** Share of the bar, 0 to 1. */
   readonly share: number;
 }
 
 /**
  * The parts of a device's bar from left to right; their shares sum to 1.
  *
- * Figures come from different moments and need not fit each other. Then the reserve gives way first,
- * it is where processes outside the pool sit; after it all parts shrink alike.
+ * Figures come from different moments and may contradict each other. Then the reserve shrinks
+ * first, because processes outside the pool use it; after it all parts shrink alike.
  */
 export function parts(device: IDevice, slices: readonly ISlice[]): IPart[] {
   const claims: Omit<IPart, 'share'>[] = slices.map(slice => ({
@@ -54,7 +54,7 @@ export function fill(slice: ISlice): number | null {
   return Math.min(1, sound(slice.used) / slice.bytes);
 }
 
-/** A share for CSS, rounded down so that parts never need more room than there is. */
+/** A share for CSS, rounded down so that the parts always fit. */
 export function percent(share: number): string {
   return `${Math.floor(share * 1e5) / 1e3}%`;
 }

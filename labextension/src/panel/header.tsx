@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The state of the pool in one sentence, and what is wrong if something is. */
+/** The state of the pool in one sentence, and its errors. */
 import * as React from 'react';
 
 import type { IPool } from '../api';
@@ -75,7 +75,7 @@ export function Header(props: IHeaderProps): React.ReactElement {
   }
 }
 
-/** Announced only after a fetch of its own: while live the toolbar announces it already. */
+/** Announced only after the panel's own fetch: while live the toolbar announces it. */
 function Away(props: {
   readonly broker: IBroker;
   readonly live: boolean;

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** My kernels on this server: what they have, what they used of it, and what can be done. */
+/** My kernels on this server: their slices, their use, and actions. */
 import * as React from 'react';
 
 import type { IDevice, ISession } from '../api';
@@ -43,7 +43,7 @@ export const Kernels = React.memo(function Kernels(props: {
       {elsewhere.length > 0 && (
         <>
           <p className="jp-gpupool-plain">
-            {trans.__('Yours too, but of another server; release or keep them there:')}
+            {trans.__('Also yours, on another server; release or keep them there:')}
           </p>
           <ul className="jp-gpupool-list">
             {elsewhere.map(row => (
@@ -125,7 +125,7 @@ interface ILinesProps {
   readonly number: number;
 }
 
-/** Drawn again when there is another history, not when the pool changes. */
+/** Drawn again only for a new history, not when the pool changes. */
 const Lines = React.memo(function Lines(props: ILinesProps): React.ReactElement | null {
   const { trans } = useTools();
   const history = useHistory();
@@ -166,7 +166,7 @@ function Actions(props: IActionsProps): React.ReactElement {
   const minutes = useKeepMinutes();
   const { kernel_id: kernel, keep_until: until, state } = props.session;
   const kept = until !== null && until > model.now();
-  // So that the time when it is no longer kept is seen.
+  // Rendered again when the slice is no longer kept.
   useTick(ticker, kept);
   const up = useUp();
   const {
@@ -181,8 +181,8 @@ function Actions(props: IActionsProps): React.ReactElement {
     : leaving
       ? goingBack(trans, props.session)
       : '';
-  // Not `disabled`: a button that goes away under the finger takes the focus with it, and one that
-  // cannot be reached does not say why.
+  // Not `disabled`: the focus would be lost with the button, and a button that cannot get the
+  // focus does not tell why.
   return (
     <>
       <div className="jp-gpupool-actions">

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The panel as a whole: it gives each part what it is drawn from. */
+/** The whole panel: it passes each part its data. */
 import * as React from 'react';
 
 import type { IPool } from '../api';
@@ -23,7 +23,7 @@ export interface IPanelProps {
   readonly broker: IBroker;
   readonly live: boolean;
   readonly found: IPoolModel['found'];
-  /** Null with the view. */
+  /** Null if the view is null. */
   readonly arranged: IArranged | null;
 }
 

@@ -11,7 +11,7 @@ import { somebody } from './describe';
 import { Badge } from './section';
 import { useTools } from './tools';
 
-/** Others' places are listed up to here; mine always. */
+/** Others' places are listed up to this one; mine always. */
 export const LISTED = 20;
 
 export const Queue = React.memo(function Queue(props: {

@@ -10,7 +10,7 @@ export interface ISectionProps {
   /** Part of the ids in the page. */
   readonly name: string;
   readonly title: string;
-  /** Few words beside the heading, to be seen also when folded. */
+  /** A few words beside the heading, also visible when folded. */
   readonly aside?: string;
   readonly children: React.ReactNode;
 }

@@ -34,11 +34,11 @@ export function path(
     const share = Math.min(1, Math.max(0, value / (top || 1)));
     const y = (HEIGHT - 1 - share * (HEIGHT - 2)).toFixed(1);
     const next = values[i + 1];
-    // One point for each column; but the last one of a piece always.
+    // One point for each column, and always the last point of a piece.
     if (pen && x === last && next !== null && next !== undefined) {
       return;
     }
-    // A point alone is a line of no length: its round end shows.
+    // A single point is a line of length zero: its round end is visible.
     drawn += pen ? `L${x} ${y}` : `M${x} ${y}h0`;
     pen = true;
     last = x;
@@ -47,7 +47,7 @@ export function path(
 }
 
 export interface ISparklineProps {
-  /** What it shows, as in `Memory`. */
+  /** The name of the figure, such as `Memory`. */
   readonly name: string;
   /** The same as text, for screen readers and as the tooltip. */
   readonly full?: string;

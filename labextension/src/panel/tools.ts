@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** What all parts of the panel use. It never changes, so that nothing is drawn because of it. */
+/** Tools for all parts of the panel. They never change, so they never cause a render. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IDisposable } from '@lumino/disposable';
 import type { ISignal } from '@lumino/signaling';
@@ -24,7 +24,7 @@ export interface ITools {
   readonly ticker: Ticker;
   readonly past: IPast;
   readonly settings: Pick<IPoolSettings, 'keepMinutes' | 'changed'>;
-  /** Names of the sections that are folded: known for as long as the panel is, drawn or not. */
+  /** Names of the folded sections, kept as long as the panel exists. */
   readonly folded: Set<string>;
   /** Bring the document of a kernel to the front. */
   readonly open: (kernelId: string) => void;
@@ -40,7 +40,7 @@ export function useTools(): ITools {
   return tools;
 }
 
-/** The newest history; renders when it is another one. */
+/** The newest history; renders when a new one comes. */
 export function useHistory(): IHistory | null {
   const { past } = useTools();
   return useTold(past.changed, () => past.latest);

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Figures over all: suspended bytes in host memory, and how much the devices were used. */
+/** Totals: suspended bytes in host memory, and the use of the devices. */
 import * as React from 'react';
 
 import type { IPool } from '../api';
@@ -83,7 +83,7 @@ export const Usage = React.memo(function Usage(): React.ReactElement {
   );
   return (
     <>
-      {/* A meter has a value: where nobody knows one there is none to draw. */}
+      {/* A meter needs a value, so none is drawn for an unknown one. */}
       {share !== null && (
         <Meter
           label={trans.__('Share of time with a slice of a GPU')}

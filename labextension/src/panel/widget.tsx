@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The panel in the side bar: draws, asks and counts only while it can be seen. */
+/** The panel in the side bar: draws, fetches and counts only while it is visible. */
 import { ReactWidget } from '@jupyterlab/ui-components';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IDisposable } from '@lumino/disposable';
@@ -44,7 +44,7 @@ export class PanelWidget extends ReactWidget {
     this.title.caption = trans.__('GPU Pool');
     this.node.setAttribute('role', 'region');
     this.node.setAttribute('aria-label', trans.__('GPU Pool'));
-    // To be shown means to get the focus: somewhere it must be put.
+    // A shown panel gets the focus, so it needs an element for it.
     this.node.tabIndex = -1;
     model.changed.connect(this._onChanged);
     documents.changed.connect(this._onChanged);
@@ -122,7 +122,7 @@ export class PanelWidget extends ReactWidget {
     }
   }
 
-  /** Without a kernel nothing fetches the view: fetch once, so that there is something to see. */
+  /** Without a kernel nothing fetches the view: fetch it once, so that the panel is not empty. */
   private _look(): void {
     if (!this._tools.model.live) {
       void this._tools.model.refresh();

@@ -25,7 +25,7 @@ export class StatusItem extends ReactWidget {
     _popovers.changed.connect(this._onPopover, this);
   }
 
-  /** Whether there is something to show; the status bar hides it if not. */
+  /** Whether it has something to show; the status bar hides it if not. */
   get active(): boolean {
     return (this._watch?.situation ?? null) !== null;
   }

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Give the slice back, or keep it although idle. */
+/** Buttons that release the slice, or keep it while idle. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
@@ -12,7 +12,7 @@ import { Answer } from './answer';
 import { useAnswer } from './hooks';
 import { hasSlice, truth } from './situation';
 
-/** Milliseconds that timers can count. */
+/** Most milliseconds of a timer. */
 const LONG = 2 ** 31 - 1;
 
 interface IProps {
@@ -47,7 +47,7 @@ export function Actions(props: IProps): React.JSX.Element {
           aria-disabled={busy || nothing !== ''}
           title={nothing || undefined}
           onClick={() => {
-            // It is not `disabled`, so that it can be reached and says why.
+            // It is not `disabled`, so that it can get the focus and tell why.
             if (nothing) {
               say({ refused: false, text: nothing });
             } else {
@@ -86,7 +86,7 @@ export function Actions(props: IProps): React.JSX.Element {
   );
 }
 
-/** Whether a time of the broker's is to come; renders again when it has. */
+/** Whether a time of the broker is in the future; renders again when it has passed. */
 function useUntil(time: number | null, model: Pick<IPoolModel, 'now'>): boolean {
   const [, again] = React.useReducer((count: number) => count + 1, 0);
   const left = time === null ? 0 : time - model.now();

@@ -5,7 +5,7 @@ import * as React from 'react';
 
 import type { IAnswer } from './hooks';
 
-/** Where answers come: always there, so that screen readers hear what appears in it. */
+/** The place for answers: always present, so that screen readers announce new text in it. */
 export function Answer(props: {
   readonly answer: IAnswer | null;
   readonly id?: string;

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Ask for another size: a slider and a field that say the same. */
+/** Ask for another size: a slider and a field with the same value. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
@@ -16,11 +16,11 @@ interface IProps {
   readonly client: PoolClient;
   readonly kernelId: string;
   readonly request: IRequest;
-  /** Bytes on each device that it may ask for at most; null if not known. */
+  /** The most bytes on each device that it may ask for; null if not known. */
   readonly most: number | null;
-  /** What the largest device can give: the slider's end if no limit is known. */
+  /** The most bytes of the largest device: the slider's end if no limit is known. */
   readonly room: number;
-  /** What answers are about. */
+  /** The state to which answers belong. */
   readonly state: string;
   /** Whether the pool can be reached. */
   readonly up: boolean;
@@ -67,7 +67,7 @@ export function Ask(props: IProps): React.JSX.Element {
       setTyped(null);
       say({
         refused: false,
-        text: trans.__('This notebook asks for %1 already.', exact(request.memory))
+        text: trans.__('This notebook already asks for %1.', exact(request.memory))
       });
       return;
     }

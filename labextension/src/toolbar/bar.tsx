@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The use of a slice beside what is guaranteed and how far it may grow. */
+/** The use of a slice, beside its guarantee and its limit. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** What the popover says of a notebook's kernel, and what can be done. */
+/** The popover's content: a notebook's kernel in words, and actions. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
@@ -18,7 +18,7 @@ import { Why } from './why';
 
 interface IProps {
   readonly watch: KernelWatch;
-  /** The id that the headline gets, for the dialog's label. */
+  /** The headline's id, for the dialog's label. */
   readonly labelId: string;
   readonly keepMinutes: number;
   readonly onClose: () => void;
@@ -69,7 +69,7 @@ export function Card(props: IProps): React.JSX.Element {
           queueLength={view?.queue_length ?? 0}
         />
       ) : null}
-      {/* Not taken away while the pool is: what was typed stays, and the server says why not. */}
+      {/* Also shown while the pool is away: typed text stays, and the server tells why. */}
       {asks && view && it.kind !== 'no-device' ? (
         <Ask
           key={kernelId}
@@ -151,7 +151,7 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
   if (session === null) {
     return [
       trans.__(
-        'The pool does not know this kernel yet. If that stays so, restart the kernel.'
+        'The pool does not know this kernel yet. If this lasts, restart the kernel.'
       )
     ];
   }

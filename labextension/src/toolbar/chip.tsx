@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The chip beside a kernel's name: what its notebook has of the pool, in a few words. */
+/** The chip beside a kernel's name: its notebook's slice in a few words. */
 import { ReactWidget } from '@jupyterlab/ui-components';
 import type { Message } from '@lumino/messaging';
 import type { TranslationBundle } from '@jupyterlab/translation';
@@ -50,7 +50,7 @@ export class Chip extends ReactWidget {
             onClick={() => this._popovers.toggle(this._place)}
           />
         )}
-        {/* Apart from the button: it is heard when the state changes, not when seconds pass. */}
+        {/* Outside the button: announced when the state changes, not each second. */}
         <span role="status" className="jp-gpupool-Chip-heard">
           {it?.news ?? ''}
         </span>
@@ -69,8 +69,8 @@ export class Chip extends ReactWidget {
   }
 
   /**
-   * A toolbar that is hidden takes what it does not see off the keyboard's way, and looks again only
-   * when something is added to it. So when we are seen again, it is told to.
+   * A hidden toolbar removes invisible items from the tab order, and checks again only after an
+   * addition. So the chip makes it check when it becomes visible.
    */
   private _reach(): void {
     const toolbar = this.node.closest<ICounts>('jp-toolbar');
@@ -100,7 +100,7 @@ export class Chip extends ReactWidget {
   private _open = false;
 }
 
-/** The part of `jp-toolbar` that counts what the keyboard reaches. */
+/** The part of `jp-toolbar` that sets the tab order. */
 interface ICounts extends HTMLElement {
   reduceFocusableElements?(): void;
 }
@@ -131,8 +131,8 @@ export function ChipButton(props: IButtonProps): React.JSX.Element {
       ]
         .filter(Boolean)
         .join('\n')}
-      // The visible text comes first, as voice control expects it. But no seconds:
-      // a screen reader would say each.
+      // The visible text comes first, as voice control expects. But without seconds: a screen
+      // reader would announce each.
       aria-label={[trans.__('%1, GPU of this notebook', mark(said.still)), back]
         .filter(Boolean)
         .join('. ')}
@@ -141,7 +141,7 @@ export function ChipButton(props: IButtonProps): React.JSX.Element {
       onClick={onClick}
     >
       <Glyph tone={said.tone} filled={situation.filled} />
-      {/* The style shows the short form where the long one has no room; it is not in the text. */}
+      {/* The style shows the short form if the long one has no room; it is not in the text. */}
       <span className="jp-gpupool-Chip-words">
         <span
           className="jp-gpupool-Chip-short"

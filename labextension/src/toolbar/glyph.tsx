@@ -28,7 +28,7 @@ export function Glyph({ tone, filled }: IProps): React.JSX.Element {
   );
 }
 
-/** What a slice is drawn as: a battery lying down. */
+/** The picture of a slice: a horizontal battery. */
 const CASE = (
   <>
     <rect

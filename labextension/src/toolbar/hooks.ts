@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** React's view of a watch, and of what the server answers. */
+/** React hooks for a watch, and for the server's answers. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import {
   useCallback,
@@ -30,7 +30,7 @@ export function useSituation(watch: KernelWatch): ISituation | null {
   return useSyncExternalStore(subscribe, () => watch.situation);
 }
 
-/** What came of an action: its note, or why it was refused and what to do. */
+/** The result of an action: its note, or why it was refused and what to do. */
 export interface IAnswer {
   readonly refused: boolean;
   readonly text: string;
@@ -40,17 +40,17 @@ export interface IAnswer {
   readonly outage?: boolean;
 }
 
-/** Milliseconds in which a sentence is read. */
+/** Milliseconds that a user needs to read a sentence. */
 export const READ = 5000;
 
 /** Milliseconds after which an answer is old: a note, and a refusal. */
 export const OLD = 15_000;
 export const OLD_REFUSAL = 60_000;
 
-/** Does one thing at a time, and keeps the last answer while it may be true. */
+/** Runs one action at a time, and keeps the last answer while it may be true. */
 export function useAnswer(
   trans: TranslationBundle,
-  /** What answers are about: of another state they are no longer true, once they can be read. */
+  /** The state to which answers belong: after a change they disappear, once read. */
   state: string,
   /** Whether the pool can be reached. */
   up: boolean
@@ -90,16 +90,16 @@ export function useAnswer(
   return { answer, busy, say, run };
 }
 
-/** What HTTP says of a request that is itself to blame. */
+/** The HTTP status of a wrong request. */
 const FAULTS: ReadonlySet<number> = new Set([400, 409, 422]);
 
-/** Takes an answer back when it is old, or about something that has changed since. */
+/** Removes an answer when it is old, or its state has changed since. */
 function useForget(
   answer: IAnswer | null,
   say: Dispatch<SetStateAction<IAnswer | null>>,
   state: string
 ): void {
-  // What the answer is about, and when it came.
+  // The state of the answer, and its time.
   const about = useRef({ answer, state, at: 0 });
   if (about.current.answer !== answer) {
     about.current = { answer, state, at: Date.now() };

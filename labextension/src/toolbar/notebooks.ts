@@ -1,12 +1,12 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Which notebook is meant. */
+/** Finds the notebook for a command. */
 import type { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 
 import type { IPoolModel } from '../tokens';
 
-/** The notebook of a kernel, by default of the one in front; null if it is not in the pool. */
+/** The notebook of a kernel, by default the one in front; null if not in the pool. */
 export function pooledNotebook(
   model: Pick<IPoolModel, 'isPooled'>,
   notebooks: Pick<INotebookTracker, 'currentWidget' | 'find'>,

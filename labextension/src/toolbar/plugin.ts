@@ -49,7 +49,7 @@ export const popoverPlugin: JupyterFrontEndPlugin<IPoolPopovers> = {
               kernelId: {
                 type: 'string',
                 description: trans.__(
-                  'The kernel; if absent that of the notebook in front'
+                  'The kernel; by default that of the notebook in front'
                 )
               }
             }

@@ -1,13 +1,13 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A dialog beside what opened it: placed, focused, and closed as people expect. */
+/** A dialog beside its button: placed, focused, and closed as people expect. */
 import { ReactWidget } from '@jupyterlab/ui-components';
 import type { Message } from '@lumino/messaging';
 import { Widget } from '@lumino/widgets';
 import type * as React from 'react';
 
-/** Between the dialog, its anchor and the window's edges. */
+/** Distance between the dialog, its anchor and the window's edges. */
 const GAP = 4;
 
 const FOCUSABLE = 'button, input, [href], [tabindex]:not([tabindex="-1"])';
@@ -16,8 +16,8 @@ let ids = 0;
 
 export class Popover extends ReactWidget {
   /**
-   * @param anchor Finds what it belongs to, which may be drawn anew at any time; null closes it.
-   * @param content Renders what is in it; is given the id for the element that labels it.
+   * @param anchor Finds its anchor, which may be rendered again at any time; null closes it.
+   * @param content Renders its content; gets the id for the element that labels it.
    */
   constructor(
     private readonly _anchor: () => HTMLElement | null,
@@ -112,7 +112,7 @@ export class Popover extends ReactWidget {
 
   protected override onAfterAttach(msg: Message): void {
     super.onAfterAttach(msg);
-    // Before JupyterLab's own keyboard shortcuts, and before what stops events from coming up.
+    // Before JupyterLab's own keyboard shortcuts, and before code that stops the propagation.
     document.addEventListener('keydown', this, true);
     document.addEventListener('pointerdown', this, true);
     document.addEventListener('scroll', this, true);
@@ -143,7 +143,7 @@ export class Popover extends ReactWidget {
     }
   }
 
-  /** It is the last thing in the document: beyond its ends the focus would leave the page. */
+  /** It is the last element of the document: beyond its ends the focus would leave the page. */
   private _cycle(event: KeyboardEvent): void {
     const all = [...this.node.querySelectorAll<HTMLElement>(FOCUSABLE)];
     const [first, last] = [all[0], all[all.length - 1]];

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The one popover of a page, and the places where it can open. */
+/** The only popover of a page, and the places where it can open. */
 import type { CommandRegistry } from '@lumino/commands';
 import { Token } from '@lumino/coreutils';
 import { DisposableDelegate, type IDisposable } from '@lumino/disposable';
@@ -19,12 +19,12 @@ const KEEP_MINUTES = 10;
 /** A place beside which the popover can open. */
 export interface IPlace {
   readonly watch: KernelWatch;
-  /** The button that it belongs to; null while it is not drawn. */
+  /** Its button; null while it is not drawn. */
   readonly button: () => HTMLElement | null;
 }
 
 export interface IPoolPopovers {
-  /** Where it is open, or null. */
+  /** The place where it is open, or null. */
   readonly place: IPlace | null;
   readonly changed: ISignal<IPoolPopovers, void>;
   /** Open it at a place, or close it if it is open there. */
@@ -33,7 +33,7 @@ export interface IPoolPopovers {
   close(place?: IPlace): void;
   /** Let {@link openFor} choose this place. */
   offer(place: IPlace): IDisposable;
-  /** Open it for a notebook, at the first place offered that is seen; false if there is none. */
+  /** Open it for a notebook, at the first visible place; false if there is none. */
   openFor(context: Followed): boolean;
 }
 
@@ -138,7 +138,7 @@ export class PoolPopovers implements IPoolPopovers {
   private readonly _changed = new Signal<IPoolPopovers, void>(this);
 }
 
-/** Whether an element is drawn: one in a hidden tab or a closed menu is not. */
+/** Whether an element is drawn: not in a hidden tab or a closed menu. */
 function seen(element: HTMLElement | null): element is HTMLElement {
   return element !== null && element.getClientRects().length > 0;
 }

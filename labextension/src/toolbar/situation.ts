@@ -10,17 +10,17 @@ import type { IBroker, IPoolModel } from '../tokens';
 import { bytes, gpus, ordinal, part, plain, say, type ISaid } from '../words';
 
 export interface ISituation {
-  /** `asking`: nothing is known yet. `ours`: the pool is there and has devices. */
+  /** `asking`: nothing is known yet. `ours`: the pool answers and has devices. */
   readonly kind: 'asking' | 'away' | 'no-device' | 'ours';
   readonly said: ISaid;
-  /** The state without figures that move by themselves: for a live region. */
+  /** The state without figures that change with time: for a live region. */
   readonly news: string;
   /** The state as one sentence. */
   readonly headline: string;
   readonly session: ISession | null;
   readonly view: IPool | null;
   readonly broker: IBroker;
-  /** Whether what it is about is emulated. */
+  /** Whether its device is emulated. */
   readonly emulated: boolean;
   /** Share of the slice in use, 0 to 1; null if not known or without a slice. */
   readonly filled: number | null;
@@ -121,7 +121,7 @@ export function lastHeard(trans: TranslationBundle, it: ISituation): string {
   return trans.__('%1 on %2', bytes(session.granted_bytes), where);
 }
 
-/** Why an idle slice stays where it is; empty if it does not. */
+/** Why an idle slice stays; empty if it does not. */
 export function staysReason(session: ISession | null): string {
   return session?.state === 'idle' ? session.pinned_reason || session.stays_reason : '';
 }
@@ -136,7 +136,7 @@ export function hasSlice(session: ISession | null): boolean {
   return session !== null && session.granted_bytes > 0 && session.state !== 'queued';
 }
 
-/** What answers about a session are true of, with no figure that moves by itself. */
+/** The state of a session to which an answer belongs, without figures that change with time. */
 export function truth(session: ISession | null, up: boolean): string {
   return session === null
     ? String(up)

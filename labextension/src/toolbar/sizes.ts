@@ -29,7 +29,7 @@ const UNITS: Readonly<Record<string, number>> = {
 /**
  * `12`, `12GiB`, `512 MiB`, `1,5`: a size in bytes, of GiB if no unit is given; or null.
  *
- * A comma before three digits is none: in some languages it stands between thousands.
+ * A comma before three digits is an error: in some languages it separates thousands.
  */
 export function parseSize(text: string): number | null {
   const match = /^\s*(\d+(?:\.\d*|,\d{0,2})?|\.\d+)\s*([a-z]*)\s*$/i.exec(text);
@@ -41,11 +41,11 @@ export function parseSize(text: string): number | null {
   return value >= LEAST ? Math.min(value, MOST) : null;
 }
 
-/** The least that can be written with three decimals; and what stands for all that is beyond it. */
+/** The least size with three decimals, and the text for sizes beyond all bounds. */
 const LEAST = Math.ceil(MIB / 1000);
 export const MOST = Number.MAX_SAFE_INTEGER;
 
-/** A size as it stands in the field: at most three decimals, and never more than it is. */
+/** A size for the field: at most three decimals, rounded down. */
 export function editable(value: number): string {
   const amount = value >= GIB ? value / GIB : value / MIB;
   const text = String(Math.floor(amount * 1000) / 1000);
@@ -57,7 +57,7 @@ export function exact(value: number): string {
   return value >= GIB ? `${editable(value)} GiB` : editable(value);
 }
 
-/** The step of the slider: half a GiB, less where there is little. */
+/** The step of the slider: half a GiB, less on a small device. */
 export function stepFor(most: number): number {
   let step = GIB / 2;
   while (step > 16 * MIB && most / step < 8) {
@@ -77,7 +77,7 @@ export function sizeAt(position: number, most: number): number {
   return Math.min(most, position * stepFor(most));
 }
 
-/** The size that a typed text asks for, or what is wrong with it, as a sentence. */
+/** The size of a typed text, or its error as a sentence. */
 export function readSize(
   trans: TranslationBundle,
   text: string,

@@ -18,7 +18,7 @@ export type Followed = Pick<
 >;
 
 /**
- * The situation of a notebook's kernel; `changed` tells of what is to be shown differently.
+ * The situation of a notebook's kernel; `changed` is emitted when its display changes.
  *
  * `situation` is null while the notebook has no kernel of the pool.
  */
@@ -66,7 +66,7 @@ export class KernelWatch implements IDisposable {
     Signal.clearData(this);
   }
 
-  /** Look again. */
+  /** Read the situation again. */
   readonly refresh = (): void => {
     if (this._isDisposed) {
       return;

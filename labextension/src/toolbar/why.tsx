@@ -14,7 +14,7 @@ interface IProps {
   readonly client: PoolClient;
   readonly kernelId: string;
   readonly session: ISession;
-  /** Of the whole pool: another length may mean others ahead. */
+  /** The length of the pool's queue: if it changes, others may be ahead. */
   readonly queueLength: number;
 }
 
@@ -43,7 +43,7 @@ export function Why(props: IProps): React.JSX.Element {
     };
   }, [client, trans, kernelId, session.id, position, reason, queueLength]);
   const id = React.useId();
-  // Only the counts ahead are used: the session has the rest, and newer.
+  // Only the counts ahead are used: the rest is newer in the session.
   const lines =
     wait && position !== null
       ? describeWait(trans, { ...wait, position, reason, eta_seconds: eta })

@@ -4,8 +4,8 @@
 /**
  * The line "Waiting for a GPU slice" in a cell whose kernel can no longer remove it.
  *
- * The agent in the kernel clears the line when the wait is over. A kernel that is restarted or dies
- * while a cell waits never does, and what a dying kernel still sends is dropped by the page.
+ * The agent in the kernel clears the line when the wait is over. A kernel that restarts or dies
+ * while a cell waits never does, and the page drops the messages of a dying kernel.
  */
 import type { NotebookPanel } from '@jupyterlab/notebook';
 import type { Kernel } from '@jupyterlab/services';
@@ -53,6 +53,6 @@ export function watchWaits(
       clean();
     }
   });
-  // Another kernel; or another page, which hears nothing of requests made before it was opened.
+  // Another kernel; or a newly opened page, which gets no messages of earlier requests.
   panel.sessionContext.kernelChanged.connect(clean);
 }

@@ -21,7 +21,7 @@
     jmp nvml_lazy
 .endm
 
-/* nvml_real has a place for it, which only the C function uses. */
+/* Only the C function uses its place in nvml_real. */
 .macro NVML_WRAP name, index
     .globl \name
     .type \name, @function

@@ -61,7 +61,7 @@ static void find_page(void)
     close(fd);
 }
 
-/* Threads that come here together find the same, and write the same. */
+/* Threads that get here at the same time find and write the same. */
 __attribute__((visibility("hidden"))) void nvml_load(void)
 {
     if (__atomic_load_n(&loaded, __ATOMIC_ACQUIRE))
@@ -88,7 +88,7 @@ static int ordinal_of(device d)
     return -1;
 }
 
-/* What the session uses and may use; together they are the total, as tools expect. */
+/* What the session uses and may still use: their sum is the total, as tools expect. */
 static bool slice(device d, unsigned long long real_total, struct memory *out)
 {
     struct slice_memory m;
@@ -119,12 +119,12 @@ int wrap_nvmlDeviceGetMemoryInfo_v2(device d, struct memory_v2 *out)
         out->total = m.total;
         out->used = m.used;
         out->free = m.free;
-        out->reserved = 0; /* the driver's own, which is not of the slice */
+        out->reserved = 0; /* the driver's own memory, which is not in the slice */
     }
     return result;
 }
 
-/* The one function that returns no number: it must not return an error's. */
+/* The one function that returns no number, so it must not return an error number. */
 const char *wrap_nvmlErrorString(int code)
 {
     nvml_load();

@@ -8,7 +8,7 @@ import { device, GIB, mine, NOTHING, other, pool } from './fakes';
 const names = (id: string) => ({ name: `${id}.ipynb`, path: `a/${id}.ipynb` });
 
 describe('Arranger', () => {
-  it('gives what did not change as the same object', () => {
+  it('returns unchanged parts as the same objects', () => {
     const arranger = new Arranger();
     const view = pool(
       [device(0), device(1)],
@@ -99,7 +99,7 @@ describe('Arranger', () => {
     expect(queue.map(row => row.session.id)).toEqual(['a', 'x']);
   });
 
-  it('lists my kernels of other servers on the devices alone', () => {
+  it('lists my kernels of other servers only on the devices', () => {
     const { kernels, elsewhere, rows } = new Arranger().arrange(
       pool([device(0)], [mine('a', { here: false })]),
       () => null,
@@ -111,7 +111,7 @@ describe('Arranger', () => {
     expect(rows[0]!.slices[0]!.name).toBe('label of a');
   });
 
-  it('shows no own kernels when none runs', () => {
+  it('shows no own kernels if none runs', () => {
     const view = pool(
       [device(0)],
       [
@@ -131,7 +131,7 @@ describe('Arranger', () => {
     expect(after.elsewhere).toBe(before.elsewhere);
   });
 
-  it('tells on each device what a session has there', () => {
+  it('shows the bytes of a session on each device', () => {
     const grown = mine('a', {
       granted_bytes: 10 * GIB,
       used_bytes: 7 * GIB,
@@ -169,7 +169,7 @@ describe('Arranger', () => {
     expect(after.rows[1]!.slices[0]!.bytes).toBe(GIB);
   });
 
-  it('does not invent what an older server does not tell', () => {
+  it('does not invent figures that an older server omits', () => {
     const { slices, ...old } = mine('a', { devices: ['GPU-0', 'GPU-1'] });
     expect(slices).toHaveLength(2);
     const view = pool([device(0), device(1)], [old as ISession]);

@@ -62,19 +62,19 @@ describe('Documents', () => {
     expect(documents.name('other')).toBeNull();
   });
 
-  it('of no name are called by their file', () => {
+  it('without a name are called by their file', () => {
     const { documents } = made([], [{ ...session, name: '' }]);
     expect(documents.name('k')?.name).toBe('a.ipynb');
   });
 
-  it('know the kernel of the one in front', () => {
+  it('know the kernel of the document in front', () => {
     expect(made([{ id: 'w', ...runs('k') }], []).documents.active).toBe('k');
     expect(made([{ id: 'w', context: runs('k') }], []).documents.active).toBe('k');
     expect(made([{ id: 'w' }], []).documents.active).toBeNull();
     expect(made([], []).documents.active).toBeNull();
   });
 
-  it('come to the front where they are open', () => {
+  it('come to the front if they are open', () => {
     const { documents, activated, executed } = made(
       [{ id: 'launcher' }, { id: 'w', ...runs('k') }],
       [session],
@@ -84,21 +84,21 @@ describe('Documents', () => {
     expect([activated, executed]).toEqual([['w'], []]);
   });
 
-  it('are opened where they are not', () => {
+  it('are opened if they are not', () => {
     const { documents, executed } = made([], [session], ['docmanager:open']);
     documents.open('k');
     documents.open('unknown');
     expect(executed).toEqual([['docmanager:open', { path: 'x/a.ipynb' }]]);
   });
 
-  it('are opened by what opens their type: a console is no file', () => {
+  it('are opened by the command of their type; consoles are no files', () => {
     const { documents, executed } = made([], [prompt], both);
     expect(documents.name('c')).toEqual({ name: 'Console 1', path: 'x/console-1' });
     documents.open('c');
     expect(executed).toEqual([['console:open', { path: 'x/console-1' }]]);
   });
 
-  it('have no path if nothing can open them, unless open', () => {
+  it('have no path if no command opens them, unless they are open', () => {
     const odd = { ...session, type: 'odd' };
     const { documents, executed } = made(
       [],
@@ -116,7 +116,7 @@ describe('Documents', () => {
     expect(shown.activated).toEqual(['w']);
   });
 
-  it('tell of changes', () => {
+  it('signal changes', () => {
     const { documents, runningChanged } = made([], []);
     const told = jest.fn();
     documents.changed.connect(told);

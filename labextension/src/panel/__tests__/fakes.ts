@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A pool without a server: the interfaces that the panel is drawn from. */
+/** A pool without a server: the interfaces that the panel draws. */
 import { DisposableDelegate } from '@lumino/disposable';
 import type { IDisposable } from '@lumino/disposable';
 import { Signal } from '@lumino/signaling';
@@ -85,7 +85,7 @@ export class FakeModel implements IPoolModel {
     }
   } as unknown as PoolClient;
 
-  /** Have another view, as after a delta: what is not named stays the same object. */
+  /** Set a new view, as after a delta: parts that are not named stay the same objects. */
   change(view: IPool | null): void {
     this.view = view;
     this.changed.emit({ all: true });
@@ -153,7 +153,7 @@ export class FakeDocuments implements IDocuments {
   }
 }
 
-/** Numbers that look random and are the same each time. */
+/** Numbers that look random but are the same in each run. */
 export function random(seed: number): (below: number) => number {
   let state = seed;
   return below => {

@@ -36,7 +36,7 @@ describe('parts', () => {
     expect(parts(device(0), []).map(part => part.kind)).toEqual(['free', 'reserved']);
   });
 
-  it('take from the reserve, then shrink, where figures do not fit', () => {
+  it('take from the reserve, then shrink, if figures contradict', () => {
     const on = device(0, { memory_foreign: 4 * GIB });
     const tight = parts(on, slicesOf(on, [mine('a', { granted_bytes: 12 * GIB })]));
     expect(tight.map(part => part.kind)).toEqual(['mine', 'foreign']);
@@ -59,7 +59,7 @@ describe('parts', () => {
     ]);
   });
 
-  it('of a device that is not used show no free memory', () => {
+  it('of a device out of service show no free memory', () => {
     const on = device(0, { drained_reason: 'The admin took it out.' });
     expect(parts(on, slicesOf(on, [mine('a')])).map(part => part.kind)).toEqual([
       'mine',
@@ -68,7 +68,7 @@ describe('parts', () => {
     ]);
   });
 
-  it('sum to the whole and never beyond, whatever the figures', () => {
+  it('sum to the whole for any figures', () => {
     const next = random(4);
     const states = ['attaching', 'active', 'idle', 'detaching'] as const;
     for (let round = 0; round < 500; round++) {
@@ -111,7 +111,7 @@ describe('parts', () => {
 describe('fill', () => {
   const slice = slicesOf(device(0), [mine('a')])[0]!;
 
-  it('is not known where use is not', () => {
+  it('is unknown if the use is unknown', () => {
     expect(fill({ ...slice, used: null })).toBeNull();
   });
 

@@ -82,7 +82,7 @@ const clockAt = (seconds: number) =>
   words.timeOfDay(trans, new Date(Date.now() + seconds * 1000));
 const queued = { ...NOTHING, state: 'queued' } as const;
 
-/** What is written of a time depends on the day, and on the minute. */
+/** The text of a time depends on the day and the minute. */
 const NOON = new Date(2026, 10, 21, 12, 0, 30);
 
 beforeEach(() => {
@@ -108,8 +108,8 @@ afterEach(() => {
   jest.useRealTimers();
 });
 
-describe('the head', () => {
-  it('says the state of the pool in one sentence', () => {
+describe('the header', () => {
+  it('gives the state of the pool in one sentence', () => {
     const waits = mine('w', { ...queued, queue_position: 1 });
     show(pool([device(0), device(1)], [mine('a'), other('b'), waits]));
     screen.getByText('2 GPUs · 2 kernels have one · 1 waits');
@@ -117,7 +117,7 @@ describe('the head', () => {
     expect(screen.queryByRole('button', { name: 'Refresh' })).toBeNull();
   });
 
-  it('shows what is out of service: who, since when, and why', () => {
+  it('shows what is out of service, by whom, since when, and why', () => {
     const more = {
       maintenance: [anOrder(), anOrder({ device: 'GPU-1', closed: false })]
     };
@@ -130,7 +130,7 @@ describe('the head', () => {
     expect(one!.textContent).toMatch(/^GPU 1 has been paused by .* finish their work/);
   });
 
-  it('shows the configuration in force if it is not the server’s', () => {
+  it('shows the broker’s configuration if it is not the server’s', () => {
     const configuration_notice = 'In force: c.GPUPool.idle_timeout is 5 s.';
     const { again } = show(pool([device(0)], [], { configuration_notice }));
     const notices = within(screen.getByRole('list', { name: 'Notices' }));
@@ -146,7 +146,7 @@ describe('the head', () => {
     screen.getByRole('listbox', { name: /^GPU 0, NVIDIA A100, EMULATED, / });
   });
 
-  it('says why the broker is away, what to do, and that it retries', () => {
+  it('shows why the broker is away, what to do, and that it retries', () => {
     const broker = {
       status: 'away',
       message: 'It was stopped.',
@@ -167,16 +167,16 @@ describe('the head', () => {
     expect(screen.queryByRole('region')).toBeNull();
   });
 
-  it('promises nothing by itself if nobody asks', () => {
+  it('promises no retry if nothing retries', () => {
     const broker = { status: 'away', message: 'Off.', nextStep: '' } as const;
     show(null, { broker, live: false });
-    // Here nobody else announces it.
+    // Here no other part announces it.
     within(screen.getByRole('status')).getByText('GPU pool away');
     expect(screen.queryByText('Trying again by itself.')).toBeNull();
     screen.getByRole('button', { name: 'Refresh' });
   });
 
-  it('raises no alarm where nobody needs a broker', () => {
+  it('raises no alarm if no kernel needs a broker', () => {
     const broker = {
       status: 'away',
       message: 'No GPU pool broker listens.',
@@ -190,7 +190,7 @@ describe('the head', () => {
     screen.getByRole('button', { name: 'Refresh' });
   });
 
-  it('raises one where it is missing, or something else is wrong', () => {
+  it('raises an alarm if a needed broker is missing, or for another fault', () => {
     const away = { status: 'away', message: '', nextStep: '' } as const;
     show(null, { broker: { ...away, code: 'no-broker' } });
     screen.getByText('GPU pool away');
@@ -208,7 +208,7 @@ describe('the head', () => {
     screen.getByRole('region', { name: 'Host memory' });
   });
 
-  it('explains it before anybody asked, as the page knows it', () => {
+  it('explains it before the first request, from the page', () => {
     show(null, { live: false, found: { found: false, reason: 'No /dev/nvidia0.' } });
     screen.getByText('No /dev/nvidia0.');
   });
@@ -221,7 +221,7 @@ describe('the head', () => {
     expect(screen.queryByText('GPU pool away')).toBeNull();
   });
 
-  it('says that nobody may look, with or without a GPU', () => {
+  it('says that the user has no access, with or without a GPU', () => {
     const found = { found: false, reason: 'No /dev/nvidia0.' };
     const broker = {
       status: 'away',
@@ -233,8 +233,8 @@ describe('the head', () => {
     screen.getByText('No access to the GPU pool');
   });
 
-  it('says how old the view is, and asks on demand', async () => {
-    // Heard a quarter of an hour ago; the broker's clock goes by itself.
+  it('shows how old the view is, and fetches on demand', async () => {
+    // The view is a quarter of an hour old; the broker's clock runs on.
     const { model } = show(pool([device(0)]), { live: false, time: NOW + 900 });
     screen.getByText(`Shown as of ${clockAt(-900)}.`);
     screen.getByText(/^No Pooled GPU kernel is open\./);
@@ -246,19 +246,19 @@ describe('the head', () => {
     expect(model.refreshed).toBe(1);
   });
 
-  it('says that it asks', () => {
+  it('shows that it fetches', () => {
     show(null);
     screen.getByText('Asking the pool…');
   });
 });
 
 describe('devices', () => {
-  it.each([1, 2, 8])('%d are full bars', count => {
+  it.each([1, 2, 8])('are full bars if there are %d', count => {
     show(pool(Array.from({ length: count }, (_, i) => device(i))));
     expect(screen.getAllByRole('listbox')).toHaveLength(count);
   });
 
-  it.each([9, 16, 64])('%d are a grid that unfolds', count => {
+  it.each([9, 16, 64])('are a grid that unfolds if there are %d', count => {
     const devices = Array.from({ length: count }, (_, i) => device(i));
     const { opened } = show(pool(devices, [mine('a', { devices: ['GPU-8'] })]));
     expect(screen.queryByRole('listbox')).toBeNull();
@@ -280,7 +280,7 @@ describe('devices', () => {
     expect(opened).toEqual([]);
   });
 
-  it('of several kinds are groups', () => {
+  it('of several kinds are in groups', () => {
     const devices = Array.from({ length: 12 }, (_, i) =>
       device(i, i < 4 ? { name: 'NVIDIA H100' } : { memory_granted: GIB })
     );
@@ -291,7 +291,7 @@ describe('devices', () => {
     screen.getByText('8 in use of 8 · 16 GiB');
   });
 
-  it('go by arrow keys in the grid', () => {
+  it('get the focus by arrow keys in the grid', () => {
     show(pool(Array.from({ length: 9 }, (_, i) => device(i))));
     const cells = region('Devices').getAllByRole('button', { name: /^GPU \d+,/ });
     act(() => cells[0]!.focus());
@@ -304,7 +304,7 @@ describe('devices', () => {
     expect([cells[0]!.tabIndex, cells[8]!.tabIndex]).toEqual([-1, 0]);
   });
 
-  it('have a name for each part, reached by arrow keys', () => {
+  it('name each part, reached by arrow keys', () => {
     const on = device(0, { memory_granted: 12 * GIB, memory_foreign: GIB });
     const idle = { state: 'idle', granted_bytes: 4 * GIB } as const;
     const { opened } = show(pool([on], [mine('a'), other('b', idle)]));
@@ -334,14 +334,14 @@ describe('devices', () => {
     fireEvent.keyDown(options[0]!, { key: 'ArrowRight' });
     expect(document.activeElement).toBe(options[1]);
     expect(options.map(option => option.tabIndex)).toEqual([-1, 0, -1, -1, -1]);
-    // Other people's cannot be opened; the line below the bar describes what has the focus.
+    // Other people's parts cannot be opened; the line below the bar describes the focused part.
     fireEvent.keyDown(options[1]!, { key: 'Enter' });
     expect(opened).toEqual(['kernel-a']);
     screen.getByText('Somebody (batch): 4 GiB, idle');
     expect(screen.queryByText('12 of 15 GiB granted')).toBeNull();
   });
 
-  it('tell what is special', () => {
+  it('show drains and limits', () => {
     show(
       pool([
         device(0, { drained_reason: 'The admin took it out.' }),
@@ -359,7 +359,7 @@ describe('devices', () => {
     expect(options(/^GPU 1,/)[0]).toBe('Free: 15 GiB');
   });
 
-  it('say on each what a session has there', () => {
+  it('show on each what a session has there', () => {
     const slices = [
       { device: 'GPU-0', granted_bytes: 8 * GIB, used_bytes: 6 * GIB },
       { device: 'GPU-1', granted_bytes: 2 * GIB, used_bytes: null }
@@ -377,7 +377,7 @@ describe('devices', () => {
     ]);
   });
 
-  it('keep the focus when a part goes, and never take it', () => {
+  it('keep the focus when a part disappears, and never take it', () => {
     const on = device(0, { memory_granted: 12 * GIB });
     const { again } = show(pool([on], [mine('a'), other('b')]));
     const option = (name: RegExp) => screen.getByRole('option', { name });
@@ -386,7 +386,7 @@ describe('devices', () => {
     expect(document.activeElement).toBe(option(/^Free/));
     again(pool([on], [mine('a'), other('b')]));
     expect(document.activeElement).toBe(option(/^Free/));
-    // The last one: there is none at its place.
+    // The last part: no other one takes its place.
     act(() => option(/^Reserved/).focus());
     again(pool([device(0, { memory_capacity: 16 * GIB })]));
     expect(document.activeElement).toBe(option(/^Free/));
@@ -398,7 +398,7 @@ describe('devices', () => {
     expect(document.activeElement).toBe(document.body);
   });
 
-  it('show what nobody knows as ?, never as 0', () => {
+  it('show unknown figures as ?, never as 0', () => {
     const { container } = show(
       pool([device(0, { utilisation: null })], [mine('a', { used_bytes: null })])
     );
@@ -412,7 +412,7 @@ describe('devices', () => {
 });
 
 describe('the queue', () => {
-  it('names mine, and of others the class', () => {
+  it('names my kernels, and the class of others', () => {
     show(
       pool(
         [device(0)],
@@ -434,14 +434,14 @@ describe('the queue', () => {
     );
   });
 
-  it('shows an end and a place that nobody knows as ?', () => {
+  it('shows an unknown end or place as ?', () => {
     show(pool([device(0)], [mine('a', queued)]));
     expect(region('Queue').getByRole('listitem').textContent).toBe(
       '?1kernel-a.ipynb8 GiB · ? to go'
     );
   });
 
-  it('is short, with mine in it', () => {
+  it('is short, and always has my kernels', () => {
     const many = Array.from({ length: 50 }, (_, i) =>
       other(`${i}`, { ...queued, queue_position: i + 1 })
     );
@@ -465,7 +465,7 @@ describe('my kernels', () => {
       return Promise.resolve();
     });
 
-  it('say their state, and lead to their document', () => {
+  it('show their state, and open their document', () => {
     const { opened } = show(
       pool(
         [device(0)],
@@ -518,7 +518,7 @@ describe('my kernels', () => {
   it('of another server are named, without actions', () => {
     show(pool([device(0)], [mine('a', { here: false })]));
     kernels().getByText('No kernel of this server is in the pool.');
-    kernels().getByText(/^Yours too, but of another server/);
+    kernels().getByText(/^Also yours, on another server/);
     expect(kernels().getByRole('listitem').textContent).toBe(
       '1kernel-a.ipynb6 of 8 GiB on GPU 0'
     );
@@ -526,7 +526,7 @@ describe('my kernels', () => {
     screen.getByRole('option', { name: /at work \(yours on another server\)$/ });
   });
 
-  it('have no timer if nothing counts', () => {
+  it('have no timer if nothing counts down', () => {
     jest.useFakeTimers({ now: NOON });
     try {
       show(pool([device(0)], [mine('a')]));
@@ -536,7 +536,7 @@ describe('my kernels', () => {
     }
   });
 
-  it('are released and kept, and the answer is shown', async () => {
+  it('are released and kept, and show the answer', async () => {
     const { model } = show(pool([device(0)], [mine('a')]));
     await press(/^Release/);
     expect(kernels().getByRole('status').textContent).toBe('Done.');
@@ -561,7 +561,7 @@ describe('my kernels', () => {
       expect(button().textContent).toBe('Keep for 25 min');
       expect(button().getAttribute('aria-label')).toContain('Keep for 25 min');
       await press(/^Keep for 25 min/);
-      // The answer goes by itself, with its timer.
+      // The answer disappears, and its timer with it.
       act(() => jest.advanceTimersByTime(OLD));
 
       again(pool([device(0)], [mine('a', { keep_until: NOW + 1500 })]));
@@ -576,7 +576,7 @@ describe('my kernels', () => {
     }
   });
 
-  it('are no longer kept when told', async () => {
+  it('are no longer kept after a second click', async () => {
     const { model } = show(pool([device(0)], [mine('a', { keep_until: NOW + 60 })]));
     const button = kernels().getByRole('button', { name: /^Stop keeping/ });
     expect(button.textContent).toBe('Stop keeping');
@@ -584,7 +584,7 @@ describe('my kernels', () => {
     expect(model.asked).toEqual(['keep kernel-a 0']);
   });
 
-  it('show an answer while it is true and can be read', async () => {
+  it('show an answer while it is true and new', async () => {
     jest.useFakeTimers({ now: NOON });
     try {
       const { model, again } = show(pool([device(0)], [mine('a', { state: 'idle' })]));
@@ -608,7 +608,7 @@ describe('my kernels', () => {
     }
   });
 
-  it('say that a release is still to come', () => {
+  it('show that a release is still to come', () => {
     const { model } = show(pool([device(0)], [mine('a', { release_asked: true })]));
     kernels().getByText(
       'Goes back to the pool when its work on the GPU is done. Keeping it cancels that.'
@@ -619,7 +619,7 @@ describe('my kernels', () => {
     expect(model.asked).toEqual([]);
   });
 
-  it('ask once at a time', () => {
+  it('send one request at a time', () => {
     const { model } = show(pool([device(0)], [mine('a')]), {
       answer: () => new Promise(() => undefined)
     });
@@ -641,12 +641,12 @@ describe('my kernels', () => {
     expect(kernels().getByRole('status').textContent).toBe(
       'This kernel has no slice of a GPU now.'
     );
-    // To keep what it will have is allowed.
+    // Keep is allowed for the slice that it will get.
     await press(/^Keep for 10 min/);
     expect(model.asked).toEqual(['keep kernel-a 600']);
   });
 
-  it('show their last minutes when there are some', () => {
+  it('show their last minutes if known', () => {
     const { past } = show(pool([device(0)], [mine('a')]));
     expect(kernels().queryByRole('img')).toBeNull();
     const columns = { time: [NOW - 1, NOW], used: [GIB, 2 * GIB], busy: [0.2, null] };
@@ -680,7 +680,7 @@ describe('the totals', () => {
     ]);
   });
 
-  it('never go beyond the budget', () => {
+  it('never exceed the budget', () => {
     const host = { budget_bytes: GIB, used_bytes: 3 * GIB, available_bytes: GIB };
     show(pool([device(0)], [], { host }));
     expect(region('Host memory').getByRole('meter').getAttribute('aria-valuenow')).toBe(
@@ -688,7 +688,7 @@ describe('the totals', () => {
     );
   });
 
-  it('show how long of their time kernels had a slice', () => {
+  it('show the share of time in which kernels had a slice', () => {
     const { past } = show(pool([device(0)]));
     region('Use').getByText('? Known while a Pooled GPU kernel is open.');
     act(() => past.change(history()));
@@ -704,7 +704,7 @@ describe('the totals', () => {
 });
 
 describe('a delta', () => {
-  it('draws again only what changed', () => {
+  it('draws only changed parts again', () => {
     const devices = Array.from({ length: 8 }, (_, i) => device(i));
     const sessions = Array.from({ length: 50 }, (_, i) =>
       i % 2 === 0
@@ -752,7 +752,7 @@ describe('a delta', () => {
 });
 
 describe('a section', () => {
-  it('that is folded is not drawn', () => {
+  it('is not drawn while folded', () => {
     show(pool([device(0)]));
     const details = screen.getByRole('region', { name: 'Devices' }).firstElementChild!;
     (details as HTMLDetailsElement).open = false;
@@ -761,7 +761,7 @@ describe('a section', () => {
     screen.getByRole('heading', { name: 'Devices' });
   });
 
-  it('stays folded when the panel is drawn anew', () => {
+  it('stays folded when the panel is drawn again', () => {
     const folded = new Set<string>();
     show(pool([device(0)]), {}, folded);
     const details = screen.getByRole('region', { name: 'Devices' }).firstElementChild!;

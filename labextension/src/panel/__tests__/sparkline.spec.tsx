@@ -19,22 +19,22 @@ describe('path', () => {
     );
   });
 
-  it('breaks where nobody measured', () => {
+  it('breaks at unmeasured points', () => {
     const drawn = path(at(40, 30, 20, 10, 0), [1, 1, null, 1, 1], now, 2);
     expect(drawn.match(/M/g)).toHaveLength(2);
     expect(drawn.match(/L/g)).toHaveLength(2);
   });
 
-  it('draws nothing of nulls, and a dot of a value alone', () => {
+  it('draws nothing for nulls, and a dot for a single value', () => {
     expect(path(at(2, 1), [null, null], now, 1)).toBe('');
     expect(path(at(20, 10, 0), [null, 1, null], now, 1)).toBe('M145 1.0h0');
   });
 
-  it('leaves out what is older than the span', () => {
+  it('omits points older than the span', () => {
     expect(path(at(SPAN + 1, 0), [1, 1], now, 1)).toBe('M150 1.0h0');
   });
 
-  it('has a point for each column at most, and the last one', () => {
+  it('has at most one point for each column, and the last point', () => {
     const time = Array.from({ length: 3001 }, (_, i) => now - 300 + i / 10);
     const drawn = path(
       time,
@@ -80,7 +80,7 @@ describe('Sparkline', () => {
       </Tools.Provider>
     );
 
-  it('says least, most and now', () => {
+  it('names the least, the most and the present value', () => {
     draw([2, 5, 3]);
     expect(screen.getByRole('img').getAttribute('aria-label')).toBe(
       'Memory in the last 5 minutes: least 2 GiB, most 5 GiB, now 3 GiB'
@@ -88,7 +88,7 @@ describe('Sparkline', () => {
     expect(screen.getByText('3 GiB')).toBeTruthy();
   });
 
-  it('shows what is not known now as ?, never 0', () => {
+  it('shows an unknown present value as ?, never as 0', () => {
     draw([2, null]);
     expect(screen.getByRole('img').getAttribute('aria-label')).toContain(
       'now not known'

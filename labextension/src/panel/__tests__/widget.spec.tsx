@@ -51,7 +51,7 @@ describe('PanelWidget', () => {
     screen.getByRole('region', { name: 'GPU Pool' });
   });
 
-  it('draws what the model and the documents tell', () => {
+  it('draws the data of the model and the documents', () => {
     const { panel, model, documents } = made();
     attach(panel);
     screen.getByText('label of a');
@@ -62,7 +62,7 @@ describe('PanelWidget', () => {
     expect(screen.getAllByRole('listbox')).toHaveLength(2);
   });
 
-  it('draws nothing, asks nothing and counts nothing while hidden', () => {
+  it('draws, fetches and counts nothing while hidden', () => {
     jest.useFakeTimers();
     try {
       const { panel, model, past } = made();
@@ -94,7 +94,7 @@ describe('PanelWidget', () => {
     }
   });
 
-  it('asks each time it is shown, if nobody else does', () => {
+  it('fetches each time it is shown, if nothing else does', () => {
     const { panel, model, past } = made({ live: false });
     panel.hide();
     attach(panel);
@@ -107,12 +107,12 @@ describe('PanelWidget', () => {
     expect(past.holders).toBe(1);
   });
 
-  it('does not show a kernel as there when the last one has ended', () => {
+  it('does not show a kernel after the last one has ended', () => {
     const { panel, model } = made();
     attach(panel);
     screen.getByText('label of a');
     screen.getByText('1 GPU · 1 kernel has one · 0 wait');
-    // Its end closes the connection, often before that tells of it.
+    // Its end closes the connection, often before a message about it.
     model.live = false;
     drawn(() => model.changed.emit({ all: true }));
     expect(screen.queryByText('label of a')).toBeNull();
@@ -121,24 +121,24 @@ describe('PanelWidget', () => {
     screen.getByText(/^No Pooled GPU kernel is open/);
   });
 
-  it('leaves the asking to the model while that is live', () => {
+  it('does not fetch while the model is live', () => {
     const { panel, model } = made();
     attach(panel);
     expect(model.refreshed).toBe(0);
   });
 
-  it('takes the focus when it is shown by a command', () => {
+  it('takes the focus when a command shows it', () => {
     const { panel } = made();
     attach(panel);
     drawn(() => MessageLoop.sendMessage(panel, Widget.Msg.ActivateRequest));
     expect(document.activeElement).toBe(panel.node);
   });
 
-  it('lets go of all when it is disposed', () => {
+  it('releases everything when disposed', () => {
     const { panel, past, model, documents } = made();
     attach(panel);
     const update = jest.spyOn(panel, 'update').mockImplementation(() => undefined);
-    // A disposed widget is never visible and would draw nothing anyhow: see that it is not asked.
+    // A disposed widget is never visible and never draws, so check that it is not called.
     const asked = jest.spyOn(panel, 'isVisible', 'get').mockReturnValue(true);
     model.changed.emit({ all: true });
     documents.changed.emit();

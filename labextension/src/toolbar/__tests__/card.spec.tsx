@@ -59,8 +59,8 @@ const status = () =>
     .join('');
 const burst = { ...session().request, limit: 12 * GIB };
 
-describe('what the popover says', () => {
-  it('of an active slice: use, guarantee and limit', () => {
+describe('the popover describes', () => {
+  it('an active slice: use, guarantee and limit', () => {
     card(new FakeModel(session({ request: burst })));
     screen.getByRole('heading', {
       name: 'This notebook has 6 of 8 GiB on GPU 1 (emulated).'
@@ -69,7 +69,7 @@ describe('what the popover says', () => {
     screen.getByText('EMULATED');
   });
 
-  it('of a slice smaller than requested: what was granted', () => {
+  it('a slice smaller than requested: what was granted', () => {
     const request = { ...session().request, memory: 11 * GIB, limit: 11 * GIB };
     const granted_bytes = 5 * GIB;
     card(new FakeModel(session({ request, granted_bytes, used_bytes: GIB })));
@@ -91,12 +91,12 @@ describe('what the popover says', () => {
       { state: 'idle' as const, stays_reason: 'This GPU cannot be suspended.' },
       'This GPU cannot be suspended.'
     ]
-  ])('of %p', (changes, words) => {
+  ])('a session with %p', (changes, words) => {
     card(new FakeModel(session(changes)));
     screen.getByText(words);
   });
 
-  it('of a paused pool: who paused it, and why', () => {
+  it('a paused pool: who paused it, and why', () => {
     const model = new FakeModel(session(queued));
     model.shows({ maintenance: [anOrder()] });
     card(model);
@@ -105,7 +105,7 @@ describe('what the popover says', () => {
     });
   });
 
-  it('of a pool that is paused not that the next call gets a GPU', () => {
+  it('a paused pool without the promise of a GPU for the next call', () => {
     const model = new FakeModel(session({ ...detached, suspended_bytes: 6 * GIB }));
     model.shows({ maintenance: [anOrder()] });
     card(model);
@@ -116,7 +116,7 @@ describe('what the popover says', () => {
     expect(screen.queryByText(/brings it back/)).toBeNull();
   });
 
-  it('of a slice that stays nothing that is not so', () => {
+  it('a slice that stays by its reason only', () => {
     card(
       new FakeModel(session({ state: 'idle', stays_reason: 'Host memory is full.' }))
     );
@@ -124,7 +124,7 @@ describe('what the popover says', () => {
     expect(screen.queryByText(/until somebody else needs it/)).toBeNull();
   });
 
-  it('of two devices: what it has on each, which grow one by one', () => {
+  it('two devices: the bytes on each, which grow one by one', () => {
     const model = new FakeModel(
       session({
         granted_bytes: 20 * GIB,
@@ -140,7 +140,7 @@ describe('what the popover says', () => {
     screen.getByText('GPU 1: 5 of 12 GiB · GPU 2: 8 GiB');
   });
 
-  it('of a server that does not let it ask', () => {
+  it('a server that refuses access', () => {
     const model = new FakeModel(session());
     card(model);
     act(() => {
@@ -150,7 +150,7 @@ describe('what the popover says', () => {
     screen.getByRole('heading', { name: 'This page has no access to the GPU pool.' });
   });
 
-  it('of a pool that is away: why, what to do, and what was', () => {
+  it('a pool that is away: why, what to do, and the last state', () => {
     const model = new FakeModel(session());
     card(model);
     act(() => model.away('No broker at its socket.', 'Start it.'));
@@ -158,7 +158,7 @@ describe('what the popover says', () => {
     screen.getByText('Last known: 8 GiB on GPU 1.');
   });
 
-  it('of a machine without a GPU: why there is none', () => {
+  it('a machine without a GPU: why there is none', () => {
     const model = new FakeModel(session(detached));
     model.shows({ devices: [], problem: 'There is no NVIDIA driver.' });
     card(model);
@@ -167,7 +167,7 @@ describe('what the popover says', () => {
     expect(screen.queryByRole('slider')).toBeNull();
   });
 
-  it('of the way to the side panel, only if there is one', () => {
+  it('the side panel with a button, only if there is one', () => {
     const show = jest.fn();
     card(new FakeModel(session()), show);
     press('Show the pool');
@@ -175,8 +175,8 @@ describe('what the popover says', () => {
   });
 });
 
-describe('asking for memory', () => {
-  it('says an answer no longer when what it waited for has come', async () => {
+describe('a request for memory', () => {
+  it('shows no answer any more once its request was granted', async () => {
     jest.useFakeTimers();
     const model = new FakeModel(session());
     const request = { ...session().request, memory: 12 * GIB };
@@ -208,7 +208,7 @@ describe('asking for memory', () => {
     expect(field().value).toBe('12');
   });
 
-  it('says in one form what is, and what will be asked for', () => {
+  it('shows the present size and the new size in the same form', () => {
     const request = { ...session().request, memory: 8e9, limit: 8e9 };
     card(new FakeModel(session({ request })));
     expect(field().value).toBe('7.45');
@@ -222,7 +222,7 @@ describe('asking for memory', () => {
     expect(alerted()).toContain('is more than you may ask for: at most 24 GiB.');
   });
 
-  it('shows what may be asked for and what is', () => {
+  it('shows the bound and the present size', () => {
     card(new FakeModel(session({ request: burst })));
     expect(field().value).toBe('8');
     screen.getByText(
@@ -233,7 +233,7 @@ describe('asking for memory', () => {
     expect(slider().max).toBe('48');
   });
 
-  it('goes as far as two devices allow, not as one does', () => {
+  it('is bounded by two devices, not by one', () => {
     const request = { ...session().request, devices: 2 };
     const model = new FakeModel(session({ request, most_bytes: 12 * GIB }));
     card(model);
@@ -245,7 +245,7 @@ describe('asking for memory', () => {
     expect(model.client.change).not.toHaveBeenCalled();
   });
 
-  it('asks, by slider or field, and shows the answer', async () => {
+  it('sends a size from slider or field, and shows the answer', async () => {
     const model = new FakeModel(session());
     model.client.change.mockResolvedValue({
       request: { ...session().request, memory: 12 * GIB },
@@ -263,7 +263,7 @@ describe('asking for memory', () => {
     expect(field().value).toBe('4');
   });
 
-  it('shows a refusal with the next step, and keeps what was typed', async () => {
+  it('shows a refusal with its next step, and keeps the typed text', async () => {
     const model = new FakeModel(session());
     model.client.change.mockRejectedValue(
       new PoolError('Your quota is 16 GiB.', 'over-quota', 'Ask for less.', 409)
@@ -278,7 +278,7 @@ describe('asking for memory', () => {
     expect(alerted()).toBe('');
   });
 
-  it('explains bad input and asks nobody', () => {
+  it('explains bad input and sends nothing', () => {
     const model = new FakeModel(session());
     card(model);
     type('lots');
@@ -291,12 +291,12 @@ describe('asking for memory', () => {
     expect(model.client.change).not.toHaveBeenCalled();
   });
 
-  it('does not ask for what it has, however that is written', () => {
+  it('is not sent for the present size, in any notation', () => {
     const model = new FakeModel(session());
     card(model);
     type('8 GiB');
     press('Ask for it');
-    expect(status()).toContain('This notebook asks for 8 GiB already.');
+    expect(status()).toContain('This notebook already asks for 8 GiB.');
     expect(model.client.change).not.toHaveBeenCalled();
   });
 
@@ -325,8 +325,8 @@ describe('asking for memory', () => {
   });
 });
 
-describe('giving back and keeping', () => {
-  it('releases, and shows what the server says', async () => {
+describe('a release or a keep', () => {
+  it('releases, and shows the answer', async () => {
     const model = new FakeModel(session());
     model.client.release.mockResolvedValue({
       note: 'The slice goes back when the running cell is done.'
@@ -335,14 +335,14 @@ describe('giving back and keeping', () => {
     press('Release now');
     await waitFor(() => expect(status()).toContain('when the running cell is done'));
     expect(model.client.release).toHaveBeenCalledWith('k1');
-    // That is about the state it was in: it can be read and goes.
+    // The answer belongs to the old state: it disappears after the time to read it.
     jest.useFakeTimers();
     act(() => model.becomes(detached));
     act(() => jest.advanceTimersByTime(READ));
     expect(status()).not.toContain('running cell');
   });
 
-  it('forgets an answer that is old', async () => {
+  it('removes an old answer', async () => {
     jest.useFakeTimers();
     const model = new FakeModel(session());
     model.client.keep.mockResolvedValue({ note: 'It stays.' });
@@ -355,7 +355,7 @@ describe('giving back and keeping', () => {
     expect(status()).not.toContain('It stays.');
   });
 
-  it('lets a refusal be read, but not when it is no longer so', async () => {
+  it('shows a refusal long enough, but not once it is untrue', async () => {
     jest.useFakeTimers();
     const model = new FakeModel(session());
     model.client.release.mockRejectedValue(new PoolError('Not now.', 'busy', '', 409));
@@ -369,7 +369,7 @@ describe('giving back and keeping', () => {
     expect(alerted()).toBe('');
   });
 
-  it('says that a release is still to come, and what takes it back', () => {
+  it('shows that a release is still to come, and how to cancel it', () => {
     const model = new FakeModel(session());
     card(model);
     expect(screen.queryByText(/^Goes back/)).toBeNull();
@@ -385,7 +385,7 @@ describe('giving back and keeping', () => {
     expect(screen.queryByText(/cancels that/)).toBeNull();
   });
 
-  it('is kept no longer than it is', () => {
+  it('shows no keep after its end', () => {
     jest.useFakeTimers();
     const model = new FakeModel(session({ keep_until: 1600 }));
     card(model);
@@ -427,7 +427,7 @@ describe('giving back and keeping', () => {
   });
 });
 
-describe('why it waits', () => {
+describe('the reason of a wait', () => {
   const answer = {
     waiting: true,
     position: 2,
@@ -437,7 +437,7 @@ describe('why it waits', () => {
     ahead: { total: 1, mine: 0, by_priority: { batch: 1 } }
   };
 
-  it('says the reason, the estimate, and who is ahead by class', async () => {
+  it('has the rule, the estimate, and the classes ahead', async () => {
     const model = new FakeModel(session(queued));
     model.client.wait.mockResolvedValue(answer);
     card(model);
@@ -447,7 +447,7 @@ describe('why it waits', () => {
     screen.getByText('It will probably take ~40 s.');
   });
 
-  it('asks again when the queue moves, and only then', async () => {
+  it('is fetched again only when the queue moves', async () => {
     const model = new FakeModel(session(queued));
     model.client.wait.mockResolvedValue(answer);
     card(model);

@@ -21,7 +21,7 @@ import {
   trans
 } from './fakes';
 
-// jsdom lays nothing out: whatever is in the page and not hidden is seen.
+// jsdom has no layout: every element that is not hidden counts as visible.
 beforeEach(() => {
   jest.spyOn(Element.prototype, 'getClientRects').mockImplementation(function (
     this: Element
@@ -64,13 +64,13 @@ const heard = (widget: Widget) =>
   widget.node.querySelector('[role=status]')?.textContent;
 const dialog = () => document.querySelector<HTMLElement>('[role=dialog]');
 
-/** Do something whose rendering is Lumino's to schedule, and wait for it. */
+/** Run `act`, and wait for the render that Lumino schedules. */
 async function until(does: () => void, holds: () => void): Promise<void> {
   act(does);
   await waitFor(holds);
 }
 
-/** Opens, and checks that the focus comes only when the label is there. */
+/** Opens it, and checks that the focus comes only after the label. */
 async function opened(from: HTMLElement): Promise<HTMLElement> {
   const focus = jest.spyOn(HTMLElement.prototype, 'focus');
   focus.mockImplementationOnce(function (this: HTMLElement) {
@@ -86,12 +86,12 @@ async function opened(from: HTMLElement): Promise<HTMLElement> {
 }
 
 describe('the chip', () => {
-  it('is a button that says the state, in full in its name', async () => {
+  it('is a button with the state, in full in its name', async () => {
     const { widget, button } = await chip(new FakeModel(session()));
     expect(button().textContent).toBe('6 of 8 GiB on GPU 1');
     const full = 'GPU of this notebook: 6 of 8 GiB on GPU 1 (emulated)';
     expect(button().title).toBe(full);
-    // What is seen comes first in what it is called.
+    // Its name begins with the visible text.
     expect(button().getAttribute('aria-label')).toBe(
       '6 of 8 GiB on GPU 1 (emulated), GPU of this notebook'
     );
@@ -99,7 +99,7 @@ describe('the chip', () => {
     expect(widget.isHidden).toBe(false);
   });
 
-  it('says in its tooltip why an idle slice stays', async () => {
+  it('has in its tooltip why an idle slice stays', async () => {
     const idle = { state: 'idle', stays_reason: 'Host memory is full.' } as const;
     const { button } = await chip(new FakeModel(session(idle)));
     expect(button().textContent).toBe('Idle on GPU 1, stays');
@@ -108,7 +108,7 @@ describe('the chip', () => {
     );
   });
 
-  it('has a short form that is no part of what it says', async () => {
+  it('has a short form that is not in its name', async () => {
     const { button } = await chip(new FakeModel(session(queued)));
     expect(button().textContent).toBe('Waiting: 2nd, ~40 s');
     const short = button().querySelector<HTMLElement>('.jp-gpupool-Chip-short')!;
@@ -116,7 +116,7 @@ describe('the chip', () => {
     expect(short.getAttribute('aria-hidden')).toBe('true');
   });
 
-  it('says that the administrator has paused the pool', async () => {
+  it('shows that the administrator has paused the pool', async () => {
     const model = new FakeModel(session(queued));
     model.shows({ maintenance: [anOrder()] });
     const { button } = await chip(model);
@@ -128,7 +128,7 @@ describe('the chip', () => {
     );
   });
 
-  it('says in its name and tooltip that a release is still to come', async () => {
+  it('has in its name and tooltip that a release is still to come', async () => {
     const { button } = await chip(new FakeModel(session({ release_asked: true })));
     const back = 'Goes back to the pool when its work on the GPU is done.';
     expect(button().title.split('\n')[1]).toBe(back);
@@ -137,18 +137,18 @@ describe('the chip', () => {
     );
   });
 
-  it('is on the keyboard’s way again when its toolbar is shown', async () => {
+  it('is in the tab order again when its toolbar is shown', async () => {
     const { widget, button } = await chip(new FakeModel(session()));
     const toolbar = document.createElement('jp-toolbar');
     document.body.append(toolbar);
     toolbar.append(widget.node);
-    // One that cannot look again.
+    // A toolbar that cannot check again.
     Object.assign(toolbar, { reduceFocusableElements: undefined });
     drawn(() => widget.hide());
     button().tabIndex = -1;
     drawn(() => widget.show());
     expect(button().tabIndex).toBe(0);
-    // A toolbar that can is told to look again, and does as it likes.
+    // A toolbar that can check again is asked to.
     const looks = jest.fn();
     Object.assign(toolbar, { reduceFocusableElements: looks });
     drawn(() => widget.hide());
@@ -157,7 +157,7 @@ describe('the chip', () => {
     expect(looks).toHaveBeenCalledTimes(1);
   });
 
-  it('is not there for other kernels', async () => {
+  it('is absent for other kernels', async () => {
     const { widget, context } = await chip(
       new FakeModel(session()),
       new FakeContext('python3')
@@ -221,7 +221,7 @@ describe('the popover', () => {
     await waitFor(() => expect(button().getAttribute('aria-expanded')).toBe('false'));
   });
 
-  it('closes with a second click, and with one beside it', async () => {
+  it('closes with a second click, and with a click beside it', async () => {
     const { button } = await chip(new FakeModel(session()));
     await opened(button());
     drawn(() => button().click());
@@ -234,7 +234,7 @@ describe('the popover', () => {
     expect(document.activeElement).toBe(button());
   });
 
-  it('leaves the focus where a click beside it took it', async () => {
+  it('leaves the focus where a click beside it moved it', async () => {
     const { button } = await chip(new FakeModel(session()));
     const cell = document.body.appendChild(document.createElement('input'));
     await opened(button());
@@ -260,7 +260,7 @@ describe('the popover', () => {
     expect(document.activeElement).toBe(all[0]);
   });
 
-  it('closes when its notebook is hidden or takes another kernel', async () => {
+  it('closes when its notebook is hidden or gets another kernel', async () => {
     const { widget, button, context } = await chip(new FakeModel(session()));
     await opened(button());
     drawn(() => widget.hide());
@@ -271,7 +271,7 @@ describe('the popover', () => {
     expect(dialog()).toBeNull();
   });
 
-  it('opens by command at the notebook that is asked for', async () => {
+  it('opens by command at the given notebook', async () => {
     const { popovers, context } = await chip(new FakeModel(session()));
     let done = popovers.openFor(new FakeContext().asContext());
     expect(done).toBe(false);

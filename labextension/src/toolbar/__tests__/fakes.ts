@@ -19,7 +19,7 @@ import type { Followed } from '../watch';
 
 export { anOrder, GIB, trans };
 
-/** Of the notebook's kernel. */
+/** The id of the notebook's kernel. */
 export const session = (changes: Partial<ISession> = {}) =>
   aSession({
     id: 's1',
@@ -77,7 +77,7 @@ export class FakeModel {
     return own.find(s => s.kernel_id === kernelId) ?? null;
   }
 
-  /** Change the only session, and say so. */
+  /** Change the only session, and signal it. */
   becomes(changes: Partial<ISession>): void {
     this.shows({ sessions: [session(changes)] });
   }
@@ -102,7 +102,7 @@ export class FakeModel {
   }
 }
 
-/** What a notebook's session context does when its kernel changes. */
+/** Act as a notebook's session context when its kernel changes. */
 export class FakeContext {
   constructor(name = 'gpupool-python3', id = 'k1') {
     this.session = { kernel: { name, id, isDisposed: false } };

@@ -3,7 +3,7 @@
 
 import { pooledNotebook } from '../notebooks';
 
-describe('the notebook that is meant', () => {
+describe('the notebook for a command', () => {
   const model = { isPooled: (name: string) => name === 'gpupool-python3' };
 
   const notebook = (id: string, name = 'gpupool-python3') => ({
@@ -21,17 +21,17 @@ describe('the notebook that is meant', () => {
     return pooledNotebook(model, notebooks as never, kernelId);
   };
 
-  it('is the one in front, if its kernel is of the pool', () => {
+  it('is the one in front, if its kernel is pooled', () => {
     expect(meant(a)).toBe(a);
     expect(meant(plain)).toBeNull();
     expect(meant(null)).toBeNull();
   });
 
-  it('is the one of a kernel, and no other', () => {
+  it('is the notebook of the given kernel, and no other', () => {
     expect(meant(a, 'a')).toBe(a);
     expect(meant(a, 'b')).toBe(b);
     expect(meant(null, 'b')).toBe(b);
-    // A console's, say.
+    // For example the kernel of a console.
     expect(meant(a, 'elsewhere')).toBeNull();
     expect(meant(a, 'c')).toBeNull();
   });

@@ -38,11 +38,11 @@ describe('sizes', () => {
     '512 B',
     '1,024',
     '1.2.3'
-  ])('does not guess what %p is', text => {
+  ])('does not guess the meaning of %p', text => {
     expect(parseSize(text)).toBeNull();
   });
 
-  it('writes what it reads, and never more than there is', () => {
+  it('writes sizes that it reads back, rounded down', () => {
     for (const size of [8 * GIB, 1.5 * GIB, 512 * MIB, 23.67891 * GIB, 100.5 * MIB]) {
       const read = parseSize(editable(size)) ?? 0;
       expect(read).toBeLessThanOrEqual(size);
@@ -52,13 +52,13 @@ describe('sizes', () => {
     expect(editable(512 * MIB)).toBe('512 MiB');
   });
 
-  it('writes it alike in the field and in sentences', () => {
+  it('writes the same in the field and in sentences', () => {
     expect([editable(8e9), exact(8e9)]).toEqual(['7.45', '7.45 GiB']);
     expect([editable(8 * GIB), exact(8 * GIB)]).toEqual(['8', '8 GiB']);
     expect([editable(107374), exact(107374)]).toEqual(['0.102 MiB', '0.102 MiB']);
   });
 
-  it('says of what is beyond all bounds that it is', () => {
+  it('reports a size beyond all bounds', () => {
     const far = '999999999999';
     expect(readSize(trans, far, 24 * GIB).fault).toBe(
       `“${far}” is more than you may ask for: at most 24 GiB.`
@@ -82,7 +82,7 @@ describe('sizes', () => {
     }
   });
 
-  it('says what is wrong', () => {
+  it('explains an error', () => {
     expect(readSize(trans, 'a lot', null).fault).toContain('“a lot” is not a size');
     expect(readSize(trans, ' ', null).fault).toContain('Write a size');
     expect(readSize(trans, '25', 24 * GIB).fault).toBe(
@@ -91,7 +91,7 @@ describe('sizes', () => {
     expect(readSize(trans, '25', null)).toEqual({ size: 25 * GIB, fault: '' });
   });
 
-  it('takes the bound as it is shown for the bound', () => {
+  it('takes the shown bound for the exact bound', () => {
     const most = 23.68 * GIB;
     expect(readSize(trans, '23.7', most)).toEqual({ size: most, fault: '' });
   });

@@ -21,7 +21,7 @@ function watching(
 const idle = { state: 'idle', leaves_at: 1042 } as const;
 
 describe('KernelWatch', () => {
-  it('says nothing of kernels that are not of the pool', () => {
+  it('is silent about kernels outside the pool', () => {
     const { watch, context } = watching(
       new FakeModel(session()),
       new FakeContext('python3')
@@ -68,13 +68,13 @@ describe('KernelWatch', () => {
       'Idle, back to the pool in 0:42',
       'This notebook is idle with 8 GiB on GPU 1 (emulated).'
     ]
-  ])('says %p', (changes, text, headline) => {
+  ])('describes %p', (changes, text, headline) => {
     const { watch } = watching(new FakeModel(session(changes)));
     expect(watch.situation?.said.text).toBe(text);
     expect(watch.situation?.headline).toBe(headline);
   });
 
-  it('says that the pool is away, and keeps what it knew', () => {
+  it('reports that the pool is away, and keeps the last state', () => {
     const model = new FakeModel(session());
     const { watch } = watching(model);
     model.away();
@@ -84,7 +84,7 @@ describe('KernelWatch', () => {
     expect(watch.situation?.said.text).toBe('6 of 8 GiB on GPU 1');
   });
 
-  it('tells no GPU at all from none just now', () => {
+  it('distinguishes a machine without a GPU from a pool without one now', () => {
     const model = new FakeModel();
     model.view = { ...model.view!, devices: [] };
     expect(watching(model).watch.situation?.said.text).toBe('No GPU found');
@@ -93,7 +93,7 @@ describe('KernelWatch', () => {
     expect(watching(new FakeModel()).watch.situation?.said.text).toBe('No GPU');
   });
 
-  it('is quiet about changes of others', () => {
+  it('ignores changes of other kernels', () => {
     const model = new FakeModel(session());
     const { changes } = watching(model);
     model.shows({ now: 1005 });
@@ -102,7 +102,7 @@ describe('KernelWatch', () => {
     expect(changes()).toBe(1);
   });
 
-  it('does not tell of seconds in its news', () => {
+  it('announces no seconds', () => {
     const model = new FakeModel(session(idle));
     const { watch } = watching(model);
     const before = watch.situation!;
@@ -115,7 +115,7 @@ describe('KernelWatch', () => {
   });
 });
 
-describe('counting', () => {
+describe('the count-down', () => {
   beforeEach(() => {
     jest.useFakeTimers();
   });
@@ -136,7 +136,7 @@ describe('counting', () => {
     expect(ticker.running).toBe(false);
   });
 
-  it('has one timer for all, and none when all are gone', () => {
+  it('has one timer for all, and none after the last one', () => {
     const ticker = new Ticker();
     const timer = jest.spyOn(window, 'setInterval');
     const model = new FakeModel(session(idle));
@@ -149,7 +149,7 @@ describe('counting', () => {
     expect(ticker.running).toBe(false);
   });
 
-  it('rests while the page is not seen, and catches up', () => {
+  it('stops while the page is hidden, and catches up', () => {
     const model = new FakeModel(session(idle));
     const { watch, ticker } = watching(model);
     const visibility = jest.spyOn(document, 'visibilityState', 'get');
