@@ -110,8 +110,8 @@ class Pool:
         facts, first = self._facts, self._plan
         actions: Actions = []
         for _ in range(ROUNDS):
-            if len(facts.waiting) + len(facts.short) > 1:
-                facts.settle()  # the order depends on it
+            if len(facts.waiting) + len(facts.short) > 1 or facts.tree.budgeted:
+                facts.settle()  # the plan depends on what is used now
             new = plan(facts, self._plan, relieve)
             if new.short and facts.grown:
                 # What others have grown and do not use goes first, before any lease is preempted.
@@ -307,7 +307,7 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
             continue
         since = min(
             owners.get(v.owner.name, math.inf),
-            *(at for g in facts.tree.path(v.owner.group) if (at := groups.get(g)) is not None),
+            *(groups.get(g, math.inf) for g in (facts.tree.path(v.owner.group) if groups else ())),
             *(at for x in v.lease.slices for s, at in devices.get(x.device, ()) if s is not v),
             math.inf,
         )
