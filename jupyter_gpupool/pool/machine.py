@@ -305,12 +305,13 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
         untold = v.attach == "lazy" and v.state == "active" and not v.lease.told_wanted
         if not (moved or untold):
             continue
-        since = min(
-            owners.get(v.owner.name, math.inf),
-            *(groups.get(g, math.inf) for g in (facts.tree.path(v.owner.group) if groups else ())),
-            *(at for x in v.lease.slices for s, at in devices.get(x.device, ()) if s is not v),
-            math.inf,
-        )
+        since = owners.get(v.owner.name, math.inf)
+        for x in v.lease.slices:
+            for w, at in devices.get(x.device, ()):
+                if at < since and w is not v:
+                    since = at
+        for name in facts.tree.path(v.owner.group) if groups else ():
+            since = min(since, groups.get(name, math.inf))
         if untold and since < math.inf:
             v.lease.told_wanted = True
             actions.append(Wanted(session=v.id, epoch=v.epoch))

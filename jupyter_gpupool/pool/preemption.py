@@ -123,7 +123,7 @@ def candidate(holder: Session, facts: Facts) -> int | None:
 
     The pass asks this once for each lease, and :func:`victim_tier` for the candidates only.
     """
-    if holder.state == "idle" and yields_at(holder, facts) <= facts.now:
+    if holder.state == "idle" and times(holder, facts)[0] <= facts.now:
         return 0
     return 1 if facts.settings.preempt and free_from(holder, facts) <= facts.now else None
 
