@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -276,7 +278,9 @@ def test_broker_is_started_by_the_first_command(folder):
     finally:
         with Client(NoBroker.socket) as client:
             pid = client.call("status")["pid"]
+        blocked = re.search(r"^SigBlk:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)[1]
         os.kill(pid, signal.SIGTERM)
+        assert int(blocked, 16) == 0, "the broker has none of the signals blocked that run blocks"
         wait_until(lambda: not NoBroker.socket.exists(), "the broker's end")
 
 
