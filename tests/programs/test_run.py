@@ -15,7 +15,7 @@ import pytest
 
 from tests.broker.kit import BIG, MiB, wait_until
 
-from .runkit import CLI, environment, run, session_of, state_of
+from .runkit import CLI, Program, environment, run, session_of, state_of
 
 #: Says which signals it gets, until it gets SIGTERM.
 LISTENER = """
@@ -286,7 +286,6 @@ def test_broker_is_started_by_the_first_command(folder):
 
 def test_commands_go_on_while_the_broker_is_away(folder, make_broker):
     """One has its slice, one holds it, one waits: a broker dies, and the next one goes on."""
-    from .runkit import Program
 
     broker = make_broker(emulate="2x512MiB,context=32MiB", quiet_after=0.3).started
     programs = []
