@@ -29,7 +29,7 @@ from benchmarks.guard_allocations import session
 SOURCE = Path(__file__).with_suffix(".c")
 
 #: Most nanoseconds that the guard may add to an uncounted call, and to a counted one.
-BUDGETS_NS = {"free": 2.0, "gate": 2.0, "peek": 2.0, "wait": 10.0, "wrap": 10.0}
+BUDGETS_NS = {"free": 2.0, "gate": 2.0, "launch": 2.0, "peek": 2.0, "wait": 10.0, "wrap": 10.0}
 #: Most milliseconds that it may add to the start of a program without CUDA.
 START_BUDGET_MS = 0.5
 

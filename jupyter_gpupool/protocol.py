@@ -19,7 +19,8 @@ that reason. Acts of one connection are handled in their order; they may overtak
 ``ok``       ``id`` and the fields of the answer
 ``error``    ``id``, ``code``, ``message``, ``next_step``, ``details``
 ``queue``    push to a waiting agent: ``position``, ``length``, ``eta`` (or null), ``reason``
-``lease``    push to an agent: ``state``, ``epoch``, ``slices``, ``reason``, ``pinned_reason``
+``lease``    push to an agent: ``state``, ``epoch``, ``slices``, ``reason``, ``pinned_reason``,
+             ``preempted`` (why it lost its slice in the middle of its work, or "")
 ``yield``    push to an agent: ``epoch``; the broker wants the slice, answer with ``yielded``
 ``wanted``   push to an agent: another kernel waits for its slice; until the lease is over, send
              ``resting`` whenever no cell runs (now, or at the end of the last one that does)

@@ -396,9 +396,11 @@ def make_folder(folder: Path) -> None:
 
 
 #: Runs between the caller and the broker. A broker must outlive the process that starts it and must
-#: not be its child: otherwise a notebook would end or suspend it together with itself.
+#: not be its child: otherwise a notebook would end or suspend it together with itself. Nor must it
+#: inherit signals that the caller blocks, as `jupyter gpupool run` does.
 _BETWEEN = """
-import os, sys
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
 report, command = int(sys.argv[1]), sys.argv[2:]
 if os.fork():
     os._exit(0)

@@ -146,7 +146,7 @@ async def build(
 
     actions = DeviceActions(
         core, service, samples=samples, room=room, pages=pages, activity=activity,
-        health=health,
+        health=health, drain_timeout=settings.lock_timeout,
     )  # fmt: skip
     landings = Landings(core, actions, guardable, samples=samples, pages=pages, log=log)
     aside = UnleasedSuspends(core, guardable, pages, activity, log)

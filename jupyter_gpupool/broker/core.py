@@ -140,6 +140,10 @@ class Core:
         else:
             self.busy[session] = state
 
+    def anybody_waits(self) -> bool:
+        """Return whether a session is in the queue."""
+        return "queued" in self.busy.values()
+
     # ------------------------------------------------------------------ the journal
 
     def read_rows(self, reader: RowReader) -> None:
@@ -234,6 +238,7 @@ class Core:
                     "slices": slices_to_json(record.slices),
                     "reason": reason,
                     "pinned_reason": record.pinned_reason,
+                    "preempted": record.preempted,
                 }
             )
 

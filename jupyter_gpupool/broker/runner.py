@@ -136,12 +136,21 @@ class Runner:
             case e.Suspend():
                 self._core.moved([piece.device for piece in action.slices])
                 self._actions.suspend(action)
+            case e.Warn():
+                self._warn(action)
             case e.EndSession():
                 self._actions.end_session(action)
             case _:
                 session = self._core.sessions.find(action.session)
                 if session is not None:
                     self._tell(session, action)
+
+    def _warn(self, action: e.Warn) -> None:
+        session = self._core.sessions.find(action.session)
+        if session is not None:
+            session.send({"type": "notice", "message": action.message})
+            detail = {"stage": action.stage, "ends_at": action.ends_at}
+            self._core.note("warn", session, reason=action.message, detail=detail)
 
     def _tell(self, session: LiveSession, action: e.Action) -> None:
         """Tell the processes of a session about an action that concerns them."""
@@ -257,7 +266,8 @@ class TransitionRows:
 
     ``state`` is every transition of a lease. Beside it, one row for each device: ``attach`` (first
     bytes), ``resume`` and ``migrate`` (state came back, or came from another device), ``suspend``,
-    ``release`` (an empty slice was given back), ``queue`` and ``refuse``.
+    ``preempt`` (before the ``suspend`` of a session in use), ``release`` (an empty slice was given
+    back), ``queue`` and ``refuse``.
     """
 
     def __init__(self, core: Core) -> None:
@@ -297,13 +307,13 @@ class TransitionRows:
                 **busy,
             },
         )
-        if change.new == "queued":
-            session.queued_at = change.now
-            self._core.note("queue", session, reason=change.reason)
-        elif change.old == "attaching" and change.new in ("active", "idle"):
+        if change.old == "attaching" and change.new in ("active", "idle"):
             self._attached(session, change, cause)
         elif change.old == "detaching":
             self._suspended(session, change, cause)
+        if change.new == "queued":
+            session.queued_at = change.now
+            self._core.note("queue", session, reason=change.reason)
 
     def _attached(self, session: LiveSession, change: e.StateChanged, cause: e.Event) -> None:
         waited = max(0.0, change.now - session.queued_at) if session.queued_at else 0.0
@@ -326,6 +336,9 @@ class TransitionRows:
 
     def _suspended(self, session: LiveSession, change: e.StateChanged, cause: e.Event) -> None:
         if isinstance(cause, e.SuspendDone):
+            record = self._core.record(session.id)
+            if record is not None and record.preempted:
+                self._core.note("preempt", session, reason=record.preempted)
             for piece in cause.suspended:
                 self._core.note("suspend", session, device=piece.device, bytes=piece.bytes,
                           seconds=cause.seconds, reason=change.reason)  # fmt: skip

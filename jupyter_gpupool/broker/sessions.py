@@ -63,6 +63,8 @@ class Use:
     held: bool = False
     #: Why it cannot be suspended; empty if nothing is known.
     pins: str = ""
+    #: Whether its page says that others wait for its memory; None before this broker wrote it.
+    contended: bool | None = None
     #: Loop time of the last use of CUDA that was seen, and of the last check for use.
     busy_at: float = float("-inf")
     looked_at: float = float("-inf")

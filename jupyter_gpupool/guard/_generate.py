@@ -16,7 +16,8 @@ from typing import Collection, Mapping, Sequence
 SPARES = 256
 
 _NAME = re.compile(r"(cu(?:[A-Z]|dbg)\w*?)(_v\d+)?(_ptds|_ptsz)?")
-_KINDS = ("never", "free", "gate", "wait", "note", "back", "wrap", "peek", "same", "refuse")
+_KINDS = ("never", "free", "gate", "wait", "note", "back", "wrap", "peek", "launch", "same",
+          "refuse")  # fmt: skip
 
 #: Most arguments of a noted call: ``LATER_ARGUMENTS`` of ``src/guard.h``.
 _NOTED = 3
@@ -93,7 +94,7 @@ def generate(entries: Sequence[Entry], wraps: Collection[str]) -> Mapping[str, s
     EntriesError
         If an entry has no function, or a function no entry.
     """
-    wanted = {entry.symbol for entry in entries if entry.kind in ("wrap", "peek")}
+    wanted = {entry.symbol for entry in entries if entry.kind in ("wrap", "peek", "launch")}
     if set(wraps) != wanted:
         raise EntriesError(
             f"without a C function: {sorted(wanted - set(wraps)) or 'none'}; "

@@ -49,8 +49,8 @@ SEES_NONE, SEES_SLICE = 0, 1
 LANDING_NONE, LANDING_BEGUN, LANDING_MOVES, LANDING_RESTORE, LANDING_ASIDE = range(5)
 
 _FIXED = struct.Struct("<IIBBxxI6Q")
-GATE_AT, MANAGED_AT, DEVICES_AT, EPOCH_AT, PAUSE_AT, LIMIT_AT, CONTEXT_AT = (
-    8, 9, 12, 16, 24, 32, 40,
+GATE_AT, MANAGED_AT, CONTENDED_AT, DEVICES_AT, EPOCH_AT, PAUSE_AT, LIMIT_AT, CONTEXT_AT = (
+    8, 9, 11, 12, 16, 24, 32, 40,
 )  # fmt: skip
 GRANTED_AT = 64
 UUID_AT = GRANTED_AT + 8 * DEVICES
@@ -372,6 +372,10 @@ class Page:
         """Write what is allowed, and the charge of a context."""
         self._write(MANAGED_AT, bytes([managed]))
         self._write(CONTEXT_AT, struct.pack("<Q", context_bytes))
+
+    def set_contended(self, contended: bool) -> None:
+        """Say whether another session waits for memory that this one holds."""
+        self._write(CONTENDED_AT, bytes([contended]))
 
     def set_sees(self, slot: Slot, sees: Sequence[int]) -> None:
         """Write what the process of a slot sees after the broker has moved it."""

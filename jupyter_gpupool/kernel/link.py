@@ -125,6 +125,10 @@ class SessionLink:
         self._queued_since = 0.0
         self.reason = ""
         self.pinned_reason = ""
+        #: Why the slice was taken in the middle of the work, until there is one again; "" if it was
+        #: not. And since when (``time.monotonic()``).
+        self.preempted = ""
+        self.preempted_at = 0.0
         #: The pool's last refusal of a CUDA call of this session, and the number of refusals.
         self.refused: CallRefusal | None = None
         self.refusals = 0
@@ -555,6 +559,8 @@ class SessionLink:
         self.pinned_reason = str(message.get("pinned_reason") or "")
         if self.state != "queued" and not self._waits:
             self.queue = None  # a CUDA call has stopped waiting
+        if message.get("preempted") and self.state == "queued" and not self.preempted:
+            self.preempted, self.preempted_at = str(message["preempted"]), time.monotonic()
         if self.state in ATTACHED:
             self._take_lease(epoch, slices_of(message))
         elif self.state != "detaching":  # our own answer to a yield decides that state
@@ -568,6 +574,6 @@ class SessionLink:
         if epoch < self.epoch:
             return
         self.epoch, self.slices = epoch, tuple(slices)
-        self.attached, self.suspended = True, False
+        self.attached, self.suspended, self.preempted = True, False, ""
         if self.state not in ATTACHED:
             self.state = "active"

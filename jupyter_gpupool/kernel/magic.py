@@ -209,6 +209,7 @@ def _own_view(link: SessionLink) -> dict[str, Any]:
         "devices": [s.device for s in link.slices],
         "request": link.request,
         "pinned_reason": link.pinned_reason,
+        "preempted": link.preempted,
         "kept_until": link.kept_until,
         "queue_position": link.queue.position if link.queue else None,
     }

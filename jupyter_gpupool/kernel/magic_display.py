@@ -124,6 +124,8 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
         rows.append(("CUDA calls", f"{threads} for the slice"))
     if session.get("queue_position"):
         rows.append(("queue", _queue(session, snapshot)))
+    if session.get("preempted"):
+        rows.append(("preempted", str(session["preempted"])))
     if session.get("wait_reason"):
         rows.append(("waits because", str(session["wait_reason"])))
     elif not granted and (why := _all_out_of_service(snapshot)):

@@ -132,6 +132,12 @@ PATIENCE = 0.25
 HOW_TO_STOP = "Interrupt the kernel to stop waiting; the cell will not run."
 HOW_TO_STOP_CALL = "A CUDA call of this cell waits; interrupt the kernel to end the cell."
 
+#: What a cell shows whose slice was taken in its middle.
+HOW_TO_STOP_PREEMPTED = (
+    "Its GPU state is in host memory and comes back by itself; the cell then goes on. "
+    "Interrupt the kernel to end the cell."
+)
+
 Publish = Callable[[str, dict[str, Any]], None]
 
 
@@ -156,6 +162,18 @@ def describe(link: SessionLink) -> str:
     return f"{text}. {sentence(queue.reason)}".rstrip()
 
 
+def describe_preempted(link: SessionLink) -> str:
+    """Return why the slice of a running cell was taken, and what it is waiting for."""
+    text = describe(link)
+    told = link.queue is not None and link.preempted in link.queue.reason
+    return text if told else f"{taken(link.preempted)} {text}"
+
+
+def taken(why: str) -> str:
+    """Return the sentence that says by which rule the slice of a running cell was taken."""
+    return sentence(f"the GPU was taken from this cell: {why}")
+
+
 def sentence(reason: str) -> str:
     """Return the broker's ``reason`` with a capital and a full stop; names stay as they are."""
     text = reason.strip()
@@ -168,6 +186,9 @@ def sentence(reason: str) -> str:
 def worth_showing(link: SessionLink, wait: HoldWait) -> bool:
     """Return whether to show this wait to the user (yet)."""
     return link.queue is not None or time.monotonic() - wait.since >= PATIENCE
+
+
+_QUIET = "color: var(--jp-ui-font-color2, #666)"
 
 
 class WaitDisplay:
@@ -186,16 +207,23 @@ class WaitDisplay:
         """Whether the cell shows the line now."""
         return bool(self._shown)
 
-    def show(self, text: str) -> None:
+    def show(self, text: str, hint: str = "") -> None:
         """Show ``text``; send nothing if the cell already shows it."""
         if text == self._shown:
             return
-        self._shown = text
+        self._shown, hint = text, hint or self._hint
         markup = (
-            '<div class="gpupool-wait" style="color: var(--jp-ui-font-color2, #666)">'
-            f"&#x23f3; {html.escape(text)}<br><small>{html.escape(self._hint)}</small></div>"
+            f'<div class="gpupool-wait" style="{_QUIET}">'
+            f"&#x23f3; {html.escape(text)}<br><small>{html.escape(hint)}</small></div>"
         )
-        self._data(f"{text} {self._hint}", markup)
+        # By this mark, a front end removes the line after a restart of the kernel.
+        self._data(f"{text} {hint}", markup, {"wait": True})
+
+    def leave(self, text: str) -> None:
+        """Show ``text`` for good: it tells what has happened to the cell."""
+        self._shown = ""
+        markup = f'<div class="gpupool-preempted" style="{_QUIET}">{html.escape(text)}</div>'
+        self._data(text, markup, {"preempted": True})
 
     def clear(self) -> None:
         """Remove the line, and all that the cell shows. Safe to call when nothing was shown."""
@@ -208,17 +236,16 @@ class WaitDisplay:
         """Make the line empty, because the cell shows other output, too."""
         if self._shown:
             self._shown = ""
-            self._data("", "")
+            self._data("", "", {"wait": True})
 
-    def _data(self, text: str, markup: str) -> None:
+    def _data(self, text: str, markup: str, about: Mapping[str, bool]) -> None:
         kind = "update_display_data" if self.published else "display_data"
         self.published += 1
         self._publish(
             kind,
             {
                 "data": {"text/plain": text, "text/html": markup},
-                # By this mark, a front end removes the line after a restart of the kernel.
-                "metadata": {"gpupool": {"wait": True}},
+                "metadata": {"gpupool": dict(about)},
                 "transient": {"display_id": self._id},
             },
         )
@@ -233,7 +260,8 @@ _OUTPUTS = frozenset({"stream", "display_data", "execute_result", "error", "upda
 class RunningRequest:
     """A running execute request."""
 
-    __slots__ = ("before", "begun", "display", "parent", "silent")
+    __slots__ = ("away", "away_since", "before", "begun", "display", "parent", "silent", "times",
+                 "why")  # fmt: skip
 
     def __init__(self, parent: Mapping[str, Any], silent: bool, before: int) -> None:
         self.begun = time.monotonic()
@@ -242,6 +270,32 @@ class RunningRequest:
         #: This kernel's number of published outputs when the cell was last empty.
         self.before = before
         self.display: WaitDisplay | None = None
+        #: How often its slice was taken in its middle, why the last time, the seconds without one,
+        #: and since when (``time.monotonic()``) it has none now; 0.0 if it has.
+        self.times = 0
+        self.why = ""
+        self.away = self.away_since = 0.0
+
+    def preempted(self, why: str, since: float) -> None:
+        """Note that its slice was taken."""
+        if not self.away_since:
+            self.times += 1
+            self.why, self.away_since = why, since
+
+    def resumed(self) -> None:
+        """Note that it has a slice again."""
+        if self.away_since:
+            self.away += time.monotonic() - self.away_since
+            self.away_since = 0.0
+
+    def story(self, back: bool) -> str:
+        """Return what happened, for people; ``back``: it got a slice again."""
+        often = "" if self.times == 1 else f"{self.times} times, "
+        end = "went on" if back else "ended before one was free again"
+        return (
+            f"This cell was without a GPU {often}for {format_seconds(max(1.0, self.away))}, and "
+            f"{end}. {taken(self.why)}"
+        )
 
 
 class CallWaits:
@@ -320,7 +374,10 @@ class CallWaits:
         since = quiet = time.monotonic()
         while self._running and not self._stopped:
             now = time.monotonic()
-            if self._guard.waiting():
+            if self._link.preempted:
+                quiet = now
+                self._show()
+            elif self._guard.waiting():
                 quiet = now
                 if now - since >= PATIENCE:
                     self._show()
@@ -340,13 +397,19 @@ class CallWaits:
             for key, running in list(self._running.items()):
                 if running.silent or key not in self._running:
                     continue
-                if time.monotonic() - running.begun < PATIENCE:
+                why, since = self._link.preempted, self._link.preempted_at
+                preempted = bool(why) and running.begun <= since
+                if not preempted and time.monotonic() - running.begun < PATIENCE:
                     return  # too young to wait so long: the last cell waited
                 if running.display is None:
                     name = f"gpupool-call-{running.parent['header']['msg_id']}"
                     publish = self._publisher(running)
                     running.display = WaitDisplay(publish, name, HOW_TO_STOP_CALL)
-                running.display.show(describe(self._link))
+                if preempted:
+                    running.preempted(why, since)
+                    running.display.show(describe_preempted(self._link), HOW_TO_STOP_PREEMPTED)
+                elif self._guard.waiting():
+                    running.display.show(describe(self._link))
                 return
 
     def _clear_all(self) -> None:
@@ -360,7 +423,10 @@ class CallWaits:
                 display = running.display
                 if display is None or not display.shown:
                     return
-                if self._outputs == running.before + display.published:
+                running.resumed()
+                if running.times:
+                    display.leave(running.story(not self._link.preempted))
+                elif self._outputs == running.before + display.published:
                     # Not through the thread's queue: later outputs in that queue must follow it.
                     self._kernel.session.send(
                         self._kernel.iopub_thread.socket,

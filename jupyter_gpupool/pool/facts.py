@@ -89,6 +89,8 @@ class Lease:
     stay: Stay = field(default_factory=Stay)
     #: Whether the session was told that another one waits for its slice.
     told_wanted: bool = False
+    #: Seconds that moving it out and in takes, as known when it began; see :mod:`.running`.
+    cost: float = 0.0
     #: The number of the class in which it got the lease: its own, or one to which age raised it.
     level: int = -(1 << 62)
     #: In which tier it is preempted while in use; 0: it is not (see :mod:`.running`).
@@ -179,6 +181,8 @@ class Session:
     #: event that names the session, every sample, and every wait that begins or ends beside it.
     asking: Any = None
     times: Any = None
+    #: The same of :func:`~.running.use_times`.
+    using: Any = None
     story: deque[tuple[float, State, State, str, int]] = field(
         default_factory=lambda: deque(maxlen=STORY_LENGTH)
     )
@@ -365,7 +369,7 @@ class Facts:
         try:
             yield
         finally:
-            s.asking = s.times = None
+            s.asking = s.times = s.using = None
             self._count(s, 1)
             if self._index(s):
                 self.begin_wait(s, self.now)
@@ -396,7 +400,7 @@ class Facts:
     def _count(self, s: Session, sign: int) -> None:
         lease, parked = s.lease, s.suspended_bytes if s.suspended else 0
         if lease.slices:
-            self.meters.touch(s.id, lease.slices)
+            self.meters.changed[s.id] = True
             for name in self.tree.path(s.owner.group) if self.tree.groups else ():
                 group = self.group_usage.setdefault(name, GroupUsage())
                 group.memory += sign * lease.charge
@@ -468,18 +472,28 @@ class Facts:
 
     def _grow_tree(self) -> None:
         rules = self.settings
-        daily = any(quota.daily for quota in rules.quotas.values())
-        self.tree = Tree(rules.groups, self.capacities, budgeted=daily)
+        users = (quota.daily for quota in rules.quotas.values())
+        self.tree = Tree(rules.groups, self.capacities, users=users)
 
     def settle(self) -> None:
         """Let usage be counted by the leases as they are, from now on."""
-        if self.meters.sessions:
-            leases = (
-                LeaseInUse(s.id, s.owner, s.state == "active", s.request.compute, s.lease.slices)
-                for s in self.leased.values()
-            )
-            capacities = {uuid: ledger.capacity for uuid, ledger in self.devices.items()}
-            self.meters.settle(self.now, self.settings, leases, capacities)
+        changed = self.meters.changed
+        if changed:
+            self.meters.changed = {}
+            for name in changed:
+                s = self.leased.get(name)
+                if s is not None:
+                    parts = ((x.device, self._part(x)) for x in s.lease.slices)
+                    active = s.state == "active"
+                    lease = LeaseInUse(s.owner, active, s.request.compute, dict(parts))
+                    self.meters.put(name, lease)
+                else:
+                    self.meters.drop(name)
+            self.meters.settle(self.now, self.settings)
+
+    def _part(self, x: Slice) -> float:
+        capacity = self.devices[x.device].capacity
+        return min(1.0, x.bytes / capacity) if capacity else 0.0
 
     # ------------------------------------------------------------------ devices
 
@@ -516,7 +530,7 @@ class Facts:
         self.settings = settings
         self._grow_tree()
         for s in self.leased.values():
-            self.meters.touch(s.id, s.lease.slices)
+            self.meters.changed[s.id] = True
         self.group_usage.clear()
         for s in self.leased.values():
             for name in self.tree.path(s.owner.group):
@@ -551,7 +565,7 @@ class Facts:
         self.suspends = any(d.device.can_suspend for d in self.devices.values())
         self._grow_tree()
         for s in self.leased.values():
-            self.meters.touch(s.id, s.lease.slices)
+            self.meters.changed[s.id] = True
         self.version += 1
 
     # ------------------------------------------------------------------ host memory

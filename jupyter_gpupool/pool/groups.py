@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Mapping, Sequence
+from typing import Iterable, Literal, Mapping, Sequence
 
 DAY = 86400.0
 
@@ -128,18 +128,21 @@ def path(groups: Mapping[str, Group], name: str) -> tuple[str, ...]:
 class Tree:
     """The groups of some rules on a machine: paths, and guarantees and caps in bytes."""
 
-    __slots__ = ("_paths", "budgeted", "caps", "groups", "guarantees")
+    __slots__ = ("_budgets", "_paths", "budgeted", "caps", "groups", "guarantees", "stops")
 
     def __init__(
         self,
         groups: Mapping[str, Group],
         capacities: Sequence[int] = (),
         *,
-        budgeted: bool = False,
+        users: Iterable[Daily | None] = (),
     ) -> None:
         self.groups = groups
-        #: Some user or group has a daily budget.
-        self.budgeted = budgeted or any(group.daily for group in groups.values())
+        budgets = [*users, *(group.daily for group in groups.values())]
+        #: Some user or group has a daily budget; at the end of one, what runs is suspended.
+        self.budgeted = any(budgets)
+        self.stops = any(daily is not None and daily.then == "stop" for daily in budgets)
+        self._budgets: dict[str, tuple[str, ...]] = {}
         self.guarantees = {
             name: group.guarantee.of(capacities)
             for name, group in groups.items()
@@ -153,6 +156,14 @@ class Tree:
         found = self._paths.get(name)
         if found is None:
             found = self._paths[name] = path(self.groups, name)
+        return found
+
+    def with_budget(self, name: str) -> tuple[str, ...]:
+        """Return the groups of the path of ``name`` that have a daily budget."""
+        found = self._budgets.get(name)
+        if found is None:
+            found = tuple(group for group in self.path(name) if self.groups[group].daily)
+            self._budgets[name] = found
         return found
 
     def capped(self, name: str) -> list[str]:

@@ -110,8 +110,8 @@ class Pool:
         facts, first = self._facts, self._plan
         actions: Actions = []
         for _ in range(ROUNDS):
-            if len(facts.waiting) + len(facts.short) > 1:
-                facts.settle()  # the order depends on it
+            if len(facts.waiting) + len(facts.short) > 1 or facts.tree.budgeted:
+                facts.settle()  # the plan depends on what is used now
             new = plan(facts, self._plan, relieve)
             if new.short and facts.grown:
                 # Unused growth of other sessions is taken back before any lease is preempted.
@@ -305,12 +305,13 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
         untold = v.attach == "lazy" and v.state == "active" and not v.lease.told_wanted
         if not (moved or untold):
             continue
-        since = min(
-            owners.get(v.owner.name, math.inf),
-            *(at for g in facts.tree.path(v.owner.group) if (at := groups.get(g)) is not None),
-            *(at for x in v.lease.slices for s, at in devices.get(x.device, ()) if s is not v),
-            math.inf,
-        )
+        since = owners.get(v.owner.name, math.inf)
+        for x in v.lease.slices:
+            for w, at in devices.get(x.device, ()):
+                if at < since and w is not v:
+                    since = at
+        for name in facts.tree.path(v.owner.group) if groups else ():
+            since = min(since, groups.get(name, math.inf))
         if untold and since < math.inf:
             v.lease.told_wanted = True
             actions.append(Wanted(session=v.id, epoch=v.epoch))

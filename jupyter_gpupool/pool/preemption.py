@@ -118,14 +118,14 @@ def unprotected(holder: Session, facts: Facts) -> bool:
     return holder.state == "idle" and yields_at(holder, facts) <= facts.now
 
 
-def candidate(holder: Session, facts: Facts) -> bool:
-    """Return whether any session may preempt ``holder`` now; otherwise it has no tier.
+def candidate(holder: Session, facts: Facts) -> int | None:
+    """Return the least tier in which a session might preempt ``holder`` now; None if in none.
 
     The pass asks this once for each lease, and :func:`victim_tier` for the candidates only.
     """
-    if unprotected(holder, facts):
-        return True
-    return bool(facts.settings.preempt) and free_from(holder, facts) <= facts.now
+    if holder.state == "idle" and times(holder, facts)[0] <= facts.now:
+        return 0
+    return 1 if facts.settings.preempt and free_from(holder, facts) <= facts.now else None
 
 
 def victim_tier(asker: Session, holder: Session, shares: Shares) -> int | None:
@@ -343,7 +343,7 @@ class Trial:
         return [
             (tier, v)
             for v in self.draft.sharing(self.asker.owner)
-            if candidate(v, self.facts) and (tier := self.tier(v)) is not None
+            if candidate(v, self.facts) is not None and (tier := self.tier(v)) is not None
         ]
 
 

@@ -75,20 +75,21 @@ REASONS = {
 }
 
 
-def cost(s: Session, facts: Facts) -> float:
-    """Return the seconds that moving ``s`` out and in takes: measured, or guessed by its size."""
+def cost(s: Session, swap: float | None) -> float:
+    """Return the seconds that moving ``s`` out and in takes: measured, or guessed.
+
+    By the mean of one suspend or resume of any session, ``swap``; without one, by its size.
+    """
     known = s.measured
     if known.suspend is not None and known.resume is not None:
         return known.moving
-    if facts.swap is not None:
-        return 2 * facts.swap
-    return 2 * s.lease.granted / RATE
+    return 2 * swap if swap is not None else 2 * s.lease.granted / RATE
 
 
 def time_slice(s: Session, facts: Facts) -> float:
     """Return how long a turn of ``s`` is."""
     share = facts.settings.max_swap_overhead
-    return max(SLICE_LEAST, allowance(cost(s, facts), share) if share > 0 else 0.0)
+    return max(SLICE_LEAST, allowance(s.lease.cost, share) if share > 0 else 0.0)
 
 
 def began(s: Session) -> float:
@@ -96,14 +97,21 @@ def began(s: Session) -> float:
     return max(s.lease.attached_at, s.lease.resumed_at)
 
 
-def stays_least(s: Session, facts: Facts) -> float:
-    """Return until when no rule preempts ``s`` while it is in use."""
-    return began(s) + max(STAY_LEAST, cost(s, facts))
+def use_times(s: Session, facts: Facts) -> tuple[float, float]:
+    """Return from when on a rule may preempt ``s`` while in use, and when its turn is over.
 
-
-def slice_ends(s: Session, facts: Facts) -> float:
-    """Return when the present turn of ``s`` is over."""
-    return began(s) + time_slice(s, facts)
+    Kept with the session like :func:`~.preemption.times`. Infinity: no rule may.
+    """
+    if s.using is None or s.using[0] != facts.version:
+        found = math.inf, math.inf
+        if movable(s, facts):
+            since, seconds = began(s), s.lease.cost
+            share = facts.settings.max_swap_overhead
+            length = max(SLICE_LEAST, allowance(seconds, share) if share > 0 else 0.0)
+            least = max(s.retry_at, since + max(STAY_LEAST, seconds))
+            found = least, max(least, since + length)
+        s.using = facts.version, *found
+    return s.using[1], s.using[2]
 
 
 def movable(s: Session, facts: Facts) -> bool:
@@ -118,9 +126,12 @@ def movable(s: Session, facts: Facts) -> bool:
 
 def free_from(s: Session, facts: Facts) -> float:
     """Return from when on ``s`` may be preempted while in use, by the first rule that allows it."""
-    if not movable(s, facts):
-        return math.inf
-    return max(s.retry_at, stays_least(s, facts))
+    return use_times(s, facts)[0]
+
+
+def slice_ends(s: Session, facts: Facts) -> float:
+    """Return when the present turn of ``s`` is over."""
+    return use_times(s, facts)[1]
 
 
 def modest(asked: Asking, s: Session) -> bool:

@@ -85,9 +85,8 @@ from .preemption import (
     reservation,
     score,
     times,
-    unprotected,
 )
-from .running import REASONS, STOPPED, free_from, slice_ends
+from .running import REASONS, STOPPED, free_from, use_times
 from .shares import RECHECK, Shares, budget_changes_at
 
 SPENT = "the GPU-seconds of today are used up"
@@ -195,14 +194,15 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
             if plan.order:
                 found.append(yields)
         if in_use and s.state in ATTACHED:
-            found += (free_from(s, facts), slice_ends(s, facts))
+            found += use_times(s, facts)
     for s in plan.queue:
         found.append(s.retry_at)
         if most is not None:
             found.append(math.inf if s.preempted else s.queued_at + most)
     if facts.tree.budgeted:
-        owners = {s.owner for s in (*facts.leased.values(), *facts.waiting.values())}
-        found += (budget_changes_at(facts, owner) for owner in owners)
+        everybody = (*facts.leased.values(), *facts.waiting.values())
+        owners = {(s.owner.name, s.owner.group): s.owner for s in everybody}
+        found += (budget_changes_at(facts, owner) for owner in owners.values())
     if plan.contended:
         found.append(facts.now + RECHECK)
     return min((at for at in found if at > facts.now), default=math.inf)
@@ -246,15 +246,17 @@ class _Pass:
         self.draft = Draft(facts, self.shares)
         #: A lease in use may be preempted for some session.
         self.in_use = False
-        if len({s.owner for s in everybody}) > 1 or (everybody and facts.settings.preempt):
+        owners = {(s.owner.name, s.owner.group) for s in everybody}
+        if len(owners) > 1 or (owners and facts.settings.preempt):
             self.plan.contended = self.shares.fair
         #: How many waits had begun when the oldest promise was made.
         self.oldest = min((p.made for p in before.promises.values()), default=facts.arrivals)
         #: Requests that found nothing behind the head, by kind of request; see :meth:`_hopeless`.
         self.failed: dict[object, list[tuple[int, int, float, Reason]]] = {}
         for s in facts.leased.values():
-            if candidate(s, facts):
-                self.in_use = self.in_use or not unprotected(s, facts)
+            tier = candidate(s, facts)
+            if tier is not None:
+                self.in_use = self.in_use or tier > 0
                 for x in s.lease.slices:
                     room = self.draft.rooms[x.device]
                     room.candidates.append((s, x.bytes))
@@ -319,7 +321,7 @@ class _Pass:
         """2. Suspend idle leases whose time is over, as far as host memory has room."""
         facts, draft = self.facts, self.draft
         for s in facts.leased.values():
-            if self.shares.budgeted and self._stop(s):
+            if facts.tree.stops and self._stop(s):
                 continue
             if s.state != "idle" or leaves_at(s, facts) > facts.now:
                 continue

@@ -73,9 +73,9 @@ class Shares:
         self.budgeted = facts.tree.budgeted
         #: By session that waits: the groups within whose guarantee its request is.
         self.entitled: dict[str, frozenset[str]] = {}
-        self._spent: dict[Owner, Budget | None] = {}
+        self._spent: dict[tuple[str, str], Budget | None] = {}
         self._levels: dict[str, int] = {}
-        self._above: dict[Owner, bool] = {}
+        self._above: dict[tuple[str, str], bool] = {}
         self._used: dict[Account, float] = {}
         self._present: Mapping[str, list[tuple[str, float, float]]] | None = None
         self._mean = sum(facts.capacities) / max(1, len(facts.capacities)) or 1.0
@@ -237,10 +237,11 @@ class Shares:
 
     def above(self, owner: Owner) -> bool:
         """Return whether an owner, or a group of it, has used more than its fair share."""
-        found = self._above.get(owner)
+        key = owner.name, owner.group
+        found = self._above.get(key)
         if found is None:
             found = self.fair and any(used > due * ABOVE for _, used, due in self.parts(owner))
-            self._above[owner] = found
+            self._above[key] = found
         return found
 
     def behind(self, asker: Owner, holder: Owner, gain: float) -> bool:
@@ -286,10 +287,11 @@ class Shares:
         """
         if not self.budgeted:
             return None
-        if owner not in self._spent:
+        key = owner.name, owner.group
+        if key not in self._spent:
             found = [budget for budget in budgets(self.facts, owner) if budget.spent]
-            self._spent[owner] = min(found, key=lambda b: _ENDS.index(b.daily.then), default=None)
-        return self._spent[owner]
+            self._spent[key] = min(found, key=lambda b: _ENDS.index(b.daily.then), default=None)
+        return self._spent[key]
 
 
 def _idle(s: Session) -> bool:
@@ -323,7 +325,7 @@ def budgets(facts: Facts, owner: Owner) -> list[Budget]:
     rules, meters, now = facts.settings, facts.meters, facts.now
     found: list[Budget] = []
     accounts = [("", rules.quota_of(owner.name).daily, meters.users.get(owner.name))]
-    for name in facts.tree.path(owner.group):
+    for name in facts.tree.with_budget(owner.group):
         accounts.append((name, rules.groups[name].daily, meters.groups.get(name)))
     for name, daily, known in accounts:
         if daily is not None:

@@ -30,7 +30,7 @@ from .facts import Facts, Session, weighted
 from .model import Refusal, Slice
 from .placement import preferred
 from .residence import Gap
-from .running import TURN
+from .running import TURN, cost
 from .shares import Shares
 
 Actions = list[Action]
@@ -107,6 +107,7 @@ def _attached(facts: Facts, s: Session, seconds: float) -> Actions:
         if seconds > 0:
             facts.swap = weighted(facts.swap, seconds)
             s.measured.resume = weighted(s.measured.resume, seconds)
+    s.lease.cost = cost(s, facts.swap)
     _stop_waiting(facts, s)
     if s.holds:
         s.measured.busy_since = facts.now

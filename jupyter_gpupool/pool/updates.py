@@ -20,6 +20,7 @@ from .limits import never
 from .model import Hold, Refusal, Slice
 from .placement import ever
 from .requests import SETTLE, grow_by, held_on, trimmed, unused_for_long
+from .running import cost
 from .schedule import Plan
 from .transitions import Actions, grant_holds, lose, move, refuse_holds, resize, wish
 
@@ -45,7 +46,7 @@ def update(facts: Facts, event: ev.Event, plan: Plan) -> Actions:
     s = facts.sessions.get(name)
     if s is None or s.state == "ended":
         return _gone(name, s, event)
-    s.times = None
+    s.times = s.using = None
     if kind in _EFFECTS:
         state, act = _EFFECTS[kind]
         epoch: int = event.epoch  # type: ignore[attr-defined]
@@ -133,7 +134,7 @@ def _device_memory(facts: Facts, event: ev.DeviceMemorySeen, plan: Plan) -> Acti
 def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Actions:
     """Record the measured use of an attached session, and fit its lease to it."""
     lease, held = s.lease, held_on(s, uuid)
-    s.times = None
+    s.times = s.using = None
     before = lease.footprints.get(uuid, -1)
     lease.footprints[uuid] = size
     lease.footprint += size - max(before, 0)
@@ -169,7 +170,7 @@ def _host_memory(facts: Facts, event: ev.HostMemorySeen) -> Actions:
 def _host_pressure(facts: Facts, event: ev.HostPressure) -> Actions:
     for s in facts.sessions.values():
         s.pressed = s.id in event.sessions
-        s.times = None
+        s.times = s.using = None
     return []
 
 
@@ -197,7 +198,9 @@ def _recovered(facts: Facts, event: ev.Recovered) -> Actions:
             facts.device(x.device)
         for uuid in record.bound:
             facts.device(uuid)
-        facts.add(restored(record, facts.now))
+        s = restored(record, facts.now)
+        facts.add(s)
+        s.lease.cost = cost(s, facts.swap)
     return actions
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Iterable, Mapping, NamedTuple
 
 from .groups import DAY, Daily, PoolUsage, Usage, path
-from .model import Owner, PoolSettings, Slice
+from .model import Owner, PoolSettings
 
 #: A budget counts as used up when so many GPU-seconds are left (times since the epoch are no more
 #: exact than that) ...
@@ -123,12 +123,12 @@ def window_began(now: float, renews: float) -> float:
 class LeaseInUse(NamedTuple):
     """A lease as the meters see it."""
 
-    session: str
     owner: Owner
     #: The session computes.
     active: bool
     compute: int
-    slices: tuple[Slice, ...]
+    #: The part of the memory of each of its devices.
+    memory: Mapping[str, float]
 
 
 class Meters:
@@ -137,64 +137,63 @@ class Meters:
     def __init__(self) -> None:
         self.users: dict[str, Account] = {}
         self.groups: dict[str, Account] = {}
-        #: Devices whose leases have changed since the last :meth:`settle`, and the sessions.
-        self.devices: set[str] = set()
-        self.sessions: set[str] = set()
+        #: Sessions whose leases may have changed since the last :meth:`settle`, in their order.
+        self.changed: dict[str, bool] = {}
+        self._leases: dict[str, LeaseInUse] = {}
+        self._there: dict[str, dict[str, LeaseInUse]] = {}
+        #: Devices whose leases have changed.
+        self._devices: dict[str, bool] = {}
+        self._gone: list[str] = []
         #: By session with a lease: its accounts and their daily budgets.
         self._of: dict[str, list[tuple[Account, Daily | None]]] = {}
 
-    def touch(self, session: str, slices: Iterable[Slice]) -> None:
-        """Note that a session's lease of ``slices`` may change, or has changed."""
-        self.sessions.add(session)
-        for x in slices:
-            self.devices.add(x.device)
+    def put(self, session: str, lease: LeaseInUse) -> None:
+        """Let a session have this lease."""
+        old = self._leases.get(session)
+        if old == lease and session in self._of:
+            return
+        for device in old.memory if old is not None else ():
+            del self._there[device][session]
+            self._devices[device] = True
+        self._leases[session] = lease
+        for device in lease.memory:
+            self._there.setdefault(device, {})[session] = lease
+            self._devices[device] = True
 
-    def settle(
-        self,
-        now: float,
-        rules: PoolSettings,
-        leases: Iterable[LeaseInUse],
-        capacities: Mapping[str, int],
-    ) -> None:
-        """Let the rates follow ``leases``, from ``now`` on."""
-        devices, self.devices = self.devices, set()
-        gone, self.sessions = self.sessions, set()
+    def drop(self, session: str) -> None:
+        """Let a session have no lease."""
+        old = self._leases.pop(session, None)
+        for device in old.memory if old is not None else ():
+            del self._there[device][session]
+            self._devices[device] = True
+        self._gone.append(session)
+
+    def settle(self, now: float, rules: PoolSettings) -> None:
+        """Let the rates follow the leases, from ``now`` on."""
+        devices, self._devices = self._devices, {}
+        gone, self._gone = self._gone, []
+        changed: dict[str, LeaseInUse] = {}
+        for device in devices:
+            changed.update(self._there[device])
         total: dict[str, int] = {}
-        there: list[LeaseInUse] = []
-        for lease in leases:
-            here = False
-            for x in lease.slices:
-                here = here or x.device in devices
-                if lease.active:
-                    total[x.device] = total.get(x.device, 0) + lease.compute
-            if here:
-                there.append(lease)
-                gone.discard(lease.session)
-        for lease in there:
-            memory = compute = 0.0
-            for x in lease.slices:
-                capacity = capacities[x.device]
-                memory += min(1.0, x.bytes / capacity) if capacity else 0.0
-                if lease.active:
-                    compute += lease.compute / total[x.device]
-            found = self._of.get(lease.session)
+        half_life = rules.half_life
+        for session, lease in changed.items():
+            compute = 0.0
+            for device in lease.memory if lease.active else ():
+                if device not in total:
+                    there = self._there[device].values()
+                    total[device] = sum(other.compute for other in there if other.active)
+                compute += lease.compute / total[device]
+            found = self._of.get(session)
             if found is None:
-                accounts = self._accounts(lease.owner, now, rules)
-                found = self._of[lease.session] = list(accounts)
-            part = memory, compute
-            if found[0][0].parts.get(lease.session) != part:
+                found = self._of[session] = list(self._accounts(lease.owner, now, rules))
+            part = math.fsum(lease.memory.values()), compute
+            if found[0][0].parts.get(session) != part:
                 for account, daily in found:
-                    _change(
-                        account,
-                        lease.session,
-                        part,
-                        now=now,
-                        half_life=rules.half_life,
-                        daily=daily,
-                    )
-        for name in sorted(gone):
-            for account, daily in self._of.pop(name, ()):
-                _change(account, name, None, now, rules.half_life, daily)
+                    _change(account, session, part, now, half_life, daily)
+        for session in gone:
+            for account, daily in self._of.pop(session, ()):
+                _change(account, session, None, now, half_life, daily)
 
     def _accounts(
         self, owner: Owner, now: float, rules: PoolSettings

@@ -86,6 +86,8 @@ export interface ISession extends IAnySession {
   readonly queue_length: number | null;
   readonly eta_seconds: number | null;
   readonly wait_reason: string;
+  /** Why its slice was taken in the middle of its work, a sentence; missing or empty if not. */
+  readonly preempted?: string;
   readonly pinned_reason: string;
   readonly idle_seconds: number;
   /** When an idle slice goes back to the pool by itself; null if it does not. */

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -231,6 +232,129 @@ def do_calm(_):
     stop.set()
     thread.join()
     return state
+
+
+def do_toil(command):
+    """From now on, a thread that fills memory, adds to it by kernels and reads it back."""
+    import numpy
+
+    from tests.emulated import PTX
+
+    context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+    module, add = ctypes.c_void_p(), ctypes.c_void_p()
+    call("cuCtxGetCurrent", ctypes.byref(context))
+    call("cuModuleLoadData", ctypes.byref(module), PTX.encode() + b"\0")
+    call("cuModuleGetFunction", ctypes.byref(add), module, b"emucuda_add_u32")
+    call("cuStreamCreate", ctypes.byref(stream), 1)
+    words, pointer = 1 << 18, POINTER()
+    size = ctypes.c_size_t(4 * words)
+    call("cuMemAlloc_v2", ctypes.byref(pointer), size)
+    stop, state = threading.Event(), {"rounds": 0, "error": ""}
+
+    def toil():
+        call("cuCtxSetCurrent", context)
+        n, one = ctypes.c_uint64(words), ctypes.c_uint32(1)
+        fields = (ctypes.c_void_p * 3)(*(ctypes.addressof(x) for x in (pointer, n, one)))
+        mine, back = numpy.arange(words, dtype=numpy.uint32), numpy.empty(words, numpy.uint32)
+        call("cuMemcpyHtoD_v2", pointer, ctypes.c_void_p(mine.ctypes.data), size)
+        while not stop.is_set():
+            for _ in range(4):
+                call("cuLaunchKernel", add, 1, 1, 1, 32, 1, 1, 0, stream, fields, None)
+                mine += 1
+            call("cuStreamSynchronize", stream)
+            call("cuMemcpyDtoH_v2", ctypes.c_void_p(back.ctypes.data), pointer, size)
+            assert (back == mine).all(), "bytes differ"
+            state["rounds"] += 1
+
+    def guarded():
+        try:
+            toil()
+        except Exception as error:
+            state["error"] = repr(error)
+
+    thread = threading.Thread(target=guarded, daemon=True)
+    THREADS["toil"] = thread, stop, state
+    thread.start()
+
+
+def do_rounds(_):
+    """How often it has done that so far; an error ends it."""
+    return THREADS["toil"][2]
+
+
+def do_rest(_):
+    """End the toil."""
+    thread, stop, state = THREADS.pop("toil")
+    stop.set()
+    thread.join()
+    return state
+
+
+def do_spin(command):
+    """Submit a kernel that takes so long, and do not wait for it."""
+    from tests.emulated import PTX
+
+    module, spin = ctypes.c_void_p(), ctypes.c_void_p()
+    call("cuModuleLoadData", ctypes.byref(module), PTX.encode() + b"\0")
+    call("cuModuleGetFunction", ctypes.byref(spin), module, b"emucuda_spin_ns")
+    ns = ctypes.c_uint64(int(command["seconds"] * 1e9))
+    fields = (ctypes.c_void_p * 1)(ctypes.addressof(ns))
+    call("cuLaunchKernel", spin, 1, 1, 1, 1, 1, 1, 0, None, fields, None)
+
+
+def do_flood(command):
+    """From now on, a thread that submits many kernels and waits for none."""
+    from tests.emulated import PTX
+
+    context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+    module, spin = ctypes.c_void_p(), ctypes.c_void_p()
+    call("cuCtxGetCurrent", ctypes.byref(context))
+    call("cuModuleLoadData", ctypes.byref(module), PTX.encode() + b"\0")
+    call("cuModuleGetFunction", ctypes.byref(spin), module, b"emucuda_spin_ns")
+    call("cuStreamCreate", ctypes.byref(stream), 1)
+    ns = ctypes.c_uint64(int(command["seconds"] * 1e9))
+    fields = (ctypes.c_void_p * 1)(ctypes.addressof(ns))
+    state = THREADS["flood"] = {"submitted": 0, "error": "", "over": False}
+
+    def flood():
+        try:
+            call("cuCtxSetCurrent", context)
+            for _ in range(command["count"]):
+                call("cuLaunchKernel", spin, 1, 1, 1, 1, 1, 1, 0, stream, fields, None)
+                state["submitted"] += 1
+        except Exception as error:
+            state["error"] = repr(error)
+        state["over"] = bool(ns.value)  # and keeps the parameters
+
+    threading.Thread(target=flood, daemon=True).start()
+
+
+def do_flooded(_):
+    """How far that is."""
+    return THREADS["flood"]
+
+
+def do_capture(_):
+    """Begin to record a graph."""
+    stream = THREADS["stream"] = ctypes.c_void_p()
+    call("cuStreamCreate", ctypes.byref(stream), 1)
+    call("cuStreamBeginCapture_v2", stream, 0)
+
+
+def do_captured(_):
+    """End it."""
+    graph = ctypes.c_void_p()
+    call("cuStreamEndCapture", THREADS["stream"], ctypes.byref(graph))
+
+
+def do_on_interrupt(_):
+    """An interrupt ends waits, and raises nothing."""
+    signal.signal(signal.SIGINT, lambda *_: None)
+
+
+def do_hang_up(_):
+    """The agent's connection ends, and does not come back."""
+    THREADS["agent"][0].close()
 
 
 def do_calls(_):

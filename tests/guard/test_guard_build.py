@@ -108,12 +108,12 @@ def test_impossible_line_of_entries_is_refused(generator, tmp_path, line):
 
 
 def test_each_function_needs_an_entry_and_each_entry_one(generator, entries):
-    wraps = {e.symbol for e in entries if e.kind in ("wrap", "peek")}
+    wraps = {e.symbol for e in entries if e.kind in ("wrap", "peek", "launch")}
     assert generator.generate(entries, wraps)
     with pytest.raises(generator.EntriesError, match=r"without a C function: .*cuInit"):
         generator.generate(entries, wraps - {"cuInit"})
-    with pytest.raises(generator.EntriesError, match=r"without an entry: .*cuLaunchKernel"):
-        generator.generate(entries, wraps | {"cuLaunchKernel"})
+    with pytest.raises(generator.EntriesError, match=r"without an entry: .*cuLaunchHostFunc"):
+        generator.generate(entries, wraps | {"cuLaunchHostFunc"})
 
 
 def test_entries_that_wait_allocate_or_free_have_such_a_kind(entries):
@@ -134,7 +134,7 @@ def test_entries_that_wait_allocate_or_free_have_such_a_kind(entries):
         if alloc.match(symbol):
             assert kind in ("wrap", "same", "refuse") or symbol == "cuMemFree", symbol
     assert kinds["cuMemFree"] == "back"  # takes 32-bit addresses, which no call returns
-    assert kinds["cuLaunchKernel"] == "gate"
+    assert kinds["cuLaunchKernel"] == "launch"
     assert kinds["cuCheckpointProcessLock"] == "never"
 
 
@@ -245,8 +245,8 @@ def test_process_that_never_calls_cuda_only_maps_the_guard(session):
 def test_layouts_of_the_page_agree(tmp_path):
     program = tmp_path / "layout"
     source = tmp_path / "layout.c"
-    fields = ("gate", "managed", "devices", "epoch", "pause_until", "limit", "context_bytes",
-              "granted", "uuid", "session", "room", "vain", "vain_until",
+    fields = ("gate", "managed", "contended", "devices", "epoch", "pause_until", "limit",
+              "context_bytes", "granted", "uuid", "session", "room", "vain", "vain_until",
               "slot")  # fmt: skip
     lines = "".join(f'printf("%zu ", offsetof(struct page, {name}));' for name in fields)
     lines += "".join(
@@ -261,9 +261,9 @@ def test_layouts_of_the_page_agree(tmp_path):
     )  # fmt: skip
     subprocess.run(["cc", f"-I{build.SOURCES}", source, "-o", program], check=True)
     assert [int(n) for n in tool(program).split()] == [
-        pages.GATE_AT, pages.MANAGED_AT, pages.DEVICES_AT, pages.EPOCH_AT, pages.PAUSE_AT,
-        pages.LIMIT_AT, pages.CONTEXT_AT, pages.GRANTED_AT, pages.UUID_AT, pages.SESSION_AT,
-        pages.ROOM_AT, pages.VAIN_AT, pages.VAIN_UNTIL_AT, pages.HEADER_BYTES,
+        pages.GATE_AT, pages.MANAGED_AT, pages.CONTENDED_AT, pages.DEVICES_AT, pages.EPOCH_AT,
+        pages.PAUSE_AT, pages.LIMIT_AT, pages.CONTEXT_AT, pages.GRANTED_AT, pages.UUID_AT,
+        pages.SESSION_AT, pages.ROOM_AT, pages.VAIN_AT, pages.VAIN_UNTIL_AT, pages.HEADER_BYTES,
         pages.SEES_AT, pages.LANDING_AT, pages.device_name("GPU-0123"), pages.SIZE,
         pages.SLOT_BYTES, pages.MAGIC, pages.VERSION, pages.SLOTS,
     ]  # fmt: skip

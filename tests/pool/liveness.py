@@ -20,6 +20,7 @@ from typing import Iterable, Sequence
 
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.explain import Explanation
+from jupyter_gpupool.pool.groups import path
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.requests import SETTLE
 
@@ -77,6 +78,7 @@ def check_liveness(look: Look) -> None:
     idle = [n for n, s in naive.sessions.items() if _may_be_preempted(look, n, s)]
     if len(idle) > MOST_IDLE:
         return
+    held_groups: set[str] = set()
     _check_growth(look)
     held: set[str] = set()
     for _, name in order:
@@ -87,14 +89,41 @@ def check_liveness(look: Look) -> None:
             busy = any(v.state == "detaching" for v in naive.sessions.values())
             assert busy, f"{name} waits for suspends, and none is under way"
             continue
-        if rule == "retry" or owner in held or rule == "behind-own":
+        if rule in ("retry", "budget", "behind-own", "behind-group") or owner in held:
             continue
-        if rule in ("quota", "quota-host"):
-            held.add(owner)
+        if held_groups & set(path(naive.settings.groups, s.owner.group)):
+            continue
+        if rule in ("quota", "quota-host", "cap"):
+            held_groups.update({e.reason.group} - {""})
+            held.update({owner} if not e.reason.group else ())
         behind = look.head in e.ahead
-        for group in chain.from_iterable(combinations(idle, n) for n in range(len(idle) + 1)):
+        # Leases in use that a rule lets it take now, and that no guarantee covers.
+        used = [h for h in e.holders if h.rule_at is not None and h.rule_at <= naive.now]
+        in_use = list(dict.fromkeys(h.session for h in used if not h.covered))
+        may = [*idle, *(n for n in in_use if n not in idle)]
+        if len(may) > MOST_IDLE:
+            may = idle
+        for group in chain.from_iterable(combinations(may, n) for n in range(len(may) + 1)):
+            if not _uncovered(look, name, [n for n in group if n not in idle], group):
+                continue
             places = _feasible(look, name, group, behind=behind)
             assert not places, f"{name} waits ({e.text}), but could go to {places} after {group}"
+
+
+def _uncovered(look: Look, name: str, in_use: Sequence[str], everybody: Sequence[str]) -> bool:
+    """Return whether no guarantee covers one of ``in_use``, in whatever order they all leave."""
+    naive, groups = look.naive, look.naive.settings.groups
+    own = path(groups, naive.sessions[name].owner.group)
+    for victim in in_use:
+        v = naive.sessions[victim]
+        for group, held, guaranteed in look.told[victim].standing.guarantees:
+            others = (naive.sessions[n] for n in everybody if n != victim)
+            gone = sum(naive.charge(o) for o in others if group in path(groups, o.owner.group))
+            spent = any(budget.spent for budget in look.told[victim].standing.budgets)
+            if group not in own and not spent and held - gone <= guaranteed:
+                return False
+        assert v.lease
+    return True
 
 
 def _may_be_preempted(look: Look, name: str, s: NaiveSession) -> bool:
@@ -131,6 +160,7 @@ def _check_growth(look: Look) -> None:
 
 def _bound(s: NaiveSession) -> int:
     known = s.sampled_at >= s.idle_since and set(s.lease) <= set(s.footprints)
+    known = known and s.state != "active"
     used = sum(s.footprints.values())
     return used if known else max(used, sum(s.lease.values()))
 
@@ -235,6 +265,22 @@ def _quota(look: Look, name: str, group: tuple[str, ...], count: int, *, behind:
             memory += _charge(o, len(promised) or _count(o))
             devices += len(promised) or _count(o)
             leases += 1
+    for cap, most in naive.caps(s.owner).items():
+        have = 0
+        for other, o in naive.sessions.items():
+            if cap not in path(naive.settings.groups, o.owner.group):
+                continue
+            if other not in group and o.state != "detaching":
+                have += naive.charge(o)
+            promised = look.told[other].promised
+            if promised and o.lease:
+                have += sum(x.bytes for x in promised)
+            elif behind and other == look.head and o.lease:
+                have += sum(x.bytes for x in look.told[other].reserved)
+            elif promised or (behind and other == look.head):
+                have += _charge(o, len(promised) or _count(o))
+        if have + _charge(s, count) > most:
+            return False
     return (
         (limit.memory is None or memory + _charge(s, count) <= limit.memory)
         and (limit.devices is None or devices + count <= limit.devices)

@@ -12,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.groups import path
 from jupyter_gpupool.pool.model import Device, Owner, PoolSettings, Quota, Request
+from jupyter_gpupool.pool.schedule import SPENT
 from jupyter_gpupool.pool.transitions import TRANSITIONS
 
 
@@ -147,6 +149,29 @@ class Naive:
             return True
         stays = s.immovable and old not in self.drained
         return one.model == other.model and one.can_migrate and other.can_migrate and not stays
+
+    def stops(self) -> bool:
+        """Return whether a daily budget may suspend what runs."""
+        daily = [q.daily for q in self.settings.quotas.values()]
+        daily += [g.daily for g in self.settings.groups.values()]
+        return any(d is not None and d.then == "stop" for d in daily)
+
+    def capped(self, group: str) -> int:
+        """Return what the members of a group are charged for."""
+        return sum(
+            self.charge(s)
+            for s in self.sessions.values()
+            if group in path(self.settings.groups, s.owner.group)
+        )
+
+    def caps(self, owner: Owner) -> dict[str, int]:
+        """Return the caps of the owner's groups."""
+        sizes = sorted((c for u in self.devices if (c := self.capacity(u))), reverse=True)
+        return {
+            name: cap.of(sizes)
+            for name in path(self.settings.groups, owner.group)
+            if (cap := self.settings.groups[name].cap) is not None
+        }
 
     def of(self, owner: str) -> list[NaiveSession]:
         return [s for s in self.sessions.values() if s.owner.name == owner]
@@ -364,14 +389,21 @@ class Naive:
             (limit.leases, sum(bool(o.lease) for o in own)),
         ):
             assert most is None or used <= most, f"{a}: {used} of a quota of {most}"
+        for name, most in self.caps(s.owner).items():
+            assert self.capped(name) <= most, f"{a}: {self.capped(name)} of {most} of group {name}"
 
     def _suspend(self, s: NaiveSession, a: ev.Suspend) -> None:
         assert s.state == "detaching", a
         assert not s.effect, f"{a} during {s.effect}"
+        if a.busy:
+            assert self.settings.preempt or self.stops(), f"{a}: no rule preempts what is in use"
+            assert any(s.holds.values()), f"{a} though no hold is granted"
+            s.holds = dict.fromkeys(s.holds, False)
         assert not any(s.holds.values()), f"{a} though {s.holds}"
         assert a.epoch == s.epoch
         assert {x.device: x.bytes for x in a.slices} == s.lease
         known = s.sampled_at >= s.idle_since and set(s.lease) <= set(s.footprints)
+        known = known and not a.busy
         used = sum(s.footprints.values())
         size = used if known else max(used, sum(s.lease.values()))
         if not all(self.devices[u].can_suspend for u in s.lease):
@@ -382,7 +414,13 @@ class Naive:
             own, limit = self.of(s.owner.name), self.quota(s.owner.name).suspended
             have = sum(sum(o.suspended.values()) + o.host for o in own)
             assert limit is None or have + size <= limit, f"{a}: {have} of {limit} suspended"
-        if a.reason not in ("idle", "release") and not self.paused & s.lease.keys():
+        if (
+            a.busy
+            or a.reason == SPENT
+            or (self.settings.preempt and self.now < self.stays_until(s))
+        ):
+            pass  # an idle lease that something protects may go like one in use
+        elif a.reason not in ("idle", "release") and not self.paused & s.lease.keys():
             assert self.now >= self.stays_until(s), f"{a}: it was just moved"
         s.effect, s.host = "suspend", size
         self.taken += size
@@ -408,6 +446,9 @@ class Naive:
         s.request = old
         if not grows:
             s.charge = min(s.charge, before)
+        if s.charge > before:
+            for name, most in self.caps(s.owner).items():
+                assert self.capped(name) <= most, f"{a}: above the cap of group {name}"
         limit = self.quota(s.owner.name).memory
         if limit is not None and s.charge > before:
             assert sum(map(self.charge, self.of(s.owner.name))) <= limit, a

@@ -19,13 +19,13 @@ from .world import World
 EPISODE = 2000
 
 
-def run(events: int, seed: int) -> dict[str, object]:
+def run(events: int, seed: int, *, shares: bool = False) -> dict[str, object]:
     done, episode = 0, 0
     kinds: dict[str, int] = {}
     started = time.perf_counter()
     while done < events:
         rng = random.Random(seed * 1_000_003 + episode)
-        world = World(rng, devices=rng.choice([1, 2, 2, 3]), most=rng.choice([4, 6, 9]))
+        world = _world(rng, shares=shares)
         try:
             while world.events < min(EPISODE, events - done):
                 world.step()
@@ -46,10 +46,14 @@ def run(events: int, seed: int) -> dict[str, object]:
     }
 
 
-def one(seed: int, episode: int, tail: int = 40) -> None:
+def _world(rng: random.Random, *, shares: bool) -> World:
+    return World(rng, devices=rng.choice([1, 2, 2, 3]), most=rng.choice([4, 6, 9]), shares=shares)
+
+
+def one(seed: int, episode: int, tail: int = 40, *, shares: bool = False) -> None:
     """Run one machine again and print the last events before its failure."""
     rng = random.Random(seed * 1_000_003 + episode)
-    world = World(rng, devices=rng.choice([1, 2, 2, 3]), most=rng.choice([4, 6, 9]))
+    world = _world(rng, shares=shares)
     lines: list[str] = [str(world.settings), *(str(d) for d in world.naive.devices.values())]
     send = world.pool.__class__.handle
 
@@ -74,11 +78,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--episode", type=int, help="run only this one, and show its last events")
     parser.add_argument("--tail", type=int, default=40)
+    parser.add_argument("--shares", action="store_true", help="with groups, budgets, preemption")
     options = parser.parse_args()
     if options.episode is not None:
-        one(options.seed, options.episode, options.tail)
+        one(options.seed, options.episode, options.tail, shares=options.shares)
     else:
-        print(json.dumps(run(options.events, options.seed), indent=2))
+        print(json.dumps(run(options.events, options.seed, shares=options.shares), indent=2))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,19 @@ from typing import Any, Protocol, Sequence, TypeVar
 
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.explain import Explanation
+from jupyter_gpupool.pool.groups import Daily, Group, Portion
 from jupyter_gpupool.pool.machine import Pool
-from jupyter_gpupool.pool.model import Device, Hold, Owner, PoolSettings, Quota, Request, Slice
+from jupyter_gpupool.pool.model import (
+    PREEMPT_ALL,
+    Device,
+    Hold,
+    Owner,
+    PoolSettings,
+    PreemptRule,
+    Quota,
+    Request,
+    Slice,
+)
 
 from .checks import check_pool
 from .liveness import Look, check_backfill, check_liveness
@@ -29,11 +40,58 @@ class Chooser(Protocol):
 
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10)
-OWNERS = tuple(Owner(name) for name in ("ann", "bob", "cyd"))
+OWNERS = (Owner("ann", "lab"), Owner("bob", "team"), Owner("cyd"))
 CLASSES = ("interactive", "notebook", "notebook", "notebook", "batch")
 
 
-def random_settings(c: Chooser) -> PoolSettings:
+def random_groups(c: Chooser) -> dict[str, Group]:
+    """Two groups, one in the other or beside it; guarantees may be more than the machine has."""
+    return {
+        "lab": Group(
+            guarantee=c.choice([None, Portion(percent=50), Portion(bytes=12)]),
+            weight=c.choice([1.0, 3.0]),
+            cap=c.choice([None, None, Portion(devices=1)]),
+            daily=c.choice([None, None, None, random_daily(c)]),
+        ),
+        "team": Group(
+            parent=c.choice(["", "lab"]),
+            guarantee=c.choice([None, Portion(devices=0.5), Portion(bytes=6)]),
+            cap=c.choice([None, None, Portion(bytes=15)]),
+        ),
+    }
+
+
+def random_daily(c: Chooser) -> Daily:
+    return Daily(
+        float(c.choice([0, 20, 300])),
+        rule=c.choice(["window", "refill"]),
+        then=c.choice(["borrow", "refuse", "stop"]),
+        renews=float(c.choice([0, 1200])),
+    )
+
+
+def random_preempt(c: Chooser) -> frozenset[PreemptRule]:
+    some = frozenset(rule for rule in sorted(PREEMPT_ALL) if c.choice([True, False]))
+    return c.choice([PREEMPT_ALL, PREEMPT_ALL, some, frozenset()])
+
+
+def random_settings(c: Chooser, *, shares: bool = False) -> PoolSettings:
+    """Return rules at random; ``shares``: with groups, budgets and preemption of running work."""
+    settings = _random_settings(c)
+    if not shares:
+        return settings
+    quotas = dict(settings.quotas)
+    if c.choice([True, False, False]):
+        quotas["bob"] = dataclasses.replace(quotas.get("bob", Quota()), daily=random_daily(c))
+    return dataclasses.replace(
+        settings,
+        quotas=quotas,
+        groups=c.choice([{}, random_groups(c), random_groups(c)]),
+        preempt=random_preempt(c),
+    )
+
+
+def _random_settings(c: Chooser) -> PoolSettings:
     quota = c.choice(
         [
             {},
@@ -63,12 +121,21 @@ def random_settings(c: Chooser) -> PoolSettings:
 class World:
     """One machine with up to ``most`` sessions."""
 
-    def __init__(self, c: Chooser, *, devices: int = 3, most: int = 9, deep: bool = True) -> None:
+    def __init__(
+        self,
+        c: Chooser,
+        *,
+        devices: int = 3,
+        most: int = 9,
+        deep: bool = True,
+        shares: bool = False,
+    ) -> None:
         self.c = c
+        self.shares = shares
         self.most = most
         self.deep = deep
         self.now = 1000.0
-        self.settings = random_settings(c)
+        self.settings = random_settings(c, shares=shares)
         self.pool = Pool(self.settings)
         self.naive = Naive(self.settings)
         self.count = 0
@@ -150,6 +217,7 @@ class World:
             memory=memory,
             limit=memory + self.c.choice([0, 0, 2, 5]),
             devices=self.c.choice([1, 1, 1, 1, 2]),
+            compute=self.c.choice([100, 100, 50]) if self.shares else 100,
             priority=self.c.choice(CLASSES),
         )
 
@@ -398,13 +466,13 @@ class World:
             self.send(ev.DeviceResumed(now=self.now, device=uuid))
 
     def configure(self) -> None:
-        self.settings = random_settings(self.c)
+        self.settings = random_settings(self.c, shares=self.shares)
         self.send(ev.SettingsChanged(now=self.now, settings=self.settings))
 
     def restart(self) -> None:
         """Kill the broker; a new pool gets the data of the journal and of the driver."""
         old = self.pool
-        records = old.records()
+        records, usage = old.records(), old.usage()
         self.pool = Pool(self.settings)
         self.naive.pressed = frozenset()
         self.naive.available, self.naive.taken = None, 0
@@ -448,6 +516,7 @@ class World:
             s.charge = self.naive.due(s)
             s.refused = True
             found.append(r)
+        self.pool.handle(ev.UsageRecovered(now=self.now, users=usage.users, groups=usage.groups))
         self.send(ev.Recovered(now=self.now, records=tuple(found)))
 
 

@@ -135,6 +135,22 @@ with jupyter_gpupool.slice("100MiB"):
     wait_until(lambda: session_of(broker, "work.py") is None, "the session's end")
 
 
+def test_libraries_find_the_guard_that_was_loaded_by_hand(script):
+    one = script("""
+import pynvml
+from cuda.bindings import driver
+with jupyter_gpupool.slice("100MiB"):
+    assert driver.cuInit(0)[0] == 0
+    context = driver.cuDevicePrimaryCtxRetain(0)[1]
+    driver.cuCtxSetCurrent(context)
+    pynvml.nvmlInit()
+    memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0))
+    tell(driver.cuMemAlloc(200 << 20)[0].name, driver.cuMemGetInfo()[2] >> 20, memory.total >> 20)
+""")
+    assert one.said() == "CUDA_ERROR_OUT_OF_MEMORY 100 100"
+    assert one.end() == 0
+
+
 def test_idle_slice_after_the_block_goes_to_who_waits(broker, script, program):
     one = script("""
 with jupyter_gpupool.slice("300MiB"):

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.broker.kit import BIG, MiB, wait_until
 
-from .runkit import CLI, environment, run, session_of, state_of
+from .runkit import CLI, Program, environment, run, session_of, state_of
 
 #: Says which signals it gets, until it gets SIGTERM.
 LISTENER = """
@@ -276,13 +278,14 @@ def test_broker_is_started_by_the_first_command(folder):
     finally:
         with Client(NoBroker.socket) as client:
             pid = client.call("status")["pid"]
+        blocked = re.search(r"^SigBlk:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)[1]
         os.kill(pid, signal.SIGTERM)
+        assert int(blocked, 16) == 0, "the broker has none of the signals blocked that run blocks"
         wait_until(lambda: not NoBroker.socket.exists(), "the broker's end")
 
 
 def test_commands_go_on_while_the_broker_is_away(folder, make_broker):
     """One has its slice, one holds it, one waits: a broker dies, and the next one goes on."""
-    from .runkit import Program
 
     broker = make_broker(emulate="2x512MiB,context=32MiB", quiet_after=0.3).started
     programs = []

@@ -19,7 +19,15 @@ from jupyter_gpupool.kernel.holds import CallRefusal, QueuePlace, Slice
 from jupyter_gpupool.kernel.link import SessionLink
 from jupyter_gpupool.kernel.magic import GPUMagics
 from jupyter_gpupool.kernel.magic_display import HelpDisplay, PoolDisplay, SessionDisplay
-from jupyter_gpupool.kernel.waits import HOW_TO_STOP, HOW_TO_STOP_CALL, describe, interrupted
+from jupyter_gpupool.kernel.waits import (
+    HOW_TO_STOP,
+    HOW_TO_STOP_CALL,
+    HOW_TO_STOP_PREEMPTED,
+    RunningRequest,
+    describe,
+    describe_preempted,
+    interrupted,
+)
 
 from .sheet import Sheet
 
@@ -50,6 +58,17 @@ def waiting(sheet: Sheet) -> None:
     sheet.put("It has sent its request", describe(link()))
     sheet.put("Below each of these, before the cell", HOW_TO_STOP)
     sheet.put("Below each of these, in a CUDA call", HOW_TO_STOP_CALL)
+    taken = "a kernel of a higher priority class needs the GPU"
+    place = QueuePlace(1, 3, 40.0, REASON)
+    gone = link(state="queued", suspended=True, preempted=taken, queue=place)
+    sheet.put("Its slice is taken in its middle", describe_preempted(gone))
+    sheet.put("Below that", HOW_TO_STOP_PREEMPTED)
+    cell = RunningRequest({}, False, 0)
+    cell.times, cell.why, cell.away = 1, taken, 12.0
+    sheet.put("It goes on", cell.story(True))
+    cell.times, cell.away = 3, 95.0
+    sheet.put("It goes on once more", cell.story(True))
+    sheet.put("It ends before that", cell.story(False))
     sheet.put("The wait was interrupted", str(interrupted()), interrupted().code)
     away = link()
     away._down_since = 1.0
@@ -192,6 +211,9 @@ def magic(sheet: Sheet) -> None:
     put("of a kernel on a GPU that cannot suspend", devices=["MIG-11aa"])
     put("of a waiting kernel", state="queued", queue_position=2, queue_length=3, queued_at=900.0,
         wait_reason=REASON, **{**gone, "figures": MemoryFigures(0, 0, 12 * GiB, 2)})  # fmt: skip
+    put("of one that was preempted", state="queued", queue_position=1, queue_length=3,
+        preempted="a kernel of a higher priority class needs the GPU",
+        suspended_bytes=6 * GiB, wait_reason=REASON, **gone)  # fmt: skip
     put("of a suspended kernel", state="detached", suspended_bytes=6 * GiB, **gone)
     put("without a slice, policy manual", state="detached", attach="manual", **gone)
     put("without a slice, policy cell", state="detached", attach="cell", **gone,

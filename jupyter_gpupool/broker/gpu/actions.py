@@ -37,6 +37,10 @@ Obstacle = Literal["busy", "pinned", "drain", "host"]
 #: A suspend would lose the session's CUDA graph.
 RECORDING = "it records a CUDA graph"
 
+#: Why one in use is not preempted: today's drivers end a process that synchronises while it is
+#: suspended, and only the guard keeps a running cell from that.
+UNGUARDED = "it runs without the guard, which would hold its CUDA calls back while it is suspended"
+
 #: Seconds to wait for memory of a process that has just ended, and between two checks.
 ROOM_WAIT, ROOM_POLL = 1.0, 0.05
 
@@ -60,9 +64,12 @@ class DeviceActions:
         pages: ControlPages,
         activity: Activity,
         health: Health,
+        drain_timeout: float,
     ) -> None:
         self._core = core
         self._service = service
+        #: Seconds that calls inside the driver have to return when a session in use is preempted.
+        self._drain_timeout = drain_timeout
         self._samples = samples
         self._room = room
         self._pages = pages
@@ -187,14 +194,16 @@ class DeviceActions:
         session = self._core.sessions.find(action.session)
         if session is None:
             return
-        obstacle = await self._close_gate(session)
+        close = self._close_gate_in_use if action.busy else self._close_gate
+        obstacle = await close(session)
         if obstacle:
             self._refused(action, *obstacle)
             return
-        agreed, why = await self._ask(session, action.epoch)
-        if not agreed:
-            self._refused(action, "busy", why)
-            return
+        if not action.busy:
+            agreed, why = await self._ask(session, action.epoch)
+            if not agreed:
+                self._refused(action, "busy", why)
+                return
         process = session.process
         if process is None:
             self._core.handle(self._done(action, SuspendOutcome("nothing", cuda=False)))
@@ -306,6 +315,29 @@ class DeviceActions:
             return "busy", RECORDING  # begun just before the gate was closed
         return None
 
+    async def _close_gate_in_use(self, session: LiveSession) -> tuple[Obstacle, str] | None:
+        """Do the same for a session that is preempted while in use: its next calls wait.
+
+        Nobody asks its agent: what the agent holds stays held, and waits at the gate. A refusal for
+        a reason that will pass is ``drain``, so that the pool tries again later.
+        """
+        if session.landing:
+            return "drain", "one of its processes is moving to its GPU"
+        if session.page is None:
+            return "drain", UNGUARDED
+        self._activity.read(session)
+        if session.use.pins:
+            return "pinned", session.use.pins
+        if self._activity.recording(session):
+            return "drain", RECORDING
+        self._pages.set_gate(session, CLOSED)
+        moving = await drain(lambda: self._activity.read(session), patience=self._drain_timeout)
+        if moving:
+            return "drain", moving
+        if self._activity.recording(session):
+            return "drain", RECORDING  # begun just before the gate was closed
+        return None
+
     async def _ask(self, session: LiveSession, epoch: int) -> tuple[bool, str]:
         """Return whether the agent gives the lease up, and why not."""
         if session.grace is not None:
@@ -366,6 +398,8 @@ class DeviceActions:
         )
 
     def _refused(self, action: e.Suspend, kind: Obstacle, why: str) -> None:
+        if action.busy:
+            self._core.log.info("Session %s was not preempted (%s): %s", action.session, kind, why)
         session = self._core.sessions.find(action.session)
         self._core.handle(
             e.SuspendRefused(

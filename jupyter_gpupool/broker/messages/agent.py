@@ -116,6 +116,7 @@ class AgentMessages:
                 "attach": record.attach,
                 "request": request_to_json(record.request),
                 "pinned_reason": record.pinned_reason,
+                "preempted": record.preempted,
                 "limits": self._snapshots.limits(session.owner),
             },
         )

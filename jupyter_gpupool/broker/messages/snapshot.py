@@ -209,6 +209,7 @@ class Snapshots:
             "eta_seconds": view.eta_seconds,
             "queued_at": view.queued_at,
             "wait_reason": record.wait_reason,
+            "preempted": record.preempted,
             "pinned_reason": pinned,
             "stays_reason": "" if pinned else view.stays_reason,
             "host_note": session.host_short or session.host_limit,

@@ -70,6 +70,8 @@ class Activity:
         self._pages = pages
         self._configuration = configuration
         self._now = asyncio.get_running_loop().time
+        #: Whether a session waits, so that one in use may be preempted; as of the last round.
+        self._contended = False
 
     @property
     def quiet_after(self) -> float:
@@ -88,6 +90,27 @@ class Activity:
             if session.page is None and session.use.held:
                 # Its page was given up while it used the device: no round would see the use end.
                 asyncio.get_running_loop().call_soon(self.drop, session)
+            elif session.use.held:
+                self._watch_for_calls(session)
+
+    def _watch_for_calls(self, session: LiveSession) -> None:
+        """A session in use has lost its slice: see whether it still wants one.
+
+        No round looks at it. If no call of it comes to the gate for as long as an attached session
+        has until it counts as idle, it is idle, and must not be brought back for nothing.
+        """
+        asyncio.get_running_loop().call_later(self.quiet_after, self._still_wanted, session)
+
+    def _still_wanted(self, session: LiveSession) -> None:
+        record = self._core.record(session.id)
+        if record is None or not session.use.held or session.id in self.attached:
+            return
+        reading = self.read(session)
+        waits = session.guards or (reading is not None and reading.waiting)
+        if waits or record.state in ("attaching", "detaching"):
+            self._watch_for_calls(session)
+        else:
+            self.drop(session)
 
     # ------------------------------------------------------------------ one session
 
@@ -174,6 +197,9 @@ class Activity:
     def look(self, session: LiveSession, elapsed: float = LOOK) -> Seen:
         """Read a session's page, ``elapsed`` seconds after the last time, and tell the pool."""
         now, use = self._now(), session.use
+        if use.contended is not self._contended:
+            use.contended = self._contended
+            self._pages.set_contended(session, self._contended)
         touched = self._touched(session)
         if session.page is None:  # damaged by its user
             self.lease(session, False)
@@ -197,6 +223,10 @@ class Activity:
         if now - use.busy_at >= self.quiet_after:
             self.drop(session)
         return _NOTHING
+
+    def begin_round(self) -> None:
+        """See whether sessions in use may be preempted: then they bound what they submit."""
+        self._contended = bool(self._core.pool.settings.preempt) and self._core.anybody_waits()
 
     def _touched(self, session: LiveSession) -> bool:
         if self._pages.gate(session) != OPEN:
@@ -355,6 +385,7 @@ class TimeShare:
 
     def _round(self) -> None:
         self._timer = None
+        self._activity.begin_round()
         try:
             if self.running:
                 self._turn()

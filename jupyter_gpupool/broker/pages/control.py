@@ -340,6 +340,14 @@ class ControlPages:
             except OSError as error:
                 self._damaged(session, error)
 
+    def set_contended(self, session: LiveSession, contended: bool) -> None:
+        """Say whether another session waits for memory that this one holds."""
+        if session.page is not None:
+            try:
+                session.page.set_contended(contended)
+            except OSError as error:
+                self._damaged(session, error)
+
     def read(self, session: LiveSession) -> Reading | None:
         """Return the page's data on living processes; None if the page cannot be read.
 

@@ -47,32 +47,34 @@ def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
     return found
 
 
-async def drain(read: Callable[[], Reading | None], pid: int | None = None) -> str:
+async def drain(
+    read: Callable[[], Reading | None], pid: int | None = None, *, patience: float = DRAIN
+) -> str:
     """Wait until no call can be on its way into the driver; return why one may be, or "".
 
     This covers the session whose page ``read`` returns, or only its process ``pid``.
     """
     loop = asyncio.get_running_loop()
-    give_up = loop.time() + DRAIN
+    give_up = loop.time() + patience
     while True:
         reading = read()
         slots = [slot for slot in reading.slots if pid in (None, slot.pid)] if reading else []
         if not any(slot.inflight for slot in slots):
             pids = [slot.pid for slot in slots] if pid is None else [pid]
-            if await quiesce(pids):
+            if await quiesce(pids, max(patience, LONGEST)):
                 return ""
             return "a thread that was about to call CUDA got no processor"
         if loop.time() >= give_up:
-            return f"a CUDA call did not return within {DRAIN:g} s"
+            return f"a CUDA call did not return within {patience:g} s"
         await asyncio.sleep(DRAIN_POLL)
 
 
-async def quiesce(pids: Iterable[int]) -> bool:
-    """Wait until no thread of ``pids`` can be on the way; False if one may be after LONGEST."""
+async def quiesce(pids: Iterable[int], patience: float = LONGEST) -> bool:
+    """Wait until no thread of ``pids`` can be on the way; False if one may be in the end."""
     # Not in the loop's thread: there may be thousands of threads, more if a page is forged.
     waiting = await asyncio.to_thread(on_the_way, tuple(pids))
     loop = asyncio.get_running_loop()
-    give_up = loop.time() + LONGEST
+    give_up = loop.time() + patience
     while waiting:
         if loop.time() >= give_up:
             return False

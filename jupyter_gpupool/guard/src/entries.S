@@ -88,6 +88,17 @@
     END \name
 .endm
 
+/* Two bytes of one word: the gate, and whether the slice is contended (little-endian). */
+.macro ENTRY_LAUNCH name, index
+    .hidden wrap_\name
+    BEGIN \name, \index
+    movq guard_gate(%rip), %r11
+    testl $0xff0000ff, (%r11)
+    jne wrap_\name
+    jmp *(guard_real + 8 * \index)(%rip)
+    END \name
+.endm
+
 .macro ENTRY_NOTE name, index
     BEGIN \name, \index
     BEHIND guard_gate, note, \index

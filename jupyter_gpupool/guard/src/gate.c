@@ -14,9 +14,9 @@
 #include <stdlib.h>
 #include <time.h>
 
-const uint8_t guard_open = GATE_OPEN, guard_shut = GATE_CLOSED;
+const struct gate_word guard_open = {.gate = GATE_OPEN}, guard_shut = {.gate = GATE_CLOSED};
 
-const uint8_t *guard_gate = &guard_shut, *guard_free_gate = &guard_shut;
+const uint8_t *guard_gate = &guard_shut.gate, *guard_free_gate = &guard_shut.gate;
 
 /* Nanoseconds after which a suspend counts as abandoned: its broker is gone. */
 #define LONGEST_SUSPEND 120000000000ull
@@ -130,9 +130,9 @@ static void point(void)
     struct page_slot *slot = guard_slot();
     bool shut = __atomic_load_n(&guard_arrears, __ATOMIC_SEQ_CST) != 0 ||
                 (landing_moves() && !landing_aside());
-    const uint8_t *gate = shut ? &guard_shut : guard_page ? &guard_page->gate : &guard_open;
+    const uint8_t *gate = shut ? &guard_shut.gate : guard_page ? &guard_page->gate : &guard_open.gate;
     bool blocks = __atomic_load_n(&context, __ATOMIC_ACQUIRE);
-    guard_gates(gate, shut || blocks ? gate : slot ? (const uint8_t *)&slot->landing : &guard_open);
+    guard_gates(gate, shut || blocks ? gate : slot ? (const uint8_t *)&slot->landing : &guard_open.gate);
 }
 
 void gate_point(void)
@@ -471,6 +471,6 @@ void gate_fork(enum fork_when when)
     inside.depth = 0;
     inside.inflight = NULL;
     guard_arrears = arrears_lock = 0;
-    if (__atomic_load_n(&guard_gate, __ATOMIC_RELAXED) != &guard_open || guard_page)
-        guard_gates(&guard_shut, &guard_shut);
+    if (__atomic_load_n(&guard_gate, __ATOMIC_RELAXED) != &guard_open.gate || guard_page)
+        guard_gates(&guard_shut.gate, &guard_shut.gate);
 }

@@ -220,11 +220,17 @@ static void launched(CUgraphExec exec, const struct totals *sum, uint32_t at)
 
 CUresult wrap_cuGraphLaunch(CUgraphExec exec, CUstream stream)
 {
+    CUresult full = window_pass(stream, false);
+    if (full)
+        return full;
     LAUNCH(exec, REAL(cuGraphLaunch)(exec, stream));
 }
 
 CUresult wrap_cuGraphLaunch_ptsz(CUgraphExec exec, CUstream stream)
 {
+    CUresult full = window_pass(stream, true);
+    if (full)
+        return full;
     LAUNCH(exec, REAL(cuGraphLaunch_ptsz)(exec, stream));
 }
 

@@ -82,7 +82,11 @@ bool guard_has_context(void);
 /* The two bytes that the entry points test, of the page or constant. */
 extern const uint8_t *guard_gate, *guard_free_gate;
 void guard_gates(const uint8_t *gate, const uint8_t *free_gate);
-extern const uint8_t guard_shut, guard_open;
+/* Entry points of launches test the fourth byte as well: in the page that is ``contended``. */
+struct gate_word {
+    uint8_t gate, unused[3];
+};
+extern const struct gate_word guard_shut, guard_open;
 
 /* Whether a call may go on: the gate is open, or a pause is over. Records the use if `use`. */
 bool gate_lets(bool use);
@@ -102,6 +106,15 @@ void gate_step_back(void);
 
 /* Cache the driver's answers about the devices, to answer while it would block (cached.c). */
 void cached_fill(void);
+
+/* ---- the launch window (window.c) */
+
+/* Before a launch: wait for earlier ones if there are too many, while the slice is contended. 0, or the
+ * error to return (the gate was closed, and the wait for it ended). */
+CUresult window_pass(CUstream stream, bool per_thread);
+/* A synchronise has returned: nothing that was launched before is left, or nothing of that stream. */
+void window_synced(void);
+void window_stream_synced(CUstream stream, bool per_thread);
 
 /* ---- cuGetProcAddress (procaddr.c) */
 void procaddr_ready(void); /* guard_real is filled */
@@ -214,6 +227,9 @@ void polite_end(struct polite *p);
 bool polite_interrupted(const struct polite *p);
 /* Whether the interpreter of this process, if there is one, is being torn down. */
 bool polite_finalizing(void);
+/* Let the interpreter's other threads run, if this thread holds its lock; take it back. */
+void *interpreter_release(void);
+void interpreter_take(void *thread);
 void polite_nap(struct polite *p); /* 1 ms at first, 10 ms after a second */
 void nap(int milliseconds);
 uint64_t monotonic(void); /* ns */

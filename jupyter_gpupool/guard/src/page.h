@@ -84,7 +84,8 @@ struct page {
     uint32_t version;
     uint8_t gate;
     uint8_t managed;
-    uint8_t unused[2];
+    uint8_t unused;
+    uint8_t contended; /* 1: another session waits for memory that this one holds (window.c) */
     uint32_t devices; /* how many */
     uint64_t epoch;
     uint64_t pause_until;           /* CLOCK_MONOTONIC, ns; later a paused gate counts as open */
@@ -115,6 +116,8 @@ static inline uint64_t page_name(const char *uuid)
 }
 
 _Static_assert(sizeof(struct page_slot) == 256, "the layout that page.py has");
+_Static_assert(__builtin_offsetof(struct page, contended) == __builtin_offsetof(struct page, gate) + 3,
+               "the word that the entry points of launches test");
 _Static_assert(__builtin_offsetof(struct page, granted) == 64, "the layout that page.py has");
 _Static_assert(__builtin_offsetof(struct page, slot) == 4096, "the layout that page.py has");
 

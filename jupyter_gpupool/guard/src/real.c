@@ -168,7 +168,7 @@ static enum page_state look(void)
                 refused_until = monotonic() + REFUSED_NS;
         }
         if (state == PAGE_READY) {
-            guard_gates(guard_page ? &guard_page->gate : &guard_open, &guard_open);
+            guard_gates(guard_page ? &guard_page->gate : &guard_open.gate, &guard_open.gate);
             __atomic_store_n(&guard_settled, true, __ATOMIC_RELEASE);
         }
     }

@@ -19,28 +19,42 @@ static CUresult after(CUresult result)
     return result;
 }
 
+static CUresult after_all(CUresult result)
+{
+    if (!result)
+        window_synced();
+    return after(result);
+}
+
+static CUresult after_stream(CUresult result, CUstream stream, bool per_thread)
+{
+    if (!result)
+        window_stream_synced(stream, per_thread);
+    return after(result);
+}
+
 CUresult wrap_cuCtxSynchronize(void)
 {
     ENTER;
-    return after(REAL(cuCtxSynchronize)());
+    return after_all(REAL(cuCtxSynchronize)());
 }
 
 CUresult wrap_cuCtxSynchronize_v2(CUcontext context)
 {
     ENTER;
-    return after(REAL(cuCtxSynchronize_v2)(context));
+    return after_all(REAL(cuCtxSynchronize_v2)(context));
 }
 
 CUresult wrap_cuStreamSynchronize(CUstream stream)
 {
     ENTER;
-    return after(REAL(cuStreamSynchronize)(stream));
+    return after_stream(REAL(cuStreamSynchronize)(stream), stream, false);
 }
 
 CUresult wrap_cuStreamSynchronize_ptsz(CUstream stream)
 {
     ENTER;
-    return after(REAL(cuStreamSynchronize_ptsz)(stream));
+    return after_stream(REAL(cuStreamSynchronize_ptsz)(stream), stream, true);
 }
 
 CUresult wrap_cuStreamQuery(CUstream stream)

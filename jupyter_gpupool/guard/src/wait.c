@@ -41,7 +41,7 @@ static bool find_python(struct python *py)
 /* PyGILState_Check() is true for every thread once there was a second interpreter, and up to 3.11 the current
  * state may be another thread's. If both tests are true, this thread has the lock. If they are wrongly false,
  * the other threads also wait. */
-static void *release_interpreter(void)
+void *interpreter_release(void)
 {
     struct python py;
     if (!find_python(&py))
@@ -50,7 +50,7 @@ static void *release_interpreter(void)
     return current && current == py.of_thread() ? py.save() : NULL;
 }
 
-static void take_interpreter(void *thread)
+void interpreter_take(void *thread)
 {
     struct python py;
     if (thread && find_python(&py))
@@ -176,7 +176,7 @@ void polite_begin(struct polite *p)
     p->slot = guard_slot(); /* another thread may take an interrupt meanwhile */
     if (p->slot)
         __atomic_add_fetch(&p->slot->waiting, 1, __ATOMIC_SEQ_CST);
-    p->thread = release_interpreter();
+    p->thread = interpreter_release();
 }
 
 void polite_end(struct polite *p)
@@ -184,7 +184,7 @@ void polite_end(struct polite *p)
     if (p->slot)
         __atomic_sub_fetch(&p->slot->waiting, 1, __ATOMIC_SEQ_CST);
     unwatch();
-    take_interpreter(p->thread);
+    interpreter_take(p->thread);
 }
 
 void polite_nap(struct polite *p)

@@ -22,6 +22,19 @@ CUresult wrap_cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device);
 CUresult wrap_cuDeviceGetAttribute(int *value, int attribute, CUdevice device);
 CUresult wrap_cuDeviceComputeCapability(int *major, int *minor, CUdevice device);
 
+/* window.c */
+CUresult wrap_cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                             unsigned bz, unsigned shared, CUstream stream, void **params, void **extra);
+CUresult wrap_cuLaunchKernel_ptsz(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                                  unsigned bz, unsigned shared, CUstream stream, void **params, void **extra);
+CUresult wrap_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **params, void **extra);
+CUresult wrap_cuLaunchKernelEx_ptsz(const CUlaunchConfig *config, CUfunction f, void **params, void **extra);
+CUresult wrap_cuLaunchCooperativeKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                                        unsigned by, unsigned bz, unsigned shared, CUstream stream, void **params);
+CUresult wrap_cuLaunchCooperativeKernel_ptsz(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                                             unsigned by, unsigned bz, unsigned shared, CUstream stream,
+                                             void **params);
+
 CUresult wrap_cuGetErrorName(CUresult error, const char **out);
 CUresult wrap_cuGetErrorString(CUresult error, const char **out);
 CUresult wrap_cuGetProcAddress(const char *name, void **out, int version, uint64_t flags);

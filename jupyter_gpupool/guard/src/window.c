@@ -1,0 +1,180 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * The launch window: how much work a process may have submitted and not finished, while another
+ * session waits for memory that this one holds. A suspend drains what was submitted, so without a
+ * bound it takes as long as the queue that the program has built up.
+ *
+ * The idea and the range of 1 to 2,048 launches are those of nvshare (src/hook.c, cuLaunchKernel;
+ * G. Alexopoulos, "nvshare: Practical GPU Sharing Without Memory Size Constraints", ICSE 2024): wait
+ * for the device after so many launches; a short wait doubles their number, a long one halves it.
+ * What differs: its steps are of seconds and ours of milliseconds, because a cell waits for the
+ * drain; and it waits for the whole context, which fails while any of its streams records a graph
+ * (nvshare#22) and never ends where submitted work waits for something that this thread does later.
+ * So this waits for the stream of the launch, by an event; not while anything is being recorded; not
+ * longer than LONGEST; and without the interpreter's lock, which a host function of that stream may
+ * need.
+ *
+ * Each process has a window of its own. Streams share it, and each has its own count.
+ */
+#include "counting.h"
+#include "wraps.h"
+
+#include <time.h>
+
+#define MOST 2048u
+#define SLOW_NS 20000000u      /* a wait that halves the window */
+#define VERY_SLOW_NS 200000000u /* a wait after which it begins again with 1 */
+#define LONGEST_NS 5000000000ull
+#define FIRST_NAP_NS 20000u
+#define LAST_NAP_NS 500000u
+#define STREAMS 64u /* more share counts, and wait earlier */
+
+enum { RELAXED = 2 };
+
+static uint32_t window = 1;
+static uint32_t pending[STREAMS]; /* launches since the last wait, by stream */
+
+static bool contended(void)
+{
+    return guard_page && __atomic_load_n(&guard_page->contended, __ATOMIC_RELAXED);
+}
+
+static uint32_t *count_of(CUstream stream, bool per_thread)
+{
+    static __thread char own; /* stands for the thread's default stream */
+    uint64_t key = (uint64_t)stream;
+    if (key == 2 || (per_thread && !key))
+        key = (uint64_t)&own;
+    return &pending[(key >> 4 ^ key >> 10 ^ key) % STREAMS];
+}
+
+static void adapt(uint64_t waited)
+{
+    uint32_t now = __atomic_load_n(&window, __ATOMIC_RELAXED);
+    uint32_t then = waited >= VERY_SLOW_NS ? 1
+                    : waited >= SLOW_NS    ? (now > 1 ? now / 2 : 1)
+                                           : (now < MOST ? 2 * now : MOST);
+    __atomic_store_n(&window, then, __ATOMIC_RELAXED);
+}
+
+static bool done(CUevent event)
+{
+    return CALL(CUresult(*)(CUevent), cuEventQuery)(event) != CUDA_ERROR_NOT_READY;
+}
+
+/* Until the event is over, or it is better not to wait on: the launch then waits at the gate. */
+static void wait_for(CUevent event, uint64_t began)
+{
+    struct timespec pause = {.tv_nsec = FIRST_NAP_NS};
+    if (done(event))
+        return;
+    void *thread = interpreter_release();
+    do {
+        nanosleep(&pause, NULL);
+        if (pause.tv_nsec < (long)LAST_NAP_NS)
+            pause.tv_nsec *= 2;
+    } while (!done(event) && gate_lets(false) && monotonic() - began < LONGEST_NS);
+    interpreter_take(thread);
+}
+
+/* Inside a counted call. What the driver says against the event is no reason to refuse the launch. */
+static void drain(CUstream stream, bool per_thread)
+{
+    typedef CUresult (*create)(CUevent *, unsigned);
+    typedef CUresult (*record)(CUevent, CUstream);
+    typedef CUresult (*destroy)(CUevent);
+    typedef CUresult (*exchange)(int *);
+    CUevent event;
+    int mode = RELAXED;
+    uint64_t began = monotonic();
+    if (CALL(create, cuEventCreate)(&event, EVENT_DISABLE_TIMING))
+        return;
+    /* Another thread may begin to record a graph just now, in a mode that forbids such calls. */
+    bool exchanged = guard_has(E_cuThreadExchangeStreamCaptureMode) &&
+                     !CALL(exchange, cuThreadExchangeStreamCaptureMode)(&mode);
+    record submit = per_thread && guard_has(E_cuEventRecord_ptsz) ? CALL(record, cuEventRecord_ptsz)
+                                                                  : CALL(record, cuEventRecord);
+    if (!submit(event, stream)) {
+        wait_for(event, began);
+        if (gate_lets(false)) /* else it was cut short, and says nothing */
+            adapt(monotonic() - began);
+    }
+    if (exchanged)
+        CALL(exchange, cuThreadExchangeStreamCaptureMode)(&mode);
+    CALL(destroy, cuEventDestroy_v2)(event);
+}
+
+CUresult window_pass(CUstream stream, bool per_thread)
+{
+    if (!contended() || capture_any())
+        return CUDA_SUCCESS;
+    uint32_t *count = count_of(stream, per_thread);
+    if (__atomic_add_fetch(count, 1, __ATOMIC_RELAXED) <= __atomic_load_n(&window, __ATOMIC_RELAXED))
+        return CUDA_SUCCESS;
+    CUresult error = guard_enter();
+    if (error)
+        return error;
+    drain(stream, per_thread);
+    __atomic_store_n(count, 1, __ATOMIC_RELAXED);
+    guard_leave();
+    return CUDA_SUCCESS;
+}
+
+void window_synced(void)
+{
+    if (contended())
+        for (uint32_t i = 0; i < STREAMS; i++)
+            __atomic_store_n(&pending[i], 0, __ATOMIC_RELAXED);
+}
+
+void window_stream_synced(CUstream stream, bool per_thread)
+{
+    if (contended())
+        __atomic_store_n(count_of(stream, per_thread), 0, __ATOMIC_RELAXED);
+}
+
+/* ---- the calls: their entry points come here where the gate is not open, or the slice is contended */
+
+#define LAUNCH(name, stream, per_thread, ...)             \
+    CUresult error = guard_slow_gate(E_##name);           \
+    if (!error)                                           \
+        error = window_pass(stream, per_thread);          \
+    if (!error)                                           \
+        error = guard_slow_gate(E_##name);                \
+    return error ? error : REAL(name)(__VA_ARGS__)
+
+CUresult wrap_cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                             unsigned bz, unsigned shared, CUstream stream, void **params, void **extra)
+{
+    LAUNCH(cuLaunchKernel, stream, false, f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);
+}
+
+CUresult wrap_cuLaunchKernel_ptsz(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                                  unsigned bz, unsigned shared, CUstream stream, void **params, void **extra)
+{
+    LAUNCH(cuLaunchKernel_ptsz, stream, true, f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);
+}
+
+CUresult wrap_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **params, void **extra)
+{
+    LAUNCH(cuLaunchKernelEx, config ? config->hStream : NULL, false, config, f, params, extra);
+}
+
+CUresult wrap_cuLaunchKernelEx_ptsz(const CUlaunchConfig *config, CUfunction f, void **params, void **extra)
+{
+    LAUNCH(cuLaunchKernelEx_ptsz, config ? config->hStream : NULL, true, config, f, params, extra);
+}
+
+CUresult wrap_cuLaunchCooperativeKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                                        unsigned by, unsigned bz, unsigned shared, CUstream stream, void **params)
+{
+    LAUNCH(cuLaunchCooperativeKernel, stream, false, f, gx, gy, gz, bx, by, bz, shared, stream, params);
+}
+
+CUresult wrap_cuLaunchCooperativeKernel_ptsz(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                                             unsigned by, unsigned bz, unsigned shared, CUstream stream,
+                                             void **params)
+{
+    LAUNCH(cuLaunchCooperativeKernel_ptsz, stream, true, f, gx, gy, gz, bx, by, bz, shared, stream, params);
+}

@@ -1,0 +1,473 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A session in use is suspended in the middle of its work, and goes on by itself: nothing is lost.
+
+Broker, guard and emulated driver together; the pool's decision is the test's (see
+``preempting_broker.py``). The sessions are programs that know nothing of the pool.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jupyter_gpupool.guard import page as layout
+
+from . import kit
+from .kit import MiB, wait_until
+from .preempting_broker import REASON
+from .test_guarded import NOT_READY, Program
+
+#: The size that a session asks for here; a device has room for one.
+BIG = 300 * MiB
+
+#: One device: who has it, has it alone.
+ONE = "1x512MiB,context=32MiB"
+
+CLASSES = {"batch": 0, "interactive": 10}
+
+
+class PreemptingBroker(kit.Broker):
+    module = "tests.broker.preempting_broker"
+
+    def preempt(self, program):
+        """Have the pool decide so; the decision is made when this returns."""
+        file = self.folder / "preempt"
+        part = self.folder / "preempt.part"
+        part.write_text(program.session)
+        part.replace(file)
+        wait_until(lambda: not file.exists(), "the pool's decision")
+
+
+class Worker(Program):
+    """A program, and what its page says."""
+
+    def page(self):
+        page = layout.Page.open(Path(self.env["GPUPOOL_PAGE"]))
+        try:
+            return page.read()
+        finally:
+            page.close()
+
+    def contend(self, contended):
+        """Have its page say that another session waits, as the broker does."""
+        # Once the broker has said that none does.
+        wait_until(lambda: self.page().gate == layout.UNUSED, "the broker's first look")
+        page = layout.Page.open(Path(self.env["GPUPOOL_PAGE"]))
+        page.set_contended(contended)
+        page.close()
+
+
+@pytest.fixture
+def parts():
+    config = {
+        "emulate": ONE, "attach": "lazy", "quiet_after": 2.0, "lock_timeout": 20.0,
+        "priority_classes": CLASSES, "default_priority": "batch",
+    }  # fmt: skip
+    return PreemptingBroker, Worker, config
+
+
+@pytest.fixture
+def program(broker):
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Worker(broker, *args, **{"memory": BIG, **kwargs}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def at_work(program, **request):
+    """A program in the middle of its work, with bytes of its own beside it."""
+    p = program("worker", **request)
+    p.do("on_interrupt")
+    p.begin(64 * MiB, byte=7)
+    p.do("toil")
+    further(p)
+    return p
+
+
+def further(p, rounds=3):
+    """It goes on: its rounds since now."""
+    before = p.do("rounds")["rounds"]
+
+    def gone_on():
+        state = p.do("rounds")
+        assert not state["error"], state
+        return state["rounds"] >= before + rounds
+
+    wait_until(gone_on, "the work to go on")
+
+
+def stands(p):
+    """Whether its thread waits at the gate."""
+    return p.status()["waiting"] == 1
+
+
+def whole(p):
+    """It ends its work: every byte is right, and no call has failed."""
+    state = p.do("rest")
+    assert not state["error"], state
+    assert p.do("check") == 64 * MiB
+
+
+def displaced(broker, program):
+    """A program whose GPU was given to another one in its middle; and that other one."""
+    worker = at_work(program)
+    urgent = program("urgent", priority="interactive")
+    urgent.tell("context")
+    urgent.wait_state("queued")
+    broker.preempt(worker)
+    assert urgent.answer() is None
+    wait_until(lambda: worker.state() == "queued" and stands(worker), "the worker to wait")
+    return worker, urgent
+
+
+# ---------------------------------------------------------------------- nothing is lost
+
+
+def test_running_program_is_preempted_and_goes_on_by_itself(broker, program):
+    worker, urgent = displaced(broker, program)
+    status = worker.status()
+    assert status["preempted"] == REASON
+    assert status["suspended_bytes"] >= 64 * MiB
+    assert [hold["kind"] for hold in status["holds"]] == ["device"]
+    urgent.close()
+    worker.wait_state("active")
+    further(worker)
+    status = worker.status()
+    assert (status["preempted"], status["suspends"], status["resumes"]) == ("", 1, 1)
+    whole(worker)
+    assert [row["reason"] for row in broker.rows("preempt")] == [REASON]
+
+
+def test_program_is_preempted_again_and_again(broker, program):
+    worker = at_work(program)
+    for count in range(1, 4):
+        broker.preempt(worker)
+        wait_until(lambda n=count: worker.status()["resumes"] == n, "the return")
+        further(worker, 1)
+    whole(worker)
+
+
+def test_all_processes_of_a_session_are_preempted_together(broker, program):
+    worker = at_work(program)
+    for command in ({"do": "context"}, {"do": "toil"}):
+        worker.do("sub", command=command)
+    urgent = program("urgent", priority="interactive")
+    urgent.tell("context")
+    urgent.wait_state("queued")
+    broker.preempt(worker)
+    assert urgent.answer() is None
+    wait_until(lambda: worker.status()["waiting"] == 2, "both to wait")
+    urgent.close()
+    further(worker)
+    before = worker.do("sub", command={"do": "rounds"})["rounds"]
+
+    def child_goes_on():
+        state = worker.do("sub", command={"do": "rounds"})
+        assert not state["error"], state
+        return state["rounds"] > before
+
+    wait_until(child_goes_on, "the child's work")
+    assert not worker.do("sub", command={"do": "rest"})["error"]
+    whole(worker)
+
+
+def test_submitted_work_is_finished_before_the_suspend(broker, program):
+    """It drains: the copy to host memory has what it computed."""
+    worker = at_work(program)
+    worker.do("spin", seconds=0.5)
+    broker.preempt(worker)
+    wait_until(lambda: worker.status()["resumes"] == 1, "the return")
+    further(worker)
+    whole(worker)
+
+
+def test_interrupt_ends_the_wait_and_loses_nothing(broker, program):
+    """The state stays in host memory, and the next call brings it back."""
+    worker, urgent = displaced(broker, program)
+    worker.process.send_signal(signal.SIGINT)
+    wait_until(lambda: worker.do("rounds")["error"], "the interrupted call")
+    assert f"CudaError({NOT_READY['cuda']})" in worker.do("rounds")["error"]
+    worker.wait_state("detached")
+    status = worker.status()
+    assert (status["preempted"], status["queue_position"]) == ("", None)
+    urgent.close()
+    assert worker.do("check") == 64 * MiB
+
+
+def test_preempted_program_without_calls_is_not_brought_back_for_nothing(broker, program):
+    worker, urgent = program("worker"), program("urgent", priority="interactive")
+    worker.begin(64 * MiB, byte=7)
+    urgent.tell("context")
+    urgent.wait_state("queued")
+    broker.preempt(worker)
+    assert urgent.answer() is None
+    worker.wait_state("detached")
+    status = worker.status()
+    assert (status["suspends"], status["holds"], status["preempted"]) == (1, [], "")
+    urgent.close()
+    assert worker.do("check") == 64 * MiB
+
+
+# ---------------------------------------------------------------------- refused
+
+
+def refusals(broker):
+    return [(row["detail"]["kind"], row["reason"]) for row in broker.rows("refuse")
+            if row["detail"].get("what") == "suspend"]  # fmt: skip
+
+
+def test_call_that_does_not_return_refuses_and_the_others_go_on(make_broker):
+    broker = make_broker(lock_timeout=0.5).started
+    worker = Worker(broker, "worker", memory=BIG)
+    try:
+        worker.begin(64 * MiB, byte=7)
+        worker.do("spin", seconds=4)
+        worker.tell("sync")
+        wait_until(lambda: worker.page().inflight, "the call")
+        broker.preempt(worker)
+        wait_until(lambda: refusals(broker), "the refusal")
+        kind, why = refusals(broker)[0]
+        assert kind == "drain"
+        assert "did not return within 0.5 s" in why
+        assert worker.answer() is None
+        status = worker.status()
+        assert status["state"] == "active"
+        assert (status["suspends"], status["preempted"]) == (0, "")
+        assert worker.do("check") == 64 * MiB
+    finally:
+        worker.close()
+
+
+def test_work_that_does_not_drain_refuses(make_broker):
+    """No call is inside the driver, but what was submitted takes longer than the lock may."""
+    broker = make_broker(lock_timeout=0.5).started
+    worker = Worker(broker, "worker", memory=BIG)
+    try:
+        worker.begin(64 * MiB, byte=7)
+        worker.do("spin", seconds=4)
+        broker.preempt(worker)
+        wait_until(lambda: refusals(broker), "the refusal")
+        kind, why = refusals(broker)[0]
+        assert kind == "drain"
+        assert "did not finish in 0.5 s" in why
+        assert worker.do("check") == 64 * MiB
+        assert worker.status()["suspends"] == 0
+    finally:
+        worker.close()
+
+
+#: Kernels that make a queue of four seconds.
+QUEUE = {"count": 400, "seconds": 0.01}
+
+
+@pytest.mark.parametrize("contended", [False, True])
+def test_queue_drains_in_time_only_where_the_slice_is_contended(make_broker, contended):
+    broker = make_broker(lock_timeout=1.0).started
+    worker = Worker(broker, "worker", memory=BIG)
+    try:
+        worker.begin(64 * MiB, byte=7)
+        worker.contend(contended)
+        worker.do("flood", **QUEUE)
+        least = 20 if contended else QUEUE["count"]
+        wait_until(lambda: worker.do("flooded")["submitted"] >= least, "work")
+        broker.preempt(worker)
+        wait_until(lambda: refusals(broker) or worker.status()["resumes"], "an end")
+        assert bool(refusals(broker)) is not contended
+        assert worker.status()["suspends"] == int(contended)
+        wait_until(lambda: worker.do("flooded")["over"], "all work")
+        assert not worker.do("flooded")["error"]
+        assert worker.do("check") == 64 * MiB
+    finally:
+        worker.close()
+
+
+def test_recording_of_a_graph_refuses(broker, program):
+    worker = program("worker")
+    worker.begin(64 * MiB, byte=7)
+    worker.do("capture")
+    broker.preempt(worker)
+    wait_until(lambda: refusals(broker), "the refusal")
+    assert refusals(broker)[0] == ("drain", "it records a CUDA graph")
+    assert worker.do("captured") is None
+    assert worker.do("check") == 64 * MiB
+
+
+def test_running_cell_without_the_guard_is_not_preempted(make_broker):
+    """A CUDA call would end it while it is suspended, and nothing holds calls back."""
+    broker = make_broker(guard=False, attach="cell").started
+    kernel = kit.Kernel(broker, "cell", memory=BIG)
+    try:
+        kernel.attach()
+        broker.preempt(kernel)
+        wait_until(lambda: refusals(broker), "the refusal")
+        kind, why = refusals(broker)[0]
+        assert kind == "drain"
+        assert "without the guard" in why
+        assert kernel.state() == "active"
+        assert kernel.link()["attached"]
+    finally:
+        kernel.close()
+
+
+# ---------------------------------------------------------------------- the failure table
+
+
+def slow(broker):
+    """Copies take seconds, so that something can happen in their middle."""
+    broker.faults.set("slow-copies", bandwidth=24 * MiB)
+
+
+@pytest.mark.parametrize("moment", ["calls drain", "work drains", "state is copied", "it waits"])
+def test_broker_killed_while(make_broker, moment):
+    """The next broker finds the program as it is; it goes on, and every byte is right."""
+    broker = make_broker().started
+    program = Maker(broker)
+    try:
+        worker = at_work(program)
+        if moment == "calls drain":
+            worker.do("spin", seconds=2)
+            worker.do("storm")
+            wait_until(lambda: worker.page().inflight, "a call inside")
+        elif moment == "work drains":
+            worker.do("spin", seconds=2)
+        elif moment == "state is copied":
+            slow(broker)
+        else:
+            urgent = program("urgent", priority="interactive")
+            urgent.tell("context")
+            urgent.wait_state("queued")
+        broker.preempt(worker)
+        if moment == "it waits":
+            assert urgent.answer() is None
+            worker.wait_state("queued")
+        else:
+            wait_until(lambda: worker.page().gate == layout.CLOSED, "the gate to close")
+        broker.kill()
+        broker.faults.clear()
+        assert broker.start()["ok"]
+        if moment == "it waits":
+            wait_until(lambda: worker.status() and worker.state() == "queued", "its place")
+            urgent.close()
+        further(worker)
+        if moment == "calls drain":
+            assert worker.do("calm")["error"] == 0
+        whole(worker)
+    finally:
+        program.close()
+
+
+def test_broker_killed_while_state_comes_back(make_broker):
+    broker = make_broker().started
+    program = Maker(broker)
+    try:
+        worker, urgent = displaced(broker, program)
+        slow(broker)
+        urgent.close()
+        worker.wait_state("attaching")
+        broker.kill()
+        broker.faults.clear()
+        assert broker.start()["ok"]
+        further(worker)
+        whole(worker)
+    finally:
+        program.close()
+
+
+@pytest.mark.parametrize("moment", ["its work drains", "its state is copied"])
+def test_worker_of_the_broker_killed_while(make_broker, moment):
+    """The suspend is undone or refused by what the driver says, and the program goes on."""
+    broker = make_broker().started
+    program = Maker(broker)
+    try:
+        worker = at_work(program)
+        if moment == "its work drains":
+            worker.do("spin", seconds=2)
+        else:
+            slow(broker)
+        broker.preempt(worker)
+        wait_until(lambda: worker.page().gate == layout.CLOSED, "the gate to close")
+        wait_until(lambda: helpers(broker), "the broker's workers")
+        for helper in helpers(broker):
+            helper.kill()
+        broker.faults.clear()
+        further(worker)
+        whole(worker)
+    finally:
+        program.close()
+
+
+def helpers(broker):
+    """The processes that make the driver's checkpoint calls."""
+    found = psutil.Process(broker.process.pid).children()
+    return [p for p in found if "devices.nvidia.programs worker" in " ".join(p.cmdline())]
+
+
+@pytest.mark.parametrize("moment", ["its work drains", "its state is copied", "it waits"])
+def test_program_killed_while(make_broker, moment):
+    """What it had is free again, in host memory as well."""
+    broker = make_broker().started
+    program = Maker(broker)
+    try:
+        if moment == "it waits":
+            worker, urgent = displaced(broker, program)
+        else:
+            worker = at_work(program)
+            if moment == "its work drains":
+                worker.do("spin", seconds=20)
+            else:
+                slow(broker)
+            broker.preempt(worker)
+            wait_until(lambda: worker.page().gate == layout.CLOSED, "the gate to close")
+        worker.kill()
+        broker.faults.clear()
+        wait_until(lambda: broker.session(worker.session) is None, "the session to end")
+        if moment == "it waits":
+            urgent.close()
+        wait_until(lambda: not broker.status()["host"]["used_bytes"], "host memory")
+        other = program("other")
+        other.begin(MiB)
+        assert other.state() == "active"
+    finally:
+        program.close()
+
+
+def test_agent_that_goes_away_changes_nothing(broker, program):
+    """What it held is over after a while; the calls of its processes still want the GPU."""
+    worker = at_work(program)
+    worker.do("hold", hold="cell-1")
+    wait_until(lambda: len(worker.status()["holds"]) == 2, "the cell's hold")
+    urgent = program("urgent", priority="interactive")
+    urgent.tell("context")
+    urgent.wait_state("queued")
+    broker.preempt(worker)
+    assert urgent.answer() is None
+    wait_until(lambda: worker.state() == "queued" and stands(worker), "the worker to wait")
+    worker.do("hang_up")
+    urgent.close()
+    further(worker)
+    whole(worker)
+
+
+class Maker:
+    """Makes programs of a broker, and ends them all."""
+
+    def __init__(self, broker):
+        self.broker = broker
+        self.made = []
+
+    def __call__(self, *args, **kwargs):
+        self.made.append(Worker(self.broker, *args, **{"memory": BIG, **kwargs}))
+        return self.made[-1]
+
+    def close(self):
+        for one in self.made:
+            one.close()

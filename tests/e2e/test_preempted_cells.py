@@ -1,0 +1,177 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Running cells whose GPU is given to a kernel of a higher class: they wait, and go on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from . import cells
+from .kit import MiB, until
+from .scenes import DATA, play, said, state, suspended
+
+ONE = "1x640MiB,context=32MiB"
+SLICE = 400 * MiB  # two do not fit
+
+#: A higher class may take the GPU of a running cell, at once.
+RULES = {
+    "default_memory": SLICE,
+    "quiet_after": 0.5,
+    "priority_classes": {"batch": 0, "urgent": 10},
+    "default_priority": "batch",
+    "preempt": ["class"],
+}
+
+#: A cell that writes, computes and reads all of its bytes until the file appears.
+TOIL = """
+from pathlib import Path as _Path
+rounds = 0
+print("begun")
+while not _Path({flag!r}).exists():
+    block.write(rounds).compute().verify()
+    rounds += 1
+print("rounds:", rounds)
+"""
+
+
+def toil(flag):
+    return TOIL.format(flag=str(flag))
+
+
+async def at_work(pool, flag, **options):
+    """Return (kernel, its cell) that works on the only device."""
+    worker = await pool.kernel("worker", **options)
+    (await worker.run(cells.setup(1, DATA))).check()
+    cell = asyncio.create_task(worker.run(toil(flag), timeout=200))
+    await until(lambda: "begun" in worker.latest.text, "the cell to begin")
+    await state(worker, "active")
+    return worker, cell
+
+
+async def displaced(pool, flag, release, **options):
+    """Return (worker, its cell) that waits, and (urgent, its cell) that has its GPU."""
+    worker, cell = await at_work(pool, flag, **options)
+    urgent = await pool.kernel("urgent", provisioner={"priority": "urgent"})
+    code = cells.setup(2, DATA) + cells.computing(release)
+    other = asyncio.create_task(urgent.run(code, timeout=200))
+    await until(
+        lambda: (s := worker.session()) and s["preempted"] and s["suspended_bytes"],
+        "the worker to be preempted",
+        show=worker.session,
+    )
+    return worker, cell, urgent, other
+
+
+@pytest.mark.parametrize("attach", ["lazy", "cell"])
+def test_preempted_cell_says_so_and_goes_on_with_every_byte(pool, attach):
+    pool = pool(ONE, attach=attach, **RULES)
+    flag, release = pool.folder / "flag", pool.folder / "release"
+
+    async def scenario():
+        worker, cell, urgent, other = await displaced(pool, flag, release)
+        await until(lambda: worker.latest.displays, "the cell to say so")
+        await until(
+            lambda: "host memory" in worker.latest.displays[-1], "what happened",
+            show=lambda: worker.latest.displays,
+        )  # fmt: skip
+        assert worker.session()["state"] == "queued"
+        release.touch()
+        (await other).check()
+        await until(lambda: worker.session()["resumes"], "its return", show=worker.session)
+        await until(
+            lambda: "went on" in worker.latest.displays[-1], "the last line",
+            show=lambda: worker.latest.displays,
+        )  # fmt: skip
+        assert not worker.session()["preempted"]
+        flag.touch()
+        done = (await cell).check()
+        assert int(done.text.split("rounds:")[1]) > 0
+        assert "error" not in done.outputs
+        (await worker.run("block.verify()")).check()
+        (await urgent.run("block.verify()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_interrupted_cell_keeps_its_data(pool):
+    """Ctrl-C ends the wait of a preempted cell; its state comes back with the next call."""
+    pool = pool(ONE, **RULES)
+    flag, release = pool.folder / "flag", pool.folder / "release"
+
+    async def scenario():
+        worker, cell, _urgent, other = await displaced(pool, flag, release)
+        await until(lambda: worker.session()["waiting"], "its call to wait", show=worker.session)
+        await worker.interrupt()
+        done = await cell
+        assert done.ename == "KeyboardInterrupt", (done.ename, done.evalue)
+        await suspended(worker)
+        release.touch()
+        (await other).check()
+        (await worker.run("print(rounds, block.write(77).verify() is block)")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_work_without_the_gpu_goes_on_meanwhile(pool):
+    """A cell that computes on the host does not notice; %gpu of another request says what is."""
+    pool = pool(ONE, **RULES)
+    flag, release = pool.folder / "flag", pool.folder / "release"
+
+    async def scenario():
+        worker, cell, _, other = await displaced(pool, flag, release)
+        await until(lambda: worker.session()["waiting"], "its call to wait", show=worker.session)
+        await worker.interrupt()
+        await cell
+        for n in range(3):
+            assert (await worker.run(f"print({n} + 1)")).check().text.strip() == str(n + 1)
+        assert "host memory" in said((await worker.run("%gpu")).check())
+        release.touch()
+        (await other).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_kernel_killed_while_it_waits_leaves_nothing(pool):
+    pool = pool(ONE, **RULES)
+    flag, release = pool.folder / "flag", pool.folder / "release"
+
+    async def scenario():
+        worker, cell, _, other = await displaced(pool, flag, release)
+        cell.cancel()
+        session = worker.session()["id"]
+        worker.kill()
+        await until(lambda: session not in [s["id"] for s in pool.sessions()], "the session's end")
+        assert not pool.status()["host"]["used_bytes"]
+        release.touch()
+        (await other).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
+def test_broker_killed_while_a_cell_waits(pool):
+    """The next broker knows why the cell waits, and brings it back."""
+    pool = pool(ONE, **RULES)
+    flag, release = pool.folder / "flag", pool.folder / "release"
+
+    async def scenario():
+        worker, cell, _, other = await displaced(pool, flag, release)
+        await until(lambda: worker.session()["waiting"], "its call to wait", show=worker.session)
+        pool.disturbed = True
+        pool.kill_broker()
+        pool.start_broker()
+        await state(worker, "queued")
+        release.touch()
+        (await other).check()
+        await until(lambda: worker.session()["resumes"], "its return", show=worker.session)
+        flag.touch()
+        (await cell).check()
+        (await worker.run("block.verify()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())

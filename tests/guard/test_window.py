@@ -1,0 +1,221 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The launch window: while the slice is contended, what is submitted drains in milliseconds."""
+
+import time
+
+import pytest
+
+from jupyter_gpupool.guard import page as pages
+from tests.emulated import PTX
+
+#: Of a launch that takes long for a kernel, and how many make a queue that is worth seconds.
+SLOW_MS, MANY = 5, 400
+
+#: Seconds of the queue's work that may be left: the window settles at about 20 ms of it.
+SHORT = 0.3
+
+LAUNCH = """
+Z, U = ctypes.c_size_t, ctypes.c_uint64
+
+def handle(call, *args):
+    found = ctypes.c_void_p()
+    error = call(ctypes.byref(found), *args)
+    assert error == 0, error
+    return found
+
+module = handle(C.cuModuleLoadData, PTX)
+spin = handle(C.cuModuleGetFunction, module, b"emucuda_spin_ns")
+stream = handle(C.cuStreamCreate, 1)
+
+kept = []
+
+def params(ms):
+    value = U(int(ms * 1e6))
+    kept.append(value)
+    return (ctypes.c_void_p * 1)(ctypes.addressof(value))
+
+def launches(count, ms, on=None):
+    given = params(ms)
+    for _ in range(count):
+        error = C.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, on or stream, given, None)
+        assert error == 0, error
+
+def left():
+    "Seconds until what was submitted is done."
+    begun = time.monotonic()
+    assert C.cuCtxSynchronize() == 0
+    return time.monotonic() - begun
+"""
+
+
+@pytest.fixture
+def child(session):
+    made = session.child()
+    made.do(f"PTX = {PTX.encode()!r}")
+    assert made.do("_ = context()") == 0
+    made.do(LAUNCH)
+    return made
+
+
+def test_uncontended_program_submits_without_bound(child):
+    assert child.do(f"launches({MANY}, {SLOW_MS}); _ = left()") > MANY * SLOW_MS / 1000 / 2
+
+
+def test_contended_program_has_little_work_in_flight(session, child):
+    session.page.set_contended(True)
+    assert child.do(f"launches({MANY}, {SLOW_MS}); _ = left()") < SHORT
+    session.page.set_contended(False)
+    assert child.do(f"launches({MANY}, {SLOW_MS}); _ = left()") > MANY * SLOW_MS / 1000 / 2
+
+
+def test_window_opens_for_short_kernels(session, child):
+    """After a few waits that were short, hundreds of launches go without one."""
+    session.page.set_contended(True)
+    child.do("launches(2100, 0.001); assert C.cuCtxSynchronize() == 0")
+    assert child.do("launches(300, 5); _ = left()") > 0.5
+    # But the wait that ends that is long, and the window is small again.
+    assert child.do(f"launches(2100, 1); launches(100, {SLOW_MS}); _ = left()") < SHORT
+
+
+def test_each_stream_is_bounded(session, child):
+    session.page.set_contended(True)
+    child.do("streams = [handle(C.cuStreamCreate, 1) for _ in range(3)]")
+    seconds = child.do("""
+for _ in range(100):
+    for one in streams:
+        launches(1, 5, one)
+_ = left()
+""")
+    assert seconds < SHORT
+
+
+@pytest.mark.parametrize("launch", ["graph", "per-thread", "extended", "cooperative"])
+def test_every_way_to_launch_is_bounded(session, child, launch):
+    child.do("""
+class Config(ctypes.Structure):
+    _fields_ = [("sizes", ctypes.c_uint * 7), ("stream", ctypes.c_void_p),
+                ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
+
+given = params(5)
+config = Config((1, 1, 1, 1, 1, 1, 0), stream, None, 0)
+assert C.cuStreamBeginCapture_v2(stream, 0) == 0
+launches(1, 5)
+graph = ctypes.c_void_p()
+assert C.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
+run = handle(C.cuGraphInstantiateWithFlags, graph, U(0))
+six = 1, 1, 1, 1, 1, 1, 0
+ways = {
+    "graph": lambda: C.cuGraphLaunch(run, stream),
+    "per-thread": lambda: C.cuLaunchKernel_ptsz(spin, *six, None, given, None),
+    "extended": lambda: C.cuLaunchKernelEx(ctypes.byref(config), spin, given, None),
+    "cooperative": lambda: C.cuLaunchCooperativeKernel(spin, *six, stream, given),
+}
+""")
+    code = f"_ = [ways[{launch!r}]() for _ in range(200)] == [0] * 200, left()"
+    assert child.do(code)[0]
+    session.page.set_contended(True)
+    good, seconds = child.do(code)
+    assert good
+    assert seconds < SHORT
+
+
+def test_no_wait_while_a_graph_is_recorded(session, child):
+    """A synchronise would end the recording with an error (nvshare#22)."""
+    session.page.set_contended(True)
+    child.do("""
+assert C.cuStreamBeginCapture_v2(stream, 0) == 0
+launches(100, 1)
+graph = ctypes.c_void_p()
+_ = C.cuStreamEndCapture(stream, ctypes.byref(graph))
+assert _ == 0, _
+run = handle(C.cuGraphInstantiateWithFlags, graph, U(0))
+assert C.cuGraphLaunch(run, stream) == 0
+""")
+    assert 0.05 < child.do("_ = left()") < 10
+
+
+def test_recording_in_another_thread_is_not_disturbed(session, child):
+    session.page.set_contended(True)
+    child.do("""
+problems, go_on = [], True
+c = ctypes.c_void_p()
+C.cuCtxGetCurrent(ctypes.byref(c))
+
+def record():
+    C.cuCtxSetCurrent(c)
+    mine, given = handle(C.cuStreamCreate, 1), params(0.01)
+    for _ in range(200):
+        errors = [C.cuStreamBeginCapture_v2(mine, 0)]
+        errors.append(C.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, mine, given, None))
+        graph = ctypes.c_void_p()
+        errors.append(C.cuStreamEndCapture(mine, ctypes.byref(graph)))
+        if any(errors):
+            problems.append(errors)
+
+t = threading.Thread(target=record)
+t.start()
+while t.is_alive():
+    launches(20, 0.1)
+t.join()
+""")
+    assert child.do("_ = problems") == []
+
+
+def test_other_threads_of_the_interpreter_run_meanwhile(session, child):
+    """Also where the launch is made with its lock held: a host function may need that lock."""
+    session.page.set_contended(True)
+    ticks = child.do("""
+ticks, stop = 0, False
+def tick():
+    global ticks
+    while not stop:
+        time.sleep(0.001)
+        ticks += 1
+given = params(1000)
+t = threading.Thread(target=tick); t.start()
+errors = [P.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, stream, given, None) for _ in range(3)]
+_ = set(errors), ticks
+stop = True
+""")
+    assert ticks[0] == {0}
+    assert ticks[1] > 50
+
+
+def test_work_on_another_stream_is_not_waited_for(session, child):
+    """It may wait for something that this thread submits now."""
+    session.page.set_contended(True)
+    child.do("other = handle(C.cuStreamCreate, 1); launches(1, 4000, other)")
+    begun = time.monotonic()
+    child.do("launches(50, 0.1)")
+    assert time.monotonic() - begun < 3
+    assert child.do("_ = left()") > 0
+
+
+def test_gate_that_closes_ends_the_wait(session, child, until):
+    """The launch is not counted inside for longer than a moment: the suspend need not wait."""
+    session.page.set_contended(True)
+    child.do("launches(1, 1)")
+    child.send("launches(4, 2000); _ = left()")
+    until(lambda: session.page.read().inflight)
+    session.page.set_gate(pages.CLOSED)
+    begun = time.monotonic()
+    until(lambda: not session.page.read().inflight)
+    assert time.monotonic() - begun < 1.5
+    session.broker.asked(1)
+    session.page.set_gate(pages.UNUSED)
+    assert child.reply() >= 0
+
+
+def test_child_of_a_fork_has_a_window_of_its_own(session, child):
+    session.page.set_contended(True)
+    child.do(f"launches({MANY}, 1)")
+    assert (
+        child.do("""
+pid = os.fork()
+if not pid:
+    os._exit(C.cuInit(0) not in (0, 3))
+_ = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+""")
+        == 0
+    )
