@@ -201,7 +201,7 @@ def test_cell_with_a_larger_slice_may_use_top_level_await(calm: Kernel) -> None:
 def test_attached_kernel_gets_a_larger_slice_for_one_cell(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
-    """It has too small a slice: it gives that back, and the cell waits for the larger one."""
+    """The attached slice is too small: the kernel gives it back, and waits for a larger one."""
     kernel = start()
     kernel.run("pass")
 

@@ -20,7 +20,7 @@ def not_moved(lab: Lab, name: str) -> list[ev.Action]:
 
 @pytest.fixture
 def lab(make):
-    """Try to resume ``a`` from G0, which ``b`` has now, on G1; the driver cannot move it."""
+    """``b`` uses G0, from which ``a`` has state; its resume on G1 fails: the state cannot move."""
     lab = make(device(0), device(1))
     lab.parked("a", used=10)
     assert [s.device for s in lab.record("a").suspended] == ["G0"]

@@ -101,7 +101,7 @@ def test_victim_is_a_session_whose_state_fits_host_memory():
 
 
 def test_growth_of_a_busy_lease_takes_its_turn_in_the_queue():
-    """Attached sessions with less than their guarantee stand in the same order."""
+    """Attached sessions with less than their guarantee wait in the same queue as the others."""
     lab = Lab(device(0))
     lab.running("a", 8)
     lab.running("b", 8)
