@@ -203,7 +203,7 @@ def test_interrupt_ends_the_wait_and_loses_nothing(broker, program):
     assert worker.do("check") == 64 * MiB
 
 
-def test_preempted_program_without_calls_is_not_brought_back_for_nothing(broker, program):
+def test_preempted_program_without_calls_is_not_resumed(broker, program):
     worker, urgent = program("worker"), program("urgent", priority="interactive")
     worker.begin(64 * MiB, byte=7)
     urgent.tell("context")

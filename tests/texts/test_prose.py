@@ -26,8 +26,12 @@ PHRASES = re.compile(
 #: Classes that share a name; a shorter list is better.
 SHARED_CLASSES = {"Answer", "CompilerMissing", "HoldWait", "Holder", "Slice"}
 
-#: Modules that share a name: all but ``build``, ``machine`` and ``model`` have the same subject.
-SHARED_MODULES = {"agent", "build", "machine", "maintenance", "model", "provisioner", "text"}
+#: Modules that share a name. The first line has modules of one subject; for the others, a shorter
+#: list is better.
+SHARED_MODULES = {
+    *("agent", "maintenance", "provisioner", "text"),
+    *("build", "faults", "machine", "model", "programs", "running"),
+}
 
 SOURCES = ("jupyter_gpupool", "emucuda", "labextension/src", "benchmarks", "tests")
 ENDINGS = (".py", ".c", ".h", ".S", ".ts", ".tsx", ".txt", ".yaml")

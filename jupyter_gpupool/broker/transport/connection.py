@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Callable, Literal, Mapping, Protocol
 from ...errors import Code, GPUPoolError, ProtocolError
 from ...protocol import MAX_REQUEST, READS, Message, decode_request, encode, error_message
 from .auth import Peer, peer_of
-from .dispatch import ABUSE_PRICE, BAD_PRICE, BYTES_PER_POINT, PRICES, Account, Dispatcher
+from .dispatch import ABUSE_PRICE, BAD_PRICE, BYTES_PER_POINT, PRICES, Dispatcher, UserAccount
 
 if TYPE_CHECKING:
     from ..sessions import LiveSession
@@ -89,7 +89,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, service: Service) -> None:
         self.service = service
         self.peer = Peer(0, -1, -1)
-        self.account: Account
+        self.account: UserAccount
         self.session: LiveSession | None = None
         #: Sessions opened here and not yet launched.
         self.opened: set[str] = set()

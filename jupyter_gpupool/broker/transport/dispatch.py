@@ -44,7 +44,7 @@ class Requester(Protocol):
     """The functions of a connection that the dispatcher calls."""
 
     @property
-    def account(self) -> Account:
+    def account(self) -> UserAccount:
         """The account of its user."""
 
     @property
@@ -85,8 +85,8 @@ class Dispatcher:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._accounts: dict[int, Account] = {}
-        self._active: deque[Account] = deque()
+        self._accounts: dict[int, UserAccount] = {}
+        self._active: deque[UserAccount] = deque()
         self._turn_handle: asyncio.Handle | None = None
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._unread = 0
@@ -96,11 +96,11 @@ class Dispatcher:
         self.delayed = 0
         self.busy = 0
 
-    def account(self, uid: int) -> Account:
+    def account(self, uid: int) -> UserAccount:
         """Return the account of a user."""
         found = self._accounts.get(uid)
         if found is None:
-            found = self._accounts[uid] = Account(uid, self._loop.time())
+            found = self._accounts[uid] = UserAccount(uid, self._loop.time())
         return found
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class Dispatcher:
             worst = max(self._accounts.values(), key=lambda a: a.unread)
             self._relieve(worst, worst.unread // 2)
 
-    def _count_unread(self, account: Account, more: int) -> None:
+    def _count_unread(self, account: UserAccount, more: int) -> None:
         account.unread += more
         self._unread += more
 
@@ -182,7 +182,7 @@ class Dispatcher:
             if self._active and self._turn_handle is None:
                 self._turn_handle = self._loop.call_soon(self._turn)
 
-    def _serve_one(self, account: Account, left: float) -> float:
+    def _serve_one(self, account: UserAccount, left: float) -> float:
         """Serve one user as long as its share and ``left`` last; return the cost."""
         account.deficit = min(QUANTUM, account.deficit + QUANTUM)
         try:
@@ -194,7 +194,7 @@ class Dispatcher:
                 account.active = False
                 account.deficit = min(0.0, account.deficit)
 
-    def _spend(self, account: Account, left: float) -> float:
+    def _spend(self, account: UserAccount, left: float) -> float:
         """Handle a user's requests while its share and ``left`` last; return their cost."""
         spent = 0.0
         while account.ready and account.deficit > 0 and spent < left:
@@ -207,7 +207,7 @@ class Dispatcher:
                 self.ready(connection)
         return spent
 
-    def _serve(self, account: Account, connection: Requester) -> float:
+    def _serve(self, account: UserAccount, connection: Requester) -> float:
         """Handle one request; return its cost."""
         # The processor's time, not the clock's: the user does not pay for other processes.
         before = time.thread_time()
@@ -219,11 +219,11 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ over the budget
 
-    def _arm(self, account: Account) -> None:
+    def _arm(self, account: UserAccount) -> None:
         if account.uid not in self._timers:
             self._timers[account.uid] = self._loop.call_later(LOOK, self._look, account)
 
-    def _look(self, account: Account) -> None:
+    def _look(self, account: UserAccount) -> None:
         """Let requests go on that the budgets now cover; refuse reads that waited too long."""
         del self._timers[account.uid]
         now = self._loop.time()
@@ -257,7 +257,7 @@ class Dispatcher:
             count += 1
         return [*islice(waiting, count)]
 
-    def _busy(self, account: Account, now: float) -> RefusedError:
+    def _busy(self, account: UserAccount, now: float) -> RefusedError:
         owed = sum(connection.next_price() for connection, _ in account.waiting_reads)
         seconds = max(LOOK, round(account.reads.seconds_until(owed, now), 2))
         return RefusedError(
@@ -268,7 +268,7 @@ class Dispatcher:
             details={"retry_after": seconds},
         )
 
-    def _relieve(self, account: Account, most: int) -> None:
+    def _relieve(self, account: UserAccount, most: int) -> None:
         """Close the user's connections with most unread bytes, until at most ``most`` are left."""
         for connection in account.connections:
             connection.count_unread()
@@ -331,7 +331,7 @@ CONNECTS = 500.0, 1_000.0
 ABUSE_PRICE = 25.0
 
 
-class Account:
+class UserAccount:
     """One user's budgets, and the connections of that user that have a request to handle."""
 
     def __init__(self, uid: int, now: float) -> None:
