@@ -141,5 +141,5 @@ def test_unit_calls_the_command_as_it_is():
     assert Path(words[0]).name == "jupyter-gpupool"
     options = commands._build()[0].parse_args(words[1:])
     assert (options.command, options.name, options.memory) == ("run", "ocr", "4GiB")
-    assert (options.limit, options.compute) == ("4GiB", 20)
+    assert (options.limit, options.compute, options.attach) == ("4GiB", 20, "hold")
     assert options.words == ["--", "/srv/ocr/bin/serve", "--port", "8101"]
