@@ -157,7 +157,8 @@ def programs(sheet: Sheet) -> None:
     """Write what is said of programs that wait, run detached, or have ended."""
 
     def link(**changes: Any) -> Any:
-        fields = {"request": {}, "state": "queued", "queue": None, "path": "/run/b.sock", **changes}
+        fields = {"request": {}, "state": "queued", "queue": None, "path": "/run/b.sock",
+                  "preempted": "", **changes}  # fmt: skip
         return SimpleNamespace(
             reviver=SimpleNamespace(expected=changes.get("expected", False)),
             unreachable_for=lambda: changes.get("away", 0.0), **fields,
@@ -167,6 +168,10 @@ def programs(sheet: Sheet) -> None:
     for situation, found in (
         ("A command of jupyter gpupool run waits", link(queue=place)),
         ("without an estimate", link(queue=QueuePlace(1, 1, None, "paused: new driver"))),
+        (
+            "and has lost its slice in the middle of its work",
+            link(queue=place, preempted="ann, of a higher priority class, needs the GPU"),
+        ),
         ("and is on its way", link(state="attaching")),
         ("while the broker is away", link(away=3.0)),
         ("while it is started again", link(away=3.0, expected=True)),
