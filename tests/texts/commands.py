@@ -264,6 +264,7 @@ WRONG = (
     "emulate = '2x'",
     "linger = None",
     "preempt = ['clas']",
+    "classes_allowed = ['bach']",
     "unsuspendable_after = ['1m']",
     "unsuspendable_after = ['1h', '1m', '1d']",
     "quotas = {'ada': {'gpu_seconds_per_day': {'seconds': '8h', 'then': 'kill'}}}",

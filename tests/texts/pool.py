@@ -232,9 +232,16 @@ def retry() -> tuple[Lab, str]:
 
 
 #: Situation, the rule of ``Reason`` that it shows, and how to get there.
+def closed() -> tuple[Lab, str]:
+    pool = lab(classes_allowed=frozenset({"notebook"}))
+    wait(pool, "w", 4, priority="batch")
+    return pool, "w"
+
+
 WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
     ("An idle kernel makes room", "planned", planned),
     ("All GPUs are full", "busy", all_busy),
+    ("Its priority class may not run now", "class-closed", closed),
     ("Something is free, but too little", "busy", part_busy),
     ("It needs two GPUs at once", "busy", both_busy),
     ("An idle kernel cannot leave, as host memory is short", "busy", roomless),
