@@ -22,6 +22,7 @@ from .facts import NEVER, Facts, Session, record
 from .model import (
     FOR_MEMORY,
     Device,
+    Owner,
     PoolSettings,
     PoolUsage,
     PoolView,
@@ -271,6 +272,10 @@ class Pool:
         """
         facts = self._facts
         return facts.meters.view(max(facts.now, now or facts.now), facts.settings)
+
+    def fair_share(self, owner: Owner) -> tuple[tuple[str, float, float], ...]:
+        """Return (name, part used, part due) of an owner at each level of the tree of groups."""
+        return tuple(Shares(self._facts).parts(owner))
 
     def self_check(self) -> list[str]:
         """Return what is wrong in the accounts, as sentences with history."""

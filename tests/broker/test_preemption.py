@@ -203,7 +203,7 @@ def test_interrupt_ends_the_wait_and_loses_nothing(broker, program):
     assert worker.do("check") == 64 * MiB
 
 
-def test_preempted_program_without_calls_is_not_brought_back_for_nothing(broker, program):
+def test_preempted_program_without_calls_stays_suspended(broker, program):
     worker, urgent = program("worker"), program("urgent", priority="interactive")
     worker.begin(64 * MiB, byte=7)
     urgent.tell("context")
@@ -270,7 +270,7 @@ QUEUE = {"count": 400, "seconds": 0.01}
 
 
 @pytest.mark.parametrize("contended", [False, True])
-def test_queue_drains_in_time_only_where_the_slice_is_contended(make_broker, contended):
+def test_queue_of_a_contended_program_drains_in_time(make_broker, contended):
     broker = make_broker(lock_timeout=1.0).started
     worker = Worker(broker, "worker", memory=BIG)
     try:
