@@ -106,9 +106,13 @@ class HostPressure(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsChanged(Event):
-    """The admin's configuration was read again."""
+    """The admin's configuration was read again, or a schedule began or ended.
+
+    ``groups``: sessions whose owner is in another group since then, and which.
+    """
 
     settings: PoolSettings
+    groups: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Sequence
 
 from ..states import ATTACHED, AttachPolicy, State
 from .groups import Tree
@@ -56,6 +56,8 @@ GRACE = 1.0
 WEIGHT = 0.3
 
 NEVER = -math.inf
+
+_NO_GROUPS: Mapping[str, str] = {}
 
 
 # --------------------------------------------------------------------------- a session
@@ -524,10 +526,15 @@ class Facts:
         ledger.device, ledger.fault = device, ""
         self._resize(ledger)
 
-    def configure(self, settings: PoolSettings) -> None:
-        """Apply other rules."""
+    def configure(self, settings: PoolSettings, groups: Mapping[str, str] = _NO_GROUPS) -> None:
+        """Apply other rules, and let the sessions in ``groups`` use the share of another group."""
         self.meters.close(self.now, self.settings)
         self.settings = settings
+        for name in groups:
+            if name in self.sessions:
+                s = self.sessions[name]
+                s.owner = Owner(s.owner.name, groups[name])
+                s.asking = s.times = s.using = None
         self._grow_tree()
         for s in self.leased.values():
             self.meters.changed[s.id] = True
