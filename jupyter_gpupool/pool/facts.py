@@ -95,6 +95,10 @@ class Lease:
     cost: float = 0.0
     #: The number of the class in which it got the lease: its own, or one to which age raised it.
     level: int = -(1 << 62)
+    #: Since when others wait for it although it cannot be suspended (None: none does), and how
+    #: often its user was told; see :mod:`.unsuspendable`.
+    stuck_since: float | None = None
+    warned: int = 0
     #: In which tier it is preempted while in use; 0: it is not (see :mod:`.running`).
     preempted: int = 0
 
@@ -346,6 +350,8 @@ class Facts:
         #: Attached with less than is guaranteed, and with more, on some device.
         self.short: dict[str, Session] = {}
         self.grown: dict[str, Session] = {}
+        #: Those that cannot be suspended, and one that waits for it; see :mod:`.unsuspendable`.
+        self.stuck: dict[str, tuple[Session, Session]] = {}
         self.usage: dict[str, OwnerUsage] = {}
         #: The same of groups: what their members have, those of the groups in them included.
         self.group_usage: dict[str, GroupUsage] = {}
@@ -398,6 +404,7 @@ class Facts:
         del self.sessions[s.id]
         for index in (self.waiting, self.leased, self.short, self.grown):
             index.pop(s.id, None)
+        self.stuck.pop(s.id, None)
 
     def _count(self, s: Session, sign: int) -> None:
         lease, parked = s.lease, s.suspended_bytes if s.suspended else 0
