@@ -70,10 +70,7 @@ class Memberships:
 
     async def learn(self, uid: int) -> None:
         """Find the Unix groups of a user; after PATIENCE seconds, what was known stays."""
-        task = self._under_way.get(uid)
-        if task is None:
-            task = self._under_way[uid] = asyncio.get_running_loop().create_task(self._learn(uid))
-            task.add_done_callback(lambda _: self._under_way.pop(uid, None))
+        task = self._under_way.get(uid) or self._begin(uid)
         done, _ = await asyncio.wait([task], timeout=PATIENCE)
         if done:
             return
@@ -106,6 +103,16 @@ class Memberships:
     def _asks(self) -> bool:
         members = self._configuration.settings.members.values()
         return any(rule.unix_groups for rule in members)
+
+    def learn_soon(self, uid: int) -> None:
+        """Begin :meth:`learn` if the groups of a user are not known; nothing waits for it."""
+        if not self.is_known(uid) and uid not in self._under_way:
+            self._begin(uid)
+
+    def _begin(self, uid: int) -> asyncio.Task[None]:
+        task = self._under_way[uid] = asyncio.get_running_loop().create_task(self._learn(uid))
+        task.add_done_callback(lambda _: self._under_way.pop(uid, None))
+        return task
 
     def groups(self, uid: int) -> tuple[str, ...]:
         """Return the groups of a user by what is known; the first counts without a choice."""

@@ -50,9 +50,13 @@ def parts():
 
 
 def test_the_first_group_of_its_user_counts(broker):
-    assert broker.status()["groups"] == ["thesis", "rest"]  # NSS was not asked yet
     assert opened(broker) == "thesis"
     assert broker.status()["groups"] == ["thesis", "lab", "rest"]
+
+
+def test_status_asks_for_the_groups_of_its_reader(make_broker):
+    broker = make_broker().started
+    wait_until(lambda: broker.status()["groups"] == ["thesis", "lab", "rest"], "the Unix groups")
 
 
 @pytest.mark.parametrize("group", ["lab", "rest", "thesis"])

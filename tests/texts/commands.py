@@ -24,9 +24,11 @@ from jupyter_gpupool.cli.picture import Style, draw
 from jupyter_gpupool.cli.programs import table
 from jupyter_gpupool.config import BrokerSettings, load_settings, loading
 from jupyter_gpupool.config.differences import notice
+from jupyter_gpupool.config.grouping import read_portion
 from jupyter_gpupool.errors import ConfigError
 from jupyter_gpupool.kernel.holds import QueuePlace
 from jupyter_gpupool.local_machine import boot_id
+from jupyter_gpupool.pool.groups import Group
 from jupyter_gpupool.programs.progress import waiting_for
 from jupyter_gpupool.programs.runfiles import RunRecord
 from jupyter_gpupool.programs.running import too_long
@@ -142,6 +144,11 @@ def _defaults() -> BrokerSettings:
     return replace(settings, pool=replace(settings.pool, host_memory=32 * GiB))
 
 
+def _grouped(settings: BrokerSettings, guarantee: str) -> BrokerSettings:
+    groups = {"lab": Group(guarantee=read_portion(guarantee))}
+    return replace(settings, pool=replace(settings.pool, groups=groups))
+
+
 @contextlib.contextmanager
 def _only(folder: str) -> Iterator[None]:
     """Read configuration in ``folder`` alone."""
@@ -217,6 +224,8 @@ def doctor(sheet: Sheet) -> None:
             checks.socket(Path("/nowhere/broker.sock"), answers=False),
             checks.host_memory(settings, [device(memory_capacity=1 << 40)]),
             *checks.default_fits(settings, [device(memory_capacity=2 * GiB)]),
+            *checks.groups(_grouped(settings, "10%"), [device()]),
+            *checks.groups(_grouped(settings, "3 devices"), [device()]),
         ]
     sheet.put(
         "jupyter gpupool doctor",

@@ -97,6 +97,7 @@ class Snapshots:
 
     def status(self, peer: Peer) -> dict[str, Any]:
         """Return the snapshot as ``peer`` may see it, without :meth:`broker`."""
+        self._memberships.learn_soon(peer.uid)
         view = self._core.view()
         settings, most = view.settings, MostMemory(view)
         standings = Standings(self._core.pool, view, self._memberships.owner(peer.uid).name)
