@@ -114,11 +114,11 @@ RUN = [sys.executable, "-m", "jupyter_gpupool.cli", "run", "--name", "work.py", 
 
 def test_block_holds_a_slice_by_hand(broker, script):
     one = script("""
-with jupyter_gpupool.slice("100MiB") as gpu:
+with jupyter_gpupool.slice("100MiB", limit="100MiB") as gpu:
     context()
     tell("held", gpu.memory >> 20, len(gpu.devices), gpu.guarded, alloc(50), alloc(400))
 tell("after")
-with jupyter_gpupool.slice("100MiB"):
+with jupyter_gpupool.slice("100MiB", limit="100MiB"):
     tell("again", alloc(1))
 """)
     assert one.said() == "held 100 1 True 0 2"
@@ -139,7 +139,7 @@ def test_libraries_find_the_guard_that_was_loaded_by_hand(script):
     one = script("""
 import pynvml
 from cuda.bindings import driver
-with jupyter_gpupool.slice("100MiB"):
+with jupyter_gpupool.slice("100MiB", limit="100MiB"):
     assert driver.cuInit(0)[0] == 0
     context = driver.cuDevicePrimaryCtxRetain(0)[1]
     driver.cuCtxSetCurrent(context)
@@ -298,7 +298,7 @@ def test_children_share_the_slice_of_a_script(broker, script):
 def child(code):
     return subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout
 
-with jupyter_gpupool.slice("200MiB"):
+with jupyter_gpupool.slice("200MiB", limit="200MiB"):
     context()
     forked = os.fork()
     if not forked:

@@ -232,7 +232,7 @@ def test_idle_program_is_suspended_for_another_and_returns(program):
 
 
 def test_children_share_the_slice(broker, program):
-    one = program("--name", "family")
+    one = program("--memory", "300MiB", "--limit", "300MiB", "--name", "family")
     one.answer()
     one.do("context")
     one.do("sub", command={"do": "context"})

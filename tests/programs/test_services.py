@@ -95,7 +95,9 @@ async def share(found):
     services = [Service(found, number) for number in range(1, 5)]
     try:
         await asyncio.gather(*(one.connect() for one in services))
-        notebook = await found.kernel("notebook", memory=FIFTH * MiB)
+        notebook = await found.kernel(
+            "notebook", memory=FIFTH * MiB, provisioner={"limit": FIFTH * MiB}
+        )
         (await notebook.run(cells.setup(9, 96))).check()
         flag = found.folder / "enough"
         cell = asyncio.ensure_future(notebook.run(cells.COMPUTING.format(flag=str(flag))))
