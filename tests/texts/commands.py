@@ -21,7 +21,7 @@ from jupyter_gpupool.cli import commands as cli
 from jupyter_gpupool.cli.doctor import _lines, _summary
 from jupyter_gpupool.cli.maintenance import progress
 from jupyter_gpupool.cli.picture import Style, draw
-from jupyter_gpupool.cli.programs import table
+from jupyter_gpupool.cli.program_commands import table
 from jupyter_gpupool.config import BrokerSettings, load_settings, loading
 from jupyter_gpupool.config.differences import notice
 from jupyter_gpupool.config.grouping import read_portion
@@ -29,9 +29,9 @@ from jupyter_gpupool.errors import ConfigError
 from jupyter_gpupool.kernel.holds import QueuePlace
 from jupyter_gpupool.local_machine import boot_id
 from jupyter_gpupool.pool.groups import Group
+from jupyter_gpupool.programs.execution import too_long
 from jupyter_gpupool.programs.progress import waiting_for
 from jupyter_gpupool.programs.runfiles import RunRecord
-from jupyter_gpupool.programs.running import too_long
 from jupyter_gpupool.units import parse_bytes, parse_seconds
 
 from .sheet import Sheet
