@@ -125,6 +125,8 @@ class SessionOpened(Event):
     """A kernel (or command) joins, detached. Refused with :class:`Answer` if never satisfiable.
 
     ``lands``: its processes can be moved to their slice from another device of the model.
+    ``gated``: its CUDA calls can be held back; without that it is not preempted while in use,
+    because a call to the driver would end a suspended process.
     """
 
     session: str
@@ -134,6 +136,7 @@ class SessionOpened(Event):
     label: str = ""
     rid: str = ""
     lands: bool = False
+    gated: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,6 +147,7 @@ class Session:
     attach: AttachPolicy
     label: str = ""
     lands: bool = False
+    gated: bool = True
     state: State = "detached"
     epoch: int = 0
     opened_at: float = 0.0

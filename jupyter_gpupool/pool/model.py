@@ -292,6 +292,8 @@ class SessionRecord:
     bound: tuple[str, ...] = ()
     #: Its processes can be moved from there to their slice at their first context (see the guard).
     lands: bool = False
+    #: Its CUDA calls can be held back, so it may be preempted while in use.
+    gated: bool = True
     #: The devices of the last lease: placement prefers them.
     last_devices: tuple[str, ...] = ()
     footprint: int = 0

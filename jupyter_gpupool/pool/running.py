@@ -121,6 +121,7 @@ def movable(s: Session, facts: Facts) -> bool:
     """Return whether suspending ``s`` while it is in use can work."""
     return (
         s.state in ATTACHED
+        and (s.gated or s.state == "idle")
         and not s.pressed
         and not s.pinned_reason
         and all(facts.devices[x.device].device.can_suspend for x in s.lease.slices)

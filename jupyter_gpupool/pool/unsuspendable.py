@@ -31,13 +31,23 @@ STAGES = {"warn": 1, "ask": 2, "end": 3}
 
 def stuck(s: Session, facts: Facts) -> bool:
     """Return whether ``s`` has a lease and cannot be suspended, in use or idle."""
-    return s.state in ATTACHED and (bool(s.pinned_reason) or not suspendable(s, facts))
+    return s.state in ATTACHED and bool(_obstacle(s, facts))
+
+
+def _obstacle(s: Session, facts: Facts) -> str:
+    """Return why a session with a lease cannot be suspended now; "" if it can."""
+    if s.pinned_reason:
+        return s.pinned_reason
+    if not suspendable(s, facts):
+        return "the GPU cannot suspend a process"
+    return "it computes, and runs without the guard" if not s.gated and s.state == "active" else ""
 
 
 def note(facts: Facts, plan: Plan) -> None:
     """Note which sessions that cannot be suspended others wait for, by the plan."""
     fixed = any(not ledger.device.can_suspend for ledger in facts.devices.values())
-    found = [s for s in facts.leased.values() if (fixed or s.pinned_reason) and stuck(s, facts)]
+    some = [s for s in facts.leased.values() if fixed or s.pinned_reason or not s.gated]
+    found = [s for s in some if stuck(s, facts)]
     before, facts.stuck = facts.stuck, {}
     if found:
         shares = Shares(facts)
@@ -90,7 +100,7 @@ def _stage(facts: Facts, s: Session, waiter: Session) -> Actions:
     rules, stage = facts.settings, s.lease.warned
     size = format_bytes(waiter.request.memory)
     gpus = " and ".join(f"GPU {facts.devices[x.device].device.index}" for x in s.lease.slices)
-    why = s.pinned_reason or "the GPU cannot suspend a process"
+    why = _obstacle(s, facts)
     since = s.lease.stuck_since or facts.now
     waited = format_seconds(facts.now - since)
     if stage == STAGES["end"]:

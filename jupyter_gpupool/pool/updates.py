@@ -221,6 +221,7 @@ def _opened(facts: Facts, event: ev.SessionOpened) -> Actions:
                 attach=event.attach,
                 label=event.label,
                 lands=event.lands,
+                gated=event.gated,
                 opened_at=facts.now,
                 state_since=facts.now,
             )

@@ -52,6 +52,19 @@ def test_lower_class_yields_after_the_time_that_moving_it_takes(make):
     assert "higher priority class" in suspend.reason
 
 
+def test_session_whose_calls_cannot_be_held_back_is_no_victim(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.running("low", priority="batch", memory=16, gated=False)
+    lab.after(5)
+    none(ask(lab, "high"), ev.Suspend)
+    none(lab.after(59), ev.Warn)
+    assert "without the guard" in got(lab.after(2), ev.Warn, session="low").message
+    none(lab.past, ev.Suspend)
+    lab.drop("low")
+    lab.after(60)
+    assert [a.busy for a in lab.past if isinstance(a, ev.Suspend)] == [False]
+
+
 def test_preempted_session_goes_on_by_itself(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("low", priority="batch", memory=16)
