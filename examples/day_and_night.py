@@ -30,8 +30,15 @@ c.GPUPool.fair_share_half_life = "8h"
 c.GPUPool.idle_timeout = "10m"
 c.GPUPool.quotas = {"*": {"leases": 3}}
 c.GPUPool.priority_classes = {"interactive": 200, "notebook": 100, "batch": 0}
+c.GPUPool.classes_allowed = ["interactive", "notebook"]  # training waits for the night
 
 # ---- By night and at the weekend
+
+WEEKEND = {
+    "classes_allowed": None,
+    "quotas": {"*": {"leases": 16}},
+    "groups": {"students": {"cap": "100%"}},
+}
 
 c.GPUPool.schedules = [
     {
@@ -40,6 +47,7 @@ c.GPUPool.schedules = [
         "hours": "20:00-08:00",
         "time_zone": "Europe/Berlin",
         "set": {
+            "classes_allowed": None,  # all
             "quotas": {"*": {"leases": 16}},
             "groups": {"students": {"cap": "90%"}},
             "idle_timeout": "2m",  # an open notebook that nobody uses makes room sooner
@@ -51,12 +59,12 @@ c.GPUPool.schedules = [
         # From Friday evening on; the rule below takes over at midnight.
         "hours": "20:00-24:00",
         "time_zone": "Europe/Berlin",
-        "set": {"quotas": {"*": {"leases": 16}}, "groups": {"students": {"cap": "100%"}}},
+        "set": WEEKEND,
     },
     {
         "name": "weekend, the whole day",
         "days": "sat, sun",
         "time_zone": "Europe/Berlin",
-        "set": {"quotas": {"*": {"leases": 16}}, "groups": {"students": {"cap": "100%"}}},
+        "set": WEEKEND,
     },
 ]

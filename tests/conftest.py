@@ -78,6 +78,8 @@ COSTS = {
     "kernel/test_agent_real_broker": 15,
     "kernel/test_cells": 15,
     "provisioner/test_launcher": 15,
+    "programs/test_services": 15,
+    "broker/test_members": 12,
     "server/test_documented": 15,
     "e2e/test_turns_of_people": 12,
     "e2e/test_environments": 12,

@@ -43,6 +43,7 @@
 ``store/journal``       SQLite: current records for a restart, rows for the reports
 ``store/journal_file``  which file is the journal, and whether this broker may use it
 ``store/history``       pages of the journal for clients, and trimming
+``store/usage``         what users and groups have used, over restarts
 ``store/records``       records to JSON and back
 ``store/recovery``      journal + driver -> the pool as it was before a kill
 ``store/files``         start record; files put back, and left-over files removed

@@ -233,6 +233,7 @@ class BrokerApp:
             core.note("journal-lost", reason=core.journal.set_aside)
         broker.health.begin(broker.devices)
         broker.maintenance.begin()
+        broker.usage.recover()
 
     def _announce(self, broker: Broker) -> None:
         settings, machine_wide = self.configuration.settings, self.configuration.machine_wide
@@ -328,6 +329,7 @@ class BrokerApp:
     async def _end(self, broker: Broker) -> None:
         await broker.actions.finish(FINISH)
         broker.core.note("broker-stop", reason="ended in order")
+        broker.usage.close()
         broker.runner.stop()
         broker.router.close()
         # Let the last answers reach their readers.

@@ -50,6 +50,7 @@ from .sessions import LiveSessions
 from .store.files import StartRecordFile
 from .store.journal import Journal
 from .store.recovery import Recovery
+from .store.usage import UsageBook
 
 #: Reads host memory and its limits.
 HOST = Host()
@@ -75,6 +76,7 @@ class Broker:
     metrics: Metrics
     memberships: Memberships
     recovery: Recovery
+    usage: UsageBook
     router: Router
 
 
@@ -190,7 +192,10 @@ async def build(
         log=log,
     )  # fmt: skip
 
-    runner = Runner(core, actions=actions, guard=guard, monitor=monitor, sudden_ends=sudden_ends)
+    usage = UsageBook(core)
+    runner = Runner(
+        core, actions=actions, guard=guard, monitor=monitor, sudden_ends=sudden_ends, usage=usage
+    )
     recovery = Recovery(
         core, service, pages=pages, activity=activity, guard=guard, landings=landings,
         lifecycle=lifecycle, actions=actions, sudden_ends=sudden_ends, alone_since=alone_since,
@@ -201,7 +206,7 @@ async def build(
         rooms=rooms, landings=landings, time_share=time_share, setup=setup, actions=actions,
         maintenance=maintenance, monitor=monitor,
         metrics=Metrics(core, samples, monitor, configuration, log),
-        memberships=memberships, recovery=recovery, router=router,
+        memberships=memberships, recovery=recovery, usage=usage, router=router,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable
 
 from ..config.grouping import groups_of
@@ -36,6 +36,8 @@ class _Known:
     unix_groups: frozenset[str]
     #: Loop time.
     until: float
+    #: NSS has answered; else nobody knows.
+    sure: bool
 
 
 class Memberships:
@@ -57,27 +59,24 @@ class Memberships:
 
     def forget(self) -> None:
         """Ask NSS again from now on: the configuration was read again."""
-        self._known = {uid: _Known(known.unix_groups, 0.0) for uid, known in self._known.items()}
+        self._known = {uid: replace(known, until=0.0) for uid, known in self._known.items()}
 
     def is_known(self, uid: int) -> bool:
         """Return whether :meth:`owner` needs no :meth:`learn` first."""
-        members = self._configuration.settings.members.values()
-        if not any(rule.unix_groups for rule in members):
+        if not self._asks():
             return True
         known = self._known.get(uid)
         return known is not None and known.until > asyncio.get_running_loop().time()
 
     async def learn(self, uid: int) -> None:
         """Find the Unix groups of a user; after PATIENCE seconds, what was known stays."""
-        task = self._under_way.get(uid)
-        if task is None:
-            task = self._under_way[uid] = asyncio.get_running_loop().create_task(self._learn(uid))
-            task.add_done_callback(lambda _: self._under_way.pop(uid, None))
+        task = self._under_way.get(uid) or self._begin(uid)
         done, _ = await asyncio.wait([task], timeout=PATIENCE)
         if done:
             return
         before = self._known.get(uid)
-        self._note(uid, before.unix_groups if before else frozenset(), PATIENCE)
+        sure = before is not None and before.sure
+        self._note(uid, before.unix_groups if before else frozenset(), PATIENCE, sure=sure)
         self._log.warning(
             "The Unix groups of user id %d were not found within %g s; %s", uid, PATIENCE,
             "those of before count" if before else "no rule about Unix groups applies to it",
@@ -89,11 +88,31 @@ class Memberships:
                 found = await nss.ask(lambda: self._unix_groups(uid))
         except Exception:  # of a module of NSS; the session is opened all the same
             self._log.exception("The Unix groups of user id %d cannot be read", uid)
-            found = frozenset()
-        self._note(uid, found, LASTS)
+            self._note(uid, frozenset(), LASTS, sure=False)
+        else:
+            self._note(uid, found, LASTS, sure=True)
 
-    def _note(self, uid: int, found: frozenset[str], lasts: float) -> None:
-        self._known[uid] = _Known(found, asyncio.get_running_loop().time() + lasts)
+    def _note(self, uid: int, found: frozenset[str], lasts: float, *, sure: bool) -> None:
+        self._known[uid] = _Known(found, asyncio.get_running_loop().time() + lasts, sure)
+
+    def is_sure(self, uid: int) -> bool:
+        """Return whether :meth:`groups` is all that there is to know."""
+        known = self._known.get(uid)
+        return (known is not None and known.sure) or not self._asks()
+
+    def _asks(self) -> bool:
+        members = self._configuration.settings.members.values()
+        return any(rule.unix_groups for rule in members)
+
+    def learn_soon(self, uid: int) -> None:
+        """Begin :meth:`learn` if the groups of a user are not known; nothing waits for it."""
+        if not self.is_known(uid) and uid not in self._under_way:
+            self._begin(uid)
+
+    def _begin(self, uid: int) -> asyncio.Task[None]:
+        task = self._under_way[uid] = asyncio.get_running_loop().create_task(self._learn(uid))
+        task.add_done_callback(lambda _: self._under_way.pop(uid, None))
+        return task
 
     def groups(self, uid: int) -> tuple[str, ...]:
         """Return the groups of a user by what is known; the first counts without a choice."""

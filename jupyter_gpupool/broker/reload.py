@@ -2,6 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """What changes the settings while the broker runs: SIGHUP, and the calendar.
 
+A session whose user is no longer in its group uses the share of the first group that its user is
+in, from then on.
+
 Groups are checked here against the GPUs of the machine. A configuration that the machine cannot
 keep is refused: at a start the broker ends, at SIGHUP it keeps what it had. But a start with
 guarantees that the machine could give before goes on with a warning: a GPU that is missing today
@@ -20,6 +23,7 @@ from ..config.accounts import unknown_names
 from ..config.tree import check_sizes
 from ..errors import GPUPoolError
 from ..pool import events as e
+from ..pool.model import Owner
 from . import nss
 from .configuration import Configuration
 from .core import Core
@@ -51,6 +55,7 @@ class Reload:
         self._timekeeper = Timekeeper(core, configuration, self._apply, log)
         self._reading: asyncio.Task[None] | None = None
         self._naming: asyncio.Task[None] | None = None
+        self._settling: asyncio.Task[None] | None = None
         self._asked = False
 
     def check(self) -> None:
@@ -74,11 +79,12 @@ class Reload:
         """Follow the calendar from now on."""
         self._timekeeper.start()
         self._look_for_names()
+        self._settling = asyncio.get_running_loop().create_task(self._settle())
 
     def close(self) -> None:
         """Change nothing more."""
         self._timekeeper.close()
-        for task in (self._reading, self._naming):
+        for task in (self._reading, self._naming, self._settling):
             if task is not None:
                 task.cancel()
 
@@ -101,7 +107,31 @@ class Reload:
                 self._log.error("The configuration was not read again: %s", error)
                 self._core.note("config", reason=f"refused: {error}")
                 continue
+            await self._learn(timetable)
             self._take(timetable)
+
+    async def _learn(self, timetable: Timetable) -> None:
+        """Find the Unix groups of the users of all sessions, if the rules need them."""
+        if any(rule.unix_groups for rule in timetable.base.members.values()):
+            users = {session.uid for session in self._core.sessions}
+            await asyncio.gather(*map(self._memberships.learn, users))
+
+    async def _settle(self) -> None:
+        """Move sessions that an earlier broker has opened by other rules."""
+        await self._learn(self._configuration.timetable)
+        if self._moved():
+            self._apply()
+
+    def _moved(self) -> dict[str, str]:
+        """Return the sessions whose users are no longer in their group, and which one they use."""
+        found = {}
+        for session in self._core.sessions:
+            record = self._core.record(session.id)
+            if record is not None and self._memberships.is_sure(session.uid):
+                groups = self._memberships.groups(session.uid)
+                if record.owner.group not in (groups or ("",)):
+                    found[session.id] = groups[0] if groups else ""
+        return found
 
     def _take(self, timetable: Timetable) -> None:
         late = self._configuration.take(timetable)
@@ -125,7 +155,13 @@ class Reload:
         core, settings = self._core, self._configuration.settings
         core.touched()
         self._metrics.configure()
-        core.handle(e.SettingsChanged(now=core.now(), settings=settings.pool))
+        groups = self._moved()
+        for name, group in groups.items():
+            session = core.sessions.get(name)
+            session.owner = Owner(session.owner.name, group)
+            core.note("group", session, reason=f"It uses the share of {_named(group)} now.")
+            core.dirty(name)
+        core.handle(e.SettingsChanged(now=core.now(), settings=settings.pool, groups=groups))
 
     def _wrong_here(self, timetable: Timetable) -> list[Fault]:
         capacities = [view.capacity for view in self._core.view().devices]
@@ -148,6 +184,10 @@ class Reload:
         timetable = self._configuration.timetable
         for fault in await nss.ask(lambda: unknown_names(timetable.base)):
             self._log.warning("%s", timetable.place(fault))
+
+
+def _named(group: str) -> str:
+    return f"the group {group!r}" if group else "the pool itself"
 
 
 def _guarantees(timetable: Timetable) -> str:

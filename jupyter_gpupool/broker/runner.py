@@ -23,6 +23,7 @@ from .gpu.monitor import Monitor
 from .messages.guard import GuardMessages
 from .sessions import LiveSession
 from .store.records import slices_to_json
+from .store.usage import UsageBook
 
 
 class Runner:
@@ -36,12 +37,14 @@ class Runner:
         guard: GuardMessages,
         monitor: Monitor,
         sudden_ends: SuddenEnds,
+        usage: UsageBook,
     ) -> None:
         self._core = core
         self._actions = actions
         self._guard = guard
         self._monitor = monitor
         self._sudden_ends = sudden_ends
+        self._usage = usage
         self._rows = TransitionRows(core)
         self._events: deque[e.Event] = deque()
         self._handling = False
@@ -94,6 +97,7 @@ class Runner:
                 self._core.set_state(action.session, action.new)
                 self._core.moved([piece.device for piece in action.slices])
                 self._rows.changed(action, event)
+                self._usage.changed(action)
                 self._owed |= not steady(action)
             urgent |= _must_be_written_first(action)
         if urgent:
@@ -292,6 +296,7 @@ class TransitionRows:
             return
         record = self._core.record(change.session)
         first = change.slices[0] if change.slices else None
+        group = {"group": session.owner.group} if session.owner.group else {}
         busy = {"busy_seconds": round(session.use.busy_seconds, 3)} if session.page else {}
         self._core.note(
             "state",
@@ -304,6 +309,7 @@ class TransitionRows:
                 "new": change.new,
                 "epoch": change.epoch,
                 "suspended_bytes": record.suspended_bytes if record else 0,
+                **group,
                 **busy,
             },
         )

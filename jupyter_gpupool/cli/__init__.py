@@ -3,7 +3,7 @@
 """``jupyter gpupool``: see the pool, act on it, check it.
 
 - ``commands``: the commands, their options, exit codes; the only place that prints errors.
-  ``registry``: how a function becomes one. ``programs``: those for programs in the pool.
+  ``registry``: how a function becomes one. ``program_commands``: for programs.
 - ``status``, ``picture``: the snapshot as a picture; ``picture`` is pure text in, text out.
 - ``install_devices``: NVIDIA's packages in an environment of their own.
 - ``doctor``, ``checks``: what works here and what does not. ``maintenance``: pause, drain, resume.

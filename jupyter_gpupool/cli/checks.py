@@ -20,7 +20,9 @@ from typing import Any, Mapping, Sequence
 from ..broker.hostmemory import HostRoom
 from ..cgroups import Host
 from ..config import BrokerSettings
+from ..config.accounts import unknown_names
 from ..config.differences import differences
+from ..config.tree import check_sizes
 from ..devices import Finding, Verdict
 from ..endpoint import check_socket, find_socket
 from ..errors import BrokerUnavailable, Code, GPUPoolError
@@ -57,6 +59,22 @@ def configuration(settings: BrokerSettings) -> list[Finding]:
     files = ", ".join(map(str, settings.files)) or "no file, so every option has its default"
     notes = [Finding("warn", "config", note) for note in settings.notes]
     return [Finding("ok", "config", files), *notes]
+
+
+def groups(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Whether the GPUs can keep what groups are guaranteed, and their members exist."""
+    tree = settings.pool.groups
+    if not tree:
+        return []
+    capacities = [int(device["memory_capacity"]) for device in found]
+    wrong = check_sizes(tree, capacities) if any(capacities) else []
+    if wrong:
+        return [Finding("fail", "groups", fault.text, fault.next_step) for fault in wrong]
+    unknown = unknown_names(settings)
+    if unknown:
+        return [Finding("warn", "groups", fault.text, fault.next_step) for fault in unknown]
+    count = f"{len(tree)} groups" if len(tree) > 1 else "1 group"
+    return [Finding("ok", "groups", f"{count}; `jupyter gpupool check-config` shows them")]
 
 
 def in_force(settings: BrokerSettings, status: Mapping[str, Any]) -> list[Finding]:

@@ -93,6 +93,7 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     found += checks.devices(devices, problem, orders) + checks.limited(limit)
     if devices:
         found += [checks.attach(attach, reason, settings), *checks.guard_limits(devices)]
+    found += checks.groups(settings, devices)
     found += checks.default_fits(settings, devices) + checks.reserve_fits(settings, devices)
     found += [checks.host_memory(settings, devices), *checks.memory_limits(settings, devices)]
     found += [checks.ptrace_scope()]

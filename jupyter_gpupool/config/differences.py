@@ -31,6 +31,9 @@ _ASIDE = ("socket",)
 #: Most options that one sentence names.
 _MOST = 4
 
+#: Characters of a value in a sentence; ``check-config`` shows what differs within a longer one.
+_LONGEST = 100
+
 
 #: Notices that this process has logged.
 _LOGGED: set[str] = set()
@@ -150,4 +153,5 @@ def _written(trait: object, value: Any) -> str:
         return format_bytes(value)
     if isinstance(trait, Seconds) and isinstance(value, (int, float)):
         return f"{value:g} s"
-    return repr(value)
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -282,6 +282,16 @@ class GPUPool(Configurable):
         default="'notebook'",
         example='default_priority = "interactive"',
     )
+    classes_allowed = _option(
+        List(Unicode(), default_value=None, allow_none=True),
+        "Priority classes whose kernels may have a slice; mostly set by schedules, such as batch "
+        "work at night only. Kernels of other classes are suspended, in the middle of a cell if "
+        "need be, and wait; they lose nothing and go on by themselves.",
+        unit="list of names in priority_classes",
+        default="None (all)",
+        example='classes_allowed = ["interactive", "notebook"]',
+        read=lambda value: None if value is None else frozenset(value),
+    )
     idle_timeout = _option(
         Seconds(_POOL.idle_timeout),
         "A slice goes back to the pool after this long without use: without GPU work under 'lazy', "
@@ -549,6 +559,11 @@ class GPUPool(Configurable):
             )
             text = f"{self.default_priority!r} is no priority class."
             faults.append(Fault(text, hint, "default_priority"))
+        for index, name in enumerate(self.classes_allowed or ()):
+            if name not in classes:
+                hint = did_you_mean(name, classes, then=f"Allowed are {one_of(classes)}.")
+                text = f"{name!r} is no priority class."
+                faults.append(Fault(text, hint, "classes_allowed", (index,)))
 
     def _check_sizes(self, faults: list[Fault]) -> int:
         """Return the default limit in bytes; note where the three sizes contradict each other."""

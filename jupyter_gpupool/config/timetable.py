@@ -42,6 +42,7 @@ class Timetable:
         self.place = place
         self._rules = [schedule.rule for schedule in base.schedules]
         self._make = make
+        self._combinations: tuple[float, tuple[Rules, ...]] = (-1.0, ())
         self._made: dict[Rules, BrokerSettings] = {(): base}
 
     def rules(self, now: float) -> Rules:
@@ -64,9 +65,11 @@ class Timetable:
 
     def combinations(self, now: float) -> list[Rules]:
         """Return all rules that are in force together within a year, first those at ``now``."""
-        found = dict.fromkeys([self.rules(now)])
-        found.update((rules, None) for _, rules in changes(self._rules, now, now + YEAR))
-        return [*found]
+        day = now // 86400
+        if self._combinations[0] != day:  # tens of milliseconds, and the broker asks again
+            found = (rules for _, rules in changes(self._rules, now, now + YEAR))
+            self._combinations = day, (*dict.fromkeys(found),)
+        return [*dict.fromkeys([self.rules(now), *self._combinations[1]])]
 
     def faults(
         self, now: float, check: Callable[[BrokerSettings], Sequence[Fault]] = lambda _: ()

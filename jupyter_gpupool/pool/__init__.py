@@ -21,6 +21,7 @@ In the order in which an event travels:
 ``placement``       what a session needs, and where it fits
 ``preemption``      which leases may be preempted, when, and for which session
 ``running``         the same for leases in use
+``unsuspendable``   warns about sessions that cannot be suspended while others wait
 ``residence``       how long an idle lease is protected
 ``transitions``     the states of a session, and every step between them
 ``explain``         why a session waits or may lose its slice, as data and in lines

@@ -105,9 +105,13 @@ class HostPressure(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsChanged(Event):
-    """The admin's configuration was read again."""
+    """The admin's configuration was read again, or a schedule began or ended.
+
+    ``groups``: sessions whose owner is in another group since then, and which.
+    """
 
     settings: PoolSettings
+    groups: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +124,8 @@ class SessionOpened(Event):
     """A kernel (or command) joins, detached. If it can never be served, :class:`Answer` refuses it.
 
     ``lands``: its processes can be moved to their slice from another device of the model.
+    ``gated``: its CUDA calls can be held back; without that it is not preempted while in use,
+    because a call to the driver would end a suspended process.
     """
 
     session: str
@@ -129,6 +135,7 @@ class SessionOpened(Event):
     label: str = ""
     rid: str = ""
     lands: bool = False
+    gated: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,6 +118,7 @@ _CHANGES: dict[str, tuple[str, ...]] = {
     "cap": ("group-lease-ends", "idle-lease-yields"),
     "behind-group": ("group-lease-ends", "idle-lease-yields"),
     "budget": ("budget-renews",),
+    "class-closed": ("settings",),
     "paused": ("device-returns",),
     "drained": ("device-returns",),
     "foreign": ("outside-use-ends",),
@@ -336,6 +337,7 @@ _CHANGE_WORDS = {
     "device-returns": "the GPU is back in service",
     "outside-use-ends": "programs outside the pool free their memory",
     "budget-renews": "there are GPU-seconds again",
+    "settings": "the schedule or the administrator lets its class run",
 }
 
 

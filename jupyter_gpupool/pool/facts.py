@@ -27,7 +27,7 @@ from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Sequence
 
 from ..states import ATTACHED, AttachPolicy, State
 from .groups import Tree
@@ -56,6 +56,8 @@ GRACE = 1.0
 WEIGHT = 0.3
 
 NEVER = -math.inf
+
+_NO_GROUPS: Mapping[str, str] = {}
 
 
 # --------------------------------------------------------------------------- a session
@@ -93,6 +95,10 @@ class Lease:
     cost: float = 0.0
     #: The number of the class in which it got the lease: its own, or one to which age raised it.
     level: int = -(1 << 62)
+    #: Since when others wait for it although it cannot be suspended (None: none does), and how
+    #: often its user was told; see :mod:`.unsuspendable`.
+    stuck_since: float | None = None
+    warned: int = 0
     #: In which tier it is preempted while in use; 0: it is not (see :mod:`.running`).
     preempted: int = 0
 
@@ -141,6 +147,7 @@ class Session:
     attach: AttachPolicy
     label: str = ""
     lands: bool = False
+    gated: bool = True
     state: State = "detached"
     epoch: int = 0
     opened_at: float = 0.0
@@ -344,6 +351,8 @@ class Facts:
         #: Attached with less than guaranteed on some device, and with more.
         self.short: dict[str, Session] = {}
         self.grown: dict[str, Session] = {}
+        #: Those that cannot be suspended, and one that waits for it; see :mod:`.unsuspendable`.
+        self.stuck: dict[str, tuple[Session, Session]] = {}
         self.usage: dict[str, OwnerUsage] = {}
         #: The same of groups: what their members have, those of the groups in them included.
         self.group_usage: dict[str, GroupUsage] = {}
@@ -396,6 +405,7 @@ class Facts:
         del self.sessions[s.id]
         for index in (self.waiting, self.leased, self.short, self.grown):
             index.pop(s.id, None)
+        self.stuck.pop(s.id, None)
 
     def _count(self, s: Session, sign: int) -> None:
         lease, parked = s.lease, s.suspended_bytes if s.suspended else 0
@@ -524,10 +534,15 @@ class Facts:
         ledger.device, ledger.fault = device, ""
         self._resize(ledger)
 
-    def configure(self, settings: PoolSettings) -> None:
-        """Apply other rules."""
+    def configure(self, settings: PoolSettings, groups: Mapping[str, str] = _NO_GROUPS) -> None:
+        """Apply other rules, and let the sessions in ``groups`` use the share of another group."""
         self.meters.close(self.now, self.settings)
         self.settings = settings
+        for name in groups:
+            if name in self.sessions:
+                s = self.sessions[name]
+                s.owner = Owner(s.owner.name, groups[name])
+                s.asking = s.times = s.using = None
         self._grow_tree()
         for s in self.leased.values():
             self.meters.changed[s.id] = True

@@ -22,6 +22,7 @@ from .facts import NEVER, Facts, Session, record
 from .model import (
     FOR_MEMORY,
     Device,
+    Owner,
     PoolSettings,
     PoolUsage,
     PoolView,
@@ -34,6 +35,7 @@ from .schedule import Plan, forecast, next_recheck, plan
 from .selfcheck import problems
 from .shares import Shares
 from .transitions import Actions, grant, move, refuse_holds, resize
+from .unsuspendable import due, note, warn
 from .updates import update
 from .words import News, budget_refusal, eta, reason, seconds, stays_reason
 
@@ -77,7 +79,14 @@ class Pool:
             actions += self._give_up(facts.settings.max_wait)
         if facts.tree.budgeted:
             actions += refuse_spent(facts)
+        if facts.stuck:
+            actions += warn(facts)
         actions += self._settle(event.sessions if isinstance(event, HostPressure) else ())
+        if self._plan.queue or facts.stuck:
+            note(facts, self._plan)
+            if any(due(s, facts) <= facts.now for s, _ in facts.stuck.values()):
+                actions += warn(facts) + self._settle(())
+                note(facts, self._plan)
         if isinstance(event, (RequestChanged, ReleaseAsked)):
             actions += requests.reply(facts, event, self._plan, actions)
         if self._plan.queue:
@@ -110,7 +119,7 @@ class Pool:
         facts, first = self._facts, self._plan
         actions: Actions = []
         for _ in range(ROUNDS):
-            if len(facts.waiting) + len(facts.short) > 1 or facts.tree.budgeted:
+            if facts.waiting or facts.short or facts.tree.budgeted:
                 facts.settle()  # the plan depends on what is used now
             new = plan(facts, self._plan, relieve)
             if new.short and facts.grown:
@@ -143,7 +152,10 @@ class Pool:
 
         None if time changes nothing. A time in the past means: at once.
         """
-        at = min(next_recheck(self._facts, self._plan), self._news.next_at(self._plan))
+        facts = self._facts
+        at = min(next_recheck(facts, self._plan), self._news.next_at(self._plan))
+        for s, _ in facts.stuck.values():
+            at = min(at, max(due(s, facts), facts.now))
         return None if at == math.inf else at
 
     # ------------------------------------------------------------------ questions
@@ -271,6 +283,10 @@ class Pool:
         """
         facts = self._facts
         return facts.meters.view(max(facts.now, now or facts.now), facts.settings)
+
+    def fair_share(self, owner: Owner) -> tuple[tuple[str, float, float], ...]:
+        """Return (name, part used, part due) of an owner at each level of the tree of groups."""
+        return tuple(Shares(self._facts).parts(owner))
 
     def self_check(self) -> list[str]:
         """Return the errors in the accounts, as sentences with history."""

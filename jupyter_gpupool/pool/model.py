@@ -44,6 +44,7 @@ Rule = Literal[
     "cap",
     "behind-group",
     "budget",
+    "class-closed",
     "paused",
     "drained",
     "foreign",
@@ -80,9 +81,10 @@ class Reason:
     quota. ``cap``: the members of ``group`` have its cap of ``most`` bytes in use, in ``count``
     sessions. ``behind-group``: an earlier session waits for the cap of ``group``. ``budget``: the
     GPU-seconds of today are used up, those of ``group`` or ("") the owner's own; there are some
-    again at ``at``. ``paused``, ``drained``, ``foreign``, ``nowhere``: no device is suitable, even
-    an empty one. ``retry``: the last attach failed. If memory and quota are both short, the rule is
-    the one of the memory, and ``limit`` is also set.
+    again at ``at``. ``class-closed``: its priority class (``limit``) may not run now. ``paused``,
+    ``drained``, ``foreign``, ``nowhere``: no device is suitable, even an empty one. ``retry``: the
+    last attach failed. If memory and quota are both short, the rule is the one of the memory, and
+    ``limit`` is also set.
     """
 
     rule: Rule
@@ -199,6 +201,9 @@ class PoolSettings:
         default_factory=lambda: {"interactive": 200, "notebook": 100, "batch": 0}
     )
     default_priority: str = "notebook"
+    #: Priority classes that may have a slice; None: all. Sessions of other classes are suspended,
+    #: in use or not, and wait.
+    classes_allowed: frozenset[str] | None = None
     #: Seconds without a hold after which a slice goes back to the pool on its own.
     idle_timeout: float = 300.0
     #: Seconds without a hold after which a *waiting* session may take the slice.
@@ -286,6 +291,8 @@ class SessionRecord:
     bound: tuple[str, ...] = ()
     #: Its processes can be moved to their slice at their first context (see the guard).
     lands: bool = False
+    #: Its CUDA calls can be held back, so it may be preempted while in use.
+    gated: bool = True
     #: The devices of the last lease: placement prefers them.
     last_devices: tuple[str, ...] = ()
     footprint: int = 0

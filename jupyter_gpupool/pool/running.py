@@ -105,19 +105,23 @@ def use_times(s: Session, facts: Facts) -> tuple[float, float]:
     if s.using is None or s.using[0] != facts.version:
         found = math.inf, math.inf
         if movable(s, facts):
-            since, seconds = began(s), s.lease.cost
-            share = facts.settings.max_swap_overhead
-            length = max(SLICE_LEAST, allowance(seconds, share) if share > 0 else 0.0)
-            least = max(s.retry_at, since + max(STAY_LEAST, seconds))
-            found = least, max(least, since + length)
+            least, ends = _times(s, facts)
+            found = max(s.retry_at, least), max(s.retry_at, ends)
         s.using = facts.version, *found
     return s.using[1], s.using[2]
+
+
+def _times(s: Session, facts: Facts) -> tuple[float, float]:
+    """Return when the minimum residence of a lease is over, and its time slice."""
+    since, least = began(s), max(STAY_LEAST, s.lease.cost)
+    return since + least, since + max(least, time_slice(s, facts))
 
 
 def movable(s: Session, facts: Facts) -> bool:
     """Return whether suspending ``s`` while it is in use can work."""
     return (
         s.state in ATTACHED
+        and (s.gated or s.state == "idle")
         and not s.pressed
         and not s.pinned_reason
         and all(facts.devices[x.device].device.can_suspend for x in s.lease.slices)
@@ -140,10 +144,13 @@ def modest(asked: Asking, s: Session) -> bool:
     return all(need.least <= memory for need in asked.needs)
 
 
-def claims(asker: Session, holder: Session, shares: Shares) -> Iterator[tuple[int, float]]:
+def claims(
+    asker: Session, holder: Session, shares: Shares, *, stuck: bool = False
+) -> Iterator[tuple[int, float]]:
     """Yield the tiers in which ``asker`` may preempt ``holder`` while in use, and from when on.
 
     Not whether a guarantee covers the holder: that depends on the other victims (:func:`covered`).
+    ``stuck``: as if the holder could be suspended.
     """
     facts = shares.facts
     rules = facts.settings.preempt
@@ -151,12 +158,15 @@ def claims(asker: Session, holder: Session, shares: Shares) -> Iterator[tuple[in
     if asker is holder or asker.state == "idle" or shares.spent(asker.owner) is not None:
         return
     at = free_from(holder, facts)
+    ends = slice_ends(holder, facts)
     if at == math.inf:
-        return
+        if not stuck:
+            return
+        at, ends = _times(holder, facts)
     within = modest(asking(asker, facts), asker)
     if within and "burst" in rules and holder.id in facts.grown:
         moved = holder.lease.resumed_at > NEVER
-        yield 1, max(at, slice_ends(holder, facts)) if moved else at
+        yield 1, ends if moved else at
     if "guarantee" in rules:
         groups = shares.entitled.get(asker.id)
         outside = groups and not groups <= set(shares.tree.path(holder.owner.group))
@@ -167,7 +177,6 @@ def claims(asker: Session, holder: Session, shares: Shares) -> Iterator[tuple[in
         if within and "class" in rules:
             yield 3, at
     elif level == its and "turns" in rules:
-        ends = max(at, slice_ends(holder, facts))
         length = time_slice(holder, facts)
         if asker.owner == holder.owner or not shares.fair:
             yield TURN, max(ends, asker.wait.since + length)

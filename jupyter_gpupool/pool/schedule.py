@@ -32,9 +32,9 @@ actions (:mod:`.transitions`). In this order:
 event; :class:`~.machine.Pool` plans until it holds.
 
 Four functions are the seams for other rules: :func:`order` (who goes first: fair share),
-:func:`barred` (who must not be served now: schedules), :func:`~.preemption.victim_tier` (who may be
-preempted, and for whom: preemption of running work, time slices) and :func:`next_recheck` (when the
-clock alone changes the plan).
+:func:`barred` (who must not be served now: budgets, closed classes),
+:func:`~.preemption.victim_tier` (who may be preempted, and for whom: preemption of running work,
+time slices) and :func:`next_recheck` (when the clock alone changes the plan).
 
 Sources
 -------
@@ -90,6 +90,7 @@ from .running import REASONS, STOPPED, free_from, use_times
 from .shares import RECHECK, Shares, budget_changes_at
 
 SPENT = "the GPU-seconds of today are used up"
+CLOSED = "kernels of its priority class get no GPU at this time"
 HEAD = "the next kernel in the queue waits for memory"
 
 
@@ -176,10 +177,29 @@ def barred(s: Session, shares: Shares) -> Reason | None:
     facts = shares.facts
     if s.wait.failed and s.retry_at > facts.now:
         return Reason("retry", text=s.wait.failed)
+    allowed = facts.settings.classes_allowed
+    if allowed is not None and s.state != "active" and s.request.priority not in allowed:
+        return Reason("class-closed", limit=s.request.priority)
     spent = shares.spent(s.owner)
     if spent is not None and spent.daily.then == "stop" and s.state != "active":
         return Reason("budget", group=spent.group, at=spent.until)
     return None
+
+
+def stopped(s: Session, shares: Shares) -> str:
+    """Return why ``s`` must not run although it has a lease, or ""."""
+    if s.state not in ATTACHED:
+        return ""
+    allowed = shares.facts.settings.classes_allowed
+    if allowed is not None and s.request.priority not in allowed:
+        return CLOSED
+    spent = shares.spent(s.owner) if shares.tree.stops else None
+    return SPENT if spent is not None and spent.daily.then == "stop" else ""
+
+
+def stops_at(s: Session, facts: Facts) -> float:
+    """Return from when on a session that must not run can be suspended."""
+    return not_before(s, facts) if s.state == "idle" else free_from(s, facts)
 
 
 def next_recheck(facts: Facts, plan: Plan) -> float:
@@ -199,6 +219,9 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
         found.append(s.retry_at)
         if most is not None:
             found.append(math.inf if s.preempted else s.queued_at + most)
+    if facts.tree.stops or facts.settings.classes_allowed is not None:
+        shares = Shares(facts)
+        found += (stops_at(s, facts) for s in facts.leased.values() if stopped(s, shares))
     if facts.tree.budgeted:
         everybody = (*facts.leased.values(), *facts.waiting.values())
         owners = {(s.owner.name, s.owner.group): s.owner for s in everybody}
@@ -320,8 +343,10 @@ class _Pass:
     def _leave(self) -> None:
         """2. Suspend idle leases whose time is over, as far as host memory has room."""
         facts, draft = self.facts, self.draft
+        stops = facts.tree.stops or facts.settings.classes_allowed is not None
         for s in facts.leased.values():
-            if facts.tree.stops and self._stop(s):
+            why = stopped(s, self.shares) if stops else ""
+            if why and self._stop(s, why):
                 continue
             if s.state != "idle" or leaves_at(s, facts) > facts.now:
                 continue
@@ -329,16 +354,12 @@ class _Pass:
             if draft.host_fits([s], room):
                 self._suspend(s, paused(s, facts) or ("release" if s.release_asked else "idle"))
 
-    def _stop(self, s: Session) -> bool:
-        """Suspend ``s`` if its daily budget is used up and ends what runs; return whether."""
-        spent, facts = self.shares.spent(s.owner), self.facts
-        if spent is None or spent.daily.then != "stop" or s.state not in ATTACHED:
-            return False
-        at = not_before(s, facts) if s.state == "idle" else free_from(s, facts)
+    def _stop(self, s: Session, why: str) -> bool:
+        """Suspend ``s``, which must not run, once that can be done; return whether."""
         room = self.draft.host_left([x.device for x in s.lease.slices])
-        if at > facts.now or not self.draft.host_fits([s], room):
+        if stops_at(s, self.facts) > self.facts.now or not self.draft.host_fits([s], room):
             return False
-        self._suspend(s, SPENT, STOPPED)
+        self._suspend(s, why, STOPPED)
         return True
 
     def _suspend(self, v: Session, reason: str, tier: int = 0) -> None:

@@ -261,6 +261,7 @@ class Shares:
     def _entitle(self, ordered: Iterable[Session]) -> None:
         """Note which requests are within a guarantee, beside those of the group that go before."""
         facts, guarantees = self.facts, self.tree.guarantees
+        allowed = facts.settings.classes_allowed
         held = {
             name: usage.stays if (usage := facts.group_usage.get(name)) else 0
             for name in guarantees
@@ -269,7 +270,8 @@ class Shares:
             if s.state == "idle" or not s.owner.group:
                 continue
             names = [name for name in self.tree.path(s.owner.group) if name in guarantees]
-            if not names or self.spent(s.owner) is not None:
+            closed = allowed is not None and s.request.priority not in allowed
+            if not names or closed or self.spent(s.owner) is not None:
                 continue
             more = asking(s, facts).charge[0]
             within = frozenset(name for name in names if held[name] + more <= guarantees[name])

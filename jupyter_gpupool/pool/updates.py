@@ -176,7 +176,7 @@ def _host_pressure(facts: Facts, event: ev.HostPressure) -> Actions:
 
 def _settings(facts: Facts, event: ev.SettingsChanged) -> Actions:
     """Apply new rules; refuse sessions that they can never serve."""
-    facts.configure(event.settings)
+    facts.configure(event.settings, event.groups)
     actions: Actions = []
     for s in list(facts.waiting.values()):
         actions += _refuse_if_hopeless(facts, s, "the rules changed")
@@ -221,6 +221,7 @@ def _opened(facts: Facts, event: ev.SessionOpened) -> Actions:
                 attach=event.attach,
                 label=event.label,
                 lands=event.lands,
+                gated=event.gated,
                 opened_at=facts.now,
                 state_since=facts.now,
             )

@@ -95,6 +95,8 @@ def in_words(facts: Facts, why: Reason) -> str:
         return f"your group {why.group} has its {size} in use, by {kernels}"
     if why.rule == "behind-group":
         return f"another kernel of your group {why.group} is ahead and waits for the group's cap"
+    if why.rule == "class-closed":
+        return f"kernels of the priority class {why.limit!r} get no GPU at this time"
     if why.rule == "budget":
         whose = f"your group {why.group}" if why.group else "you"
         return f"{whose} used up the GPU-seconds of today; {_again(why.at, facts.now)}"

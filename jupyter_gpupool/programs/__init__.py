@@ -4,7 +4,7 @@
 
 - ``opening``: what a program asks for, its session, its environment
 - ``terminal``: the child process of ``jupyter gpupool run``: terminal, signals, exit code
-- ``running``: runs a command in a session, from its wait to its exit code; ``progress``: the line
+- ``execution``: runs a command in a session, from its wait to its exit code; ``progress``: the line
   that shows the wait
 - ``runfiles``: the records and logs of commands that run detached; ``detached``: their supervisor
 - ``inscript``: ``jupyter_gpupool.slice``

@@ -26,10 +26,10 @@ from ..client import Client
 from ..errors import Code, GPUPoolError, RefusedError
 from ..procfs import open_pidfd
 from . import runfiles
+from .execution import Run, RunOptions
 from .opening import ProgramSession
 from .progress import Progress
 from .runfiles import LogWriter, RunRecord
-from .running import Run, RunOptions
 from .terminal import NOT_RUN, CommandProcess
 
 #: Seconds for which the output of processes that outlive the command is still taken.

@@ -37,9 +37,12 @@ def waiting_for(link: SessionLink, memory: int, waited: float, *, begun: bool = 
         if link.reviver.expected:
             return "The GPU pool's broker has ended; the program waits until it is back."
         return f"Waiting for the GPU pool's broker at {link.path}."
+    taken = ""
+    if link.preempted and not (link.queue is not None and link.preempted in link.queue.reason):
+        taken = sentence(f"the GPU was taken from this program: {link.preempted}") + " "
     if link.state == "attaching" and link.queue is None:
         return f"Getting {what}." if not begun else f"Bringing the program back to {what}."
-    text = f"Waiting for {what}"
+    text = f"{taken}Waiting for {what}"
     queue = link.queue
     if queue is not None:
         text += f": position {queue.position} of {queue.length}"

@@ -25,7 +25,7 @@ _OF_OTHERS = (*("id", "state", "granted_bytes", "device", "devices", "queue_posi
 _CLOCKS = frozenset(
     {
         *("idle_seconds", "wait_seconds_total", "attached_seconds_total", "busy_seconds"),
-        "messages",
+        *("messages", "usage", "group_usage", "share"),
     }
 )
 

@@ -10,7 +10,8 @@ from datetime import datetime, timezone
 
 import pytest
 
-from .kit import Broker, environment, wait_until
+from .kit import Broker, MiB, environment, wait_until
+from .test_preemption import Worker, at_work, further, stands, whole
 
 NIGHT = {"name": "night", "hours": "20:00-08:00", "time_zone": "UTC",
          "set": {"idle_timeout": "2h", "quotas": {"*": {"leases": 9}}}}  # fmt: skip
@@ -133,3 +134,39 @@ def test_a_wrong_schedule_is_refused_and_the_old_one_stays(at):
     assert broker.idle_timeout() == 7200
     broker.set_clock(MORNING + 1)
     wait_until(lambda: broker.idle_timeout() == 600, "the day")
+
+
+def test_work_of_the_night_stops_by_day_and_goes_on_at_night(at):
+    """In the middle of its work, twice, and every byte of it is right."""
+    broker = at(
+        EVENING + 3600, attach="lazy", quiet_after=2.0, lock_timeout=20.0,
+        classes_allowed=["notebook"],
+        schedules=[{**NIGHT, "set": {"classes_allowed": None}}],
+    )  # fmt: skip
+    made = []
+
+    def program(*args, **request):
+        made.append(Worker(broker, *args, **{"memory": 300 * MiB, "priority": "batch", **request}))
+        return made[-1]
+
+    try:
+        worker = at_work(program)
+        for day in (1, 2):
+            broker.set_clock(EVENING + 12 * 3600 + (day - 1) * 86400 + 5)
+            wait_until(lambda: worker.state() == "queued" and stands(worker), "the day")
+            status = worker.status()
+            why = "kernels of its priority class get no GPU at this time"
+            assert status["preempted"] == why
+            assert status["wait_reason"] == f"it was preempted: {why}; it goes on by itself"
+            other = Worker(broker, "notebook", memory=300 * MiB)
+            made.append(other)
+            other.begin(16 * MiB)
+            other.close()
+            broker.set_clock(EVENING + day * 86400 + 5)
+            wait_until(lambda: worker.state() == "active", "the night")
+            further(worker)
+        assert worker.status()["suspends"] == 2
+        whole(worker)
+    finally:
+        for one in made:
+            one.close()

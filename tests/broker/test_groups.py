@@ -50,9 +50,13 @@ def parts():
 
 
 def test_the_first_group_of_its_user_counts(broker):
-    assert broker.status()["groups"] == ["thesis", "rest"]  # NSS was not asked yet
     assert opened(broker) == "thesis"
     assert broker.status()["groups"] == ["thesis", "lab", "rest"]
+
+
+def test_status_asks_for_the_groups_of_its_reader(make_broker):
+    broker = make_broker().started
+    wait_until(lambda: broker.status()["groups"] == ["thesis", "lab", "rest"], "the Unix groups")
 
 
 @pytest.mark.parametrize("group", ["lab", "rest", "thesis"])
@@ -89,6 +93,38 @@ def test_other_groups_count_after_sighup(make_broker):
     broker.process.send_signal(signal.SIGHUP)
     wait_until(lambda: broker.status()["groups"] == ["new"], "the new groups")
     assert opened(broker) == "new"
+
+
+def test_sessions_leave_a_group_that_their_user_has_left(make_broker):
+    broker = make_broker().started
+    with broker.client() as client:
+        names = [
+            client.call("open", kernel_id="k", request={"memory": 64 * MiB}, group=group)["session"]
+            for group in ("thesis", "lab", "rest")
+        ]
+
+        def groups():
+            return [broker.session(name)["group"] for name in names]
+
+        broker.configure(groups={"lab": GROUPS["lab"], "rest": GROUPS["rest"]})
+        broker.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: groups() == ["lab", "lab", "rest"], "the groups after SIGHUP")
+        (row,) = broker.rows("group")
+        assert row["reason"] == "It uses the share of the group 'lab' now."
+        broker.configure(groups={})
+        broker.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: groups() == ["", "", ""], "no groups")
+
+
+def test_a_restart_with_other_groups_moves_sessions(make_broker):
+    broker = make_broker().started
+    with broker.client() as client:
+        answer = client.call("open", kernel_id="k", request={"memory": 64 * MiB}, group="thesis")
+        client.call("launched", session=answer["session"], pid=os.getpid())
+        broker.kill()
+    broker.configure(groups={"lab": GROUPS["lab"], "rest": GROUPS["rest"]})
+    broker.started  # noqa: B018
+    wait_until(lambda: broker.session(answer["session"])["group"] == "lab", "the other group")
 
 
 # ------------------------------------------------------------------ what the machine cannot keep
@@ -176,6 +212,7 @@ def test_nss_is_asked_once_for_many_sessions():
         await asyncio.gather(*waiting)
         assert found.is_known(0)
         assert found.owner(0).group == "x"
+        assert found.is_sure(0)
         found.forget()
         assert not found.is_known(0)
         assert found.owner(0).group == "x"
@@ -192,6 +229,7 @@ def test_a_session_is_opened_while_nss_hangs(monkeypatch, caplog):
         found = memberships(nss)
         await found.learn(0)
         assert found.owner(0).group == "all"
+        assert not found.is_sure(0)
         assert "were not found within 0.05 s; no rule about Unix groups applies" in caplog.text
         nss.go.set()
         while found.owner(0).group != "x":  # it answers at last

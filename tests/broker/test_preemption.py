@@ -52,6 +52,9 @@ class Worker(Program):
         finally:
             page.close()
 
+    def contended(self):
+        return Path(self.env["GPUPOOL_PAGE"]).read_bytes()[layout.CONTENDED_AT] == 1
+
     def contend(self, contended):
         """Have its page say that another session waits, as the broker does."""
         # Once the broker has said that none does.
@@ -203,7 +206,7 @@ def test_interrupt_ends_the_wait_and_loses_nothing(broker, program):
     assert worker.do("check") == 64 * MiB
 
 
-def test_preempted_program_without_calls_is_not_resumed(broker, program):
+def test_preempted_program_without_calls_stays_suspended(broker, program):
     worker, urgent = program("worker"), program("urgent", priority="interactive")
     worker.begin(64 * MiB, byte=7)
     urgent.tell("context")
@@ -270,7 +273,7 @@ QUEUE = {"count": 400, "seconds": 0.01}
 
 
 @pytest.mark.parametrize("contended", [False, True])
-def test_queue_drains_in_time_only_where_the_slice_is_contended(make_broker, contended):
+def test_queue_of_a_contended_program_drains_in_time(make_broker, contended):
     broker = make_broker(lock_timeout=1.0).started
     worker = Worker(broker, "worker", memory=BIG)
     try:
@@ -288,6 +291,24 @@ def test_queue_drains_in_time_only_where_the_slice_is_contended(make_broker, con
         assert worker.do("check") == 64 * MiB
     finally:
         worker.close()
+
+
+def test_page_says_contended_while_another_session_waits(make_broker):
+    """Only where a session in use may be preempted: elsewhere nobody has to drain soon."""
+    broker = make_broker(preempt=["turns"], max_swap_overhead=0.001).started
+    program = Maker(broker)
+    try:
+        worker = at_work(program)
+        assert not worker.contended()
+        other = program("other")
+        other.tell("context")
+        other.wait_state("queued")
+        wait_until(worker.contended, "the page to say so")
+        other.close()
+        wait_until(lambda: not worker.contended(), "the page to say that nobody waits")
+        whole(worker)
+    finally:
+        program.close()
 
 
 def test_recording_of_a_graph_refuses(broker, program):

@@ -86,6 +86,8 @@ def test_every_setting_has_an_option_and_every_option_a_setting():
         ("host_memory", 7, 7),
         ("priority_classes", {"notebook": 1, "urgent": 2}, {"notebook": 1, "urgent": 2}),
         ("default_priority", "batch", "batch"),
+        ("classes_allowed", None, None),
+        ("classes_allowed", ["notebook"], frozenset({"notebook"})),
         ("preempt", [], frozenset()),
         ("preempt", ["class", "turns"], frozenset({"class", "turns"})),
         ("unsuspendable", "end", "end"),
@@ -329,6 +331,13 @@ def test_socket_path_too_long_for_linux_is_refused():
             (
                 "c.GPUPool.default_limit: 12 GiB is above max_memory_per_kernel (8 GiB). "
                 "Lower default_limit or raise max_memory_per_kernel."
+            ),
+        ),
+        (
+            {"classes_allowed": ["notebook", "bach"]},
+            (
+                "c.GPUPool.classes_allowed[1]: 'bach' is no priority class. Did you mean 'batch'? "
+                "Allowed are 'interactive', 'notebook' or 'batch'."
             ),
         ),
         (

@@ -96,9 +96,10 @@ def test_preempted_cell_says_so_and_goes_on_with_every_byte(pool, attach):
     play(scenario())
 
 
-def test_interrupted_cell_keeps_its_data(pool):
+@pytest.mark.parametrize("attach", ["lazy", "cell"])
+def test_interrupted_cell_keeps_its_data(pool, attach):
     """Ctrl-C ends the wait of a preempted cell; its state comes back with the next call."""
-    pool = pool(ONE, **RULES)
+    pool = pool(ONE, attach=attach, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"
 
     async def scenario():

@@ -325,14 +325,19 @@ def check_backfill(look: Look, before: dict[str, Explanation], actions: list[ev.
     rules = look.naive.settings
     if rules.half_life or rules.groups or any(q.daily for q in rules.quotas.values()):
         return
-    if not look.head or look.naive.sessions[look.head].state != "queued":
+    if not look.head or look.pool.record(look.head).preempted:
+        return
+    if look.naive.sessions[look.head].state != "queued":
         return
     attached = {a.session: a.slices for a in actions if isinstance(a, ev.Attach)}
     first = _rank(look, look.head)
     given = {
         name: slices
         for name, slices in attached.items()
-        if _rank(look, name) > first and not (name in before and before[name].promised == slices)
+        # A preempted session has the age of its computation, which is not known here.
+        if not look.pool.record(name).preempted
+        and _rank(look, name) > first
+        and not (name in before and before[name].promised == slices)
     }
     for uuid, wanted in look.reserved().items():
         size = sum(x.bytes for slices in given.values() for x in slices if x.device == uuid)

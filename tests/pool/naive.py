@@ -327,6 +327,10 @@ class Naive:
             assert 1 <= a.position <= a.length
             assert a.reason, a
             assert a.eta is None or a.eta >= 0
+        elif isinstance(a, ev.Warn):
+            assert s.state in ("active", "idle"), a
+            fixed = not all(self.devices[u].can_suspend for u in s.lease)
+            assert fixed or s.refused, f"{a}: it can be suspended"
         elif isinstance(a, ev.EndSession):
             assert s.state == "ended", a
         else:

@@ -54,6 +54,7 @@ ORDER = [
     "words",
     "explain",
     "transitions",
+    "unsuspendable",
     "requests",
     "updates",
     "machine",

@@ -35,6 +35,7 @@ QUERIES: dict[str, Callable[[Pool], Iterable[tuple[Any, ...]]]] = {
         ["device", "headroom", "leases"],
         lambda pool: [(uuid,) for uuid in (*[d.uuid for d in pool.devices()], "GPU-none", "")],
     ),
+    "fair_share": lambda pool: [(r.owner,) for r in pool.records()],
     "view": lambda _pool: [(0.0,), (10.0**6,)],
 }
 

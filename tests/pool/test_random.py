@@ -38,9 +38,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     world: World
 
-    @initialize(data=st.data(), devices=st.integers(1, 3))
-    def begin(self, data, devices):
-        self.world = World(Draws(data), devices=devices, most=6)
+    @initialize(data=st.data(), devices=st.integers(1, 3), shares=st.booleans())
+    def begin(self, data, devices, shares):
+        self.world = World(Draws(data), devices=devices, most=6, shares=shares)
 
     def step(self, data: Any, name: str) -> None:
         self.world.c = Draws(data)
@@ -160,7 +160,13 @@ def test_random_events_break_no_rule():
     assert soak.run(20_000, seed=0)["violations"] == 0
 
 
+def test_soak_with_shares():
+    """The same with groups, guarantees, caps, budgets and preemption of running work at random."""
+    assert soak.run(10_000, seed=0, shares=True)["violations"] == 0
+
+
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-def test_a_million_random_events_break_no_rule():
-    assert soak.run(1_000_000, seed=0)["violations"] == 0
+@pytest.mark.parametrize("shares", [False, True], ids=["plain", "shares"])
+def test_a_million_random_events_break_no_rule(shares):
+    assert soak.run(1_000_000, seed=0, shares=shares)["violations"] == 0

@@ -52,6 +52,19 @@ def test_lower_class_yields_after_the_time_that_moving_it_takes(make):
     assert "higher priority class" in suspend.reason
 
 
+def test_session_whose_calls_cannot_be_held_back_is_no_victim(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.running("low", priority="batch", memory=16, gated=False)
+    lab.after(5)
+    none(ask(lab, "high"), ev.Suspend)
+    none(lab.after(59), ev.Warn)
+    assert "without the guard" in got(lab.after(2), ev.Warn, session="low").message
+    none(lab.past, ev.Suspend)
+    lab.drop("low")
+    lab.after(60)
+    assert [a.busy for a in lab.past if isinstance(a, ev.Suspend)] == [False]
+
+
 def test_preempted_session_goes_on_by_itself(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("low", priority="batch", memory=16)
@@ -362,3 +375,64 @@ def test_all_suspends_of_a_plan_are_for_a_waiting_session(make):
     lab.after(5)
     assert len(all_of(ask(lab, "high", 8), ev.Suspend)) == 1
     assert lab.pool.explain("high").promised == (Slice(lab.where(preempted(lab)[0])[0][0], 8),)
+
+
+# --------------------------------------------------------------------------- not to be suspended
+
+
+def test_session_that_cannot_be_suspended_is_warned_then_ended(make):
+    lab = make(
+        device(0, can_suspend=False),
+        preempt=PREEMPT_ALL,
+        unsuspendable="end",
+        unsuspendable_after=(60.0, 600.0, 3600.0),
+    )
+    lab.running("stuck", 16, priority="batch")
+    lab.after(100)
+    ask(lab, "high")
+    began = lab.now
+    none(lab.after(59), ev.Warn)
+    warn = got(lab.after(2), ev.Warn, session="stuck")
+    assert (warn.stage, warn.ends_at) == ("warn", began + 3600)
+    assert "cannot be suspended" in warn.message
+    asked = got(lab.after(540), ev.Warn, session="stuck")
+    assert asked.stage == "ask"
+    assert "ends it in 50 min" in asked.message
+    none(lab.after(2998), ev.EndSession)
+    ended = got(lab.after(2), ev.EndSession, session="stuck")
+    assert "c.GPUPool.unsuspendable" in ended.message
+    got(lab.end("stuck"), ev.Attach, session="high")
+
+
+def test_each_wait_for_a_stuck_session_leads_to_one_warning(make):
+    lab = make(device(0, can_suspend=False), preempt=PREEMPT_ALL)
+    lab.running("stuck", 16, priority="batch")
+    lab.after(100)
+    ask(lab, "high")
+    lab.after(1000)
+    assert len(all_of(lab.past, ev.Warn)) == 1
+    lab.drop("high")
+    lab.hold("high")
+    lab.after(59)
+    assert len(all_of(lab.past, ev.Warn)) == 1
+    lab.after(2)
+    assert len(all_of(lab.past, ev.Warn)) == 2
+
+
+def test_no_warning_where_no_rule_would_preempt(make):
+    lab = make(device(0, can_suspend=False), preempt=PREEMPT_ALL)
+    lab.running("stuck", 16, priority="interactive")
+    lab.after(100)
+    ask(lab, "low", priority="batch")
+    lab.after(1000)
+    none(lab.past, ev.Warn)
+
+
+def test_refusal_of_the_driver_leads_to_a_warning(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.running("stuck", 16, priority="batch")
+    lab.after(100)
+    ask(lab, "high")
+    lab.refused("stuck", "pinned", "it uses CUDA IPC")
+    warn = got(lab.after(61), ev.Warn, session="stuck")
+    assert "it uses CUDA IPC" in warn.message

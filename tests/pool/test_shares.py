@@ -258,3 +258,16 @@ def test_borrowed_memory_is_given_back_at_once(make):
     lab.done("a")
     lab.after(1000)
     assert lab.state("a") == "active", "what is within the guarantee stays"
+
+
+def test_session_in_another_group_is_charged_to_that_group():
+    groups = {"a": Group(cap=Portion(bytes=20)), "b": Group()}
+    lab = Lab(device(0), device(1), groups=groups, half_life=3600.0)
+    lab.running("x", 10, owner=Owner("ann", "a"))
+    lab.after(100)
+    lab.send(ev.SettingsChanged, settings=lab.pool.settings, groups={"x": "b", "gone": "b"})
+    assert lab.record("x").owner == Owner("ann", "b")
+    lab.after(100)
+    used = lab.pool.usage(lab.now).groups
+    assert used["b"].memory == pytest.approx(used["a"].memory, rel=0.1)
+    assert not lab.pool.self_check()

@@ -219,6 +219,26 @@ def test_log_is_bounded(monkeypatch):
     assert b"".join(runfiles.follow_log("log")) == kept
 
 
+def test_followed_log_goes_on_in_the_next_file(monkeypatch):
+    monkeypatch.setattr(runfiles, "MAX_LOG", 100)
+    record("log", state="running", supervisor=runfiles.this_process(), code=None, ended=0.0)
+    writer, follower = runfiles.LogWriter("log"), runfiles.follow_log("log")
+
+    def next_bytes(count):
+        found = b""
+        while len(found) < count:
+            found += next(follower)
+        return found
+
+    for letter in (b"a", b"b", b"c"):
+        writer.write(90 * letter)
+        assert next_bytes(90) == 90 * letter
+    writer.write(b"end")
+    writer.close()
+    runfiles.write(replace(runfiles.read("log"), state="ended"))
+    assert b"".join(follower) == b"end"
+
+
 def test_damaged_records_are_left_out():
     record("good")
     runfiles.claim("bad", ["echo"])

@@ -15,7 +15,7 @@ from tests.broker import kit
 from tests.broker.kit import MiB, wait_until
 from tests.emulated import library_dir
 
-from .runkit import environment, run, session_of, state_of
+from .runkit import Program, environment, run, session_of, state_of
 
 #: What the scripts begin with: CUDA by ctypes, and lines that the test answers.
 BEGIN = """
@@ -114,11 +114,11 @@ RUN = [sys.executable, "-m", "jupyter_gpupool.cli", "run", "--name", "work.py", 
 
 def test_block_holds_a_slice_by_hand(broker, script):
     one = script("""
-with jupyter_gpupool.slice("100MiB") as gpu:
+with jupyter_gpupool.slice("100MiB", limit="100MiB") as gpu:
     context()
     tell("held", gpu.memory >> 20, len(gpu.devices), gpu.guarded, alloc(50), alloc(400))
 tell("after")
-with jupyter_gpupool.slice("100MiB"):
+with jupyter_gpupool.slice("100MiB", limit="100MiB"):
     tell("again", alloc(1))
 """)
     assert one.said() == "held 100 1 True 0 2"
@@ -139,7 +139,7 @@ def test_libraries_find_the_guard_that_was_loaded_by_hand(script):
     one = script("""
 import pynvml
 from cuda.bindings import driver
-with jupyter_gpupool.slice("100MiB"):
+with jupyter_gpupool.slice("100MiB", limit="100MiB"):
     assert driver.cuInit(0)[0] == 0
     context = driver.cuDevicePrimaryCtxRetain(0)[1]
     driver.cuCtxSetCurrent(context)
@@ -255,9 +255,17 @@ def test_a_program_that_has_loaded_the_driver_needs_leave(broker, script, make_b
     code = """
 ctypes.CDLL("libcuda.so.1")
 try:
-    with jupyter_gpupool.slice("100MiB") as gpu:
+    with jupyter_gpupool.slice("300MiB") as gpu:
         context()
-        tell("held", gpu.guarded, alloc(10))
+        print("held", gpu.guarded, alloc(10), flush=True)
+        size = ctypes.c_size_t(10 << 20)
+        assert cuda("cuMemsetD8_v2", LAST[-1], ctypes.c_ubyte(7), size) == 0
+        tell("filled")
+    tell("after")
+    with jupyter_gpupool.slice():
+        host = ctypes.create_string_buffer(size.value)
+        assert cuda("cuMemcpyDtoH_v2", host, LAST[-1], size) == 0
+        tell("same", host.raw == bytes([7]) * size.value)
 except RefusedError as error:
     tell(error.code, error)
 """
@@ -269,7 +277,17 @@ except RefusedError as error:
     two = Script(lax, code)
     try:
         assert two.said() == "held False 0"
+        assert two.said() == "filled"
         assert session_of(lax, "work.py")["state"] == "active"
+        two.go_on()
+        assert two.said() == "after"
+        other = Program(lax, "--attach", "hold", "--name", "other", command=["cat"])
+        wait_until(lambda: state_of(lax, "other") == "active", "the other has it")
+        assert session_of(lax, "work.py")["suspended_bytes"] > 0
+        assert other.end() == 0
+        other.close()
+        two.go_on()
+        assert two.said() == "same True"
         assert two.end() == 0
     finally:
         two.close()
@@ -280,7 +298,7 @@ def test_children_share_the_slice_of_a_script(broker, script):
 def child(code):
     return subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout
 
-with jupyter_gpupool.slice("200MiB"):
+with jupyter_gpupool.slice("200MiB", limit="200MiB"):
     context()
     forked = os.fork()
     if not forked:

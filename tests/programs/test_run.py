@@ -232,7 +232,7 @@ def test_idle_program_is_suspended_for_another_and_returns(program):
 
 
 def test_children_share_the_slice(broker, program):
-    one = program("--name", "family")
+    one = program("--memory", "300MiB", "--limit", "300MiB", "--name", "family")
     one.answer()
     one.do("context")
     one.do("sub", command={"do": "context"})
@@ -326,3 +326,41 @@ def broker_is_back(broker, was):
         return broker.status()["pid"] != was
     except GPUPoolError:
         return False
+
+
+# ---------------------------------------------------------------------- preemption
+
+CLASSES = {"low": 0, "high": 1000}
+
+
+@pytest.mark.parametrize("attach", ["lazy", "hold"])
+def test_computing_program_is_preempted_and_goes_on(make_broker, attach):
+    """A program of a higher class takes the slice of one that computes; nothing is lost."""
+    broker = make_broker(
+        emulate="1x512MiB,context=32MiB", quiet_after=0.3, priority_classes=CLASSES,
+        default_priority="low", preempt=["class"],
+    ).started  # fmt: skip
+    low = Program(broker, "--attach", attach, "--name", "low")
+    high = Program(broker, "--class", "high", "--name", "high")
+    try:
+        for byte, one in ((1, low), (2, high)):
+            one.answer()
+            if one is low:
+                one.do("context")
+                one.do("alloc", bytes=200 * MiB, byte=byte)
+                one.do("storm")
+        high.do("context")
+        high.do("alloc", bytes=200 * MiB, byte=2)
+        assert state_of(broker, "low") == "queued"
+        wait_until(lambda: "Waiting for a GPU slice of 300 MiB" in low.stderr, "the line")
+        calls = low.do("calls")
+        assert high.end() == 0
+        wait_until(lambda: low.do("calls") > calls, "its calls go on")
+        assert "It was preempted: a kernel of a higher priority class needs the GPU" in low.stderr
+        assert "It has its GPU slice, after" in low.stderr
+        assert low.do("calm")["error"] == 0
+        assert low.do("check") == 200 * MiB
+        assert low.end() == 0
+    finally:
+        low.close()
+        high.close()

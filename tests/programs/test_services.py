@@ -95,7 +95,9 @@ async def share(found):
     services = [Service(found, number) for number in range(1, 5)]
     try:
         await asyncio.gather(*(one.connect() for one in services))
-        notebook = await found.kernel("notebook", memory=FIFTH * MiB)
+        notebook = await found.kernel(
+            "notebook", memory=FIFTH * MiB, provisioner={"limit": FIFTH * MiB}
+        )
         (await notebook.run(cells.setup(9, 96))).check()
         flag = found.folder / "enough"
         cell = asyncio.ensure_future(notebook.run(cells.COMPUTING.format(flag=str(flag))))
@@ -141,5 +143,5 @@ def test_unit_calls_the_command_as_it_is():
     assert Path(words[0]).name == "jupyter-gpupool"
     options = commands._build()[0].parse_args(words[1:])
     assert (options.command, options.name, options.memory) == ("run", "ocr", "4GiB")
-    assert (options.limit, options.compute) == ("4GiB", 20)
+    assert (options.limit, options.compute, options.attach) == ("4GiB", 20, "hold")
     assert options.words == ["--", "/srv/ocr/bin/serve", "--port", "8101"]

@@ -101,6 +101,24 @@ def test_command_sees_the_size_of_the_window(terminal):
     screen.read_until(b"<ended 3>")
 
 
+def test_hang_up_reaches_the_command(broker, terminal):
+    """The system tells the leader of the terminal's session alone, which is ``run`` here."""
+    told = broker.folder / "told"
+    code = f"""
+import os, signal
+signal.signal(signal.SIGHUP, lambda *_: (os.open({str(told)!r}, os.O_CREAT), os._exit(6)))
+print("<ready>", flush=True)
+while True:
+    signal.pause()
+"""
+    screen = terminal([*CLI, "run", "--", sys.executable, "-c", code])
+    screen.read_until(b"<ready>")
+    screen.hang_up()
+    wait_until(told.exists, "the command's handler")
+    assert screen.wait() == 6
+    told.unlink()
+
+
 def test_pipeline_keeps_the_terminal(terminal):
     """Another command of the pipeline may read the terminal while ours is in it."""
     line = " ".join([*CLI, "run", "--", "echo", "data"])

@@ -21,15 +21,17 @@ from jupyter_gpupool.cli import commands as cli
 from jupyter_gpupool.cli.doctor import _lines, _summary
 from jupyter_gpupool.cli.maintenance import progress
 from jupyter_gpupool.cli.picture import Style, draw
-from jupyter_gpupool.cli.programs import table
+from jupyter_gpupool.cli.program_commands import table
 from jupyter_gpupool.config import BrokerSettings, load_settings, loading
 from jupyter_gpupool.config.differences import notice
+from jupyter_gpupool.config.grouping import read_portion
 from jupyter_gpupool.errors import ConfigError
 from jupyter_gpupool.kernel.holds import QueuePlace
 from jupyter_gpupool.local_machine import boot_id
+from jupyter_gpupool.pool.groups import Group
+from jupyter_gpupool.programs.execution import too_long
 from jupyter_gpupool.programs.progress import waiting_for
 from jupyter_gpupool.programs.runfiles import RunRecord
-from jupyter_gpupool.programs.running import too_long
 from jupyter_gpupool.units import parse_bytes, parse_seconds
 
 from .sheet import Sheet
@@ -142,6 +144,11 @@ def _defaults() -> BrokerSettings:
     return replace(settings, pool=replace(settings.pool, host_memory=32 * GiB))
 
 
+def _grouped(settings: BrokerSettings, guarantee: str) -> BrokerSettings:
+    groups = {"lab": Group(guarantee=read_portion(guarantee))}
+    return replace(settings, pool=replace(settings.pool, groups=groups))
+
+
 @contextlib.contextmanager
 def _only(folder: str) -> Iterator[None]:
     """Read the configuration in ``folder`` alone."""
@@ -157,7 +164,8 @@ def programs(sheet: Sheet) -> None:
     """Write what is said of programs that wait, run detached, or have ended."""
 
     def link(**changes: Any) -> Any:
-        fields = {"request": {}, "state": "queued", "queue": None, "path": "/run/b.sock", **changes}
+        fields = {"request": {}, "state": "queued", "queue": None, "path": "/run/b.sock",
+                  "preempted": "", **changes}  # fmt: skip
         return SimpleNamespace(
             reviver=SimpleNamespace(expected=changes.get("expected", False)),
             unreachable_for=lambda: changes.get("away", 0.0), **fields,
@@ -167,6 +175,10 @@ def programs(sheet: Sheet) -> None:
     for situation, found in (
         ("A command of jupyter gpupool run waits", link(queue=place)),
         ("without an estimate", link(queue=QueuePlace(1, 1, None, "paused: new driver"))),
+        (
+            "and has lost its slice in the middle of its work",
+            link(queue=place, preempted="ann, of a higher priority class, needs the GPU"),
+        ),
         ("and is on its way", link(state="attaching")),
         ("while the broker is away", link(away=3.0)),
         ("while it is started again", link(away=3.0, expected=True)),
@@ -212,6 +224,8 @@ def doctor(sheet: Sheet) -> None:
             checks.socket(Path("/nowhere/broker.sock"), answers=False),
             checks.host_memory(settings, [device(memory_capacity=1 << 40)]),
             *checks.default_fits(settings, [device(memory_capacity=2 * GiB)]),
+            *checks.groups(_grouped(settings, "10%"), [device()]),
+            *checks.groups(_grouped(settings, "3 devices"), [device()]),
         ]
     sheet.put(
         "jupyter gpupool doctor",
@@ -259,6 +273,7 @@ WRONG = (
     "emulate = '2x'",
     "linger = None",
     "preempt = ['clas']",
+    "classes_allowed = ['bach']",
     "unsuspendable_after = ['1m']",
     "unsuspendable_after = ['1h', '1m', '1d']",
     "quotas = {'ada': {'gpu_seconds_per_day': {'seconds': '8h', 'then': 'kill'}}}",

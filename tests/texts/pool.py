@@ -230,8 +230,7 @@ def group_budget() -> tuple[Lab, str]:
     pool.running("w", 16 * GiB, owner=Owner("ann", "bio"))
     pool.after(5000)
     pool.suspended("w", ("G0", 10 * GiB))
-    wait(pool, "next", 4, owner=Owner("bob", "bio"))
-    return pool, "next"
+    return pool, "w"
 
 
 def paused() -> tuple[Lab, str]:
@@ -274,6 +273,12 @@ def retry() -> tuple[Lab, str]:
     return pool, "w"
 
 
+def closed() -> tuple[Lab, str]:
+    pool = lab(classes_allowed=frozenset({"notebook"}))
+    wait(pool, "w", 4, priority="batch")
+    return pool, "w"
+
+
 #: Situation, the rule of ``Reason`` that it shows, and a function that makes the situation.
 WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
     ("An idle kernel makes room", "planned", planned),
@@ -304,6 +309,7 @@ WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
     ("Its owner's GPU-seconds of the day are used up", "budget", own_budget("window")),
     ("The same; the budget is refilled over the day", "budget", own_budget("refill")),
     ("Its group's GPU-seconds of the day are used up", "budget", group_budget),
+    ("Its priority class may not run now", "class-closed", closed),
     ("An admin has paused the GPU", "paused", paused),
     ("The only GPU that it can use has failed", "drained", drained),
     ("The pool has no GPU that it can use", "nowhere", out_of_service),

@@ -29,8 +29,8 @@ SHARED_CLASSES = {"Answer", "CompilerMissing", "HoldWait", "Holder", "Slice"}
 #: Modules that share a name. The first line has modules of one subject; for the others, a shorter
 #: list is better.
 SHARED_MODULES = {
-    *("agent", "maintenance", "provisioner", "text"),
-    *("build", "faults", "machine", "model", "programs", "running"),
+    *("agent", "maintenance", "provisioner", "text", "usage"),
+    *("build", "faults", "machine", "model"),
 }
 
 SOURCES = ("jupyter_gpupool", "emucuda", "labextension/src", "benchmarks", "tests")

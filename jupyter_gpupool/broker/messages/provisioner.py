@@ -141,7 +141,7 @@ class ProvisionerMessages:
             e.SessionOpened(
                 now=core.now(), session=session.id, owner=owner, request=request,
                 attach=attach, label=message.get("label", "")[:MAX_NAME], rid=rid,
-                lands=bool(guarded),
+                lands=bool(guarded), gated=bool(guarded),
             )
         )  # fmt: skip
         core.forget(rid)

@@ -19,7 +19,16 @@ from typing import Any, Mapping
 from ... import __version__, cgroups
 from ...devices import Devices
 from ...pool.limits import most_devices, most_memory
-from ...pool.model import DeviceView, Owner, PoolView, SessionRecord, SessionView
+from ...pool.machine import Pool
+from ...pool.model import (
+    Daily,
+    DeviceView,
+    Owner,
+    PoolView,
+    SessionRecord,
+    SessionView,
+    Usage,
+)
 from ...protocol import VERSION
 from ..configuration import Configuration
 from ..core import Core
@@ -88,8 +97,10 @@ class Snapshots:
 
     def status(self, peer: Peer) -> dict[str, Any]:
         """Return the snapshot as ``peer`` may see it, without :meth:`broker`."""
+        self._memberships.learn_soon(peer.uid)
         view = self._core.view()
         settings, most = view.settings, MostMemory(view)
+        standings = Standings(self._core.pool, view, self._memberships.owner(peer.uid).name)
         attach, attach_reason = self._setup.attach
         emulate = self._configuration.settings.emulate
         return {
@@ -106,7 +117,7 @@ class Snapshots:
             "groups": [*self._memberships.groups(peer.uid)],
             "devices": [self._device(v) for v in view.devices],
             "sessions": [
-                self._session(v, view.now, peer, most)
+                self._session(v, view.now, peer, most, standings)
                 for v in view.sessions
                 if not self._empty(v.record, peer)
             ],
@@ -162,7 +173,12 @@ class Snapshots:
         )
 
     def _session(
-        self, view: SessionView, now: float, peer: Peer, most: MostMemory
+        self,
+        view: SessionView,
+        now: float,
+        peer: Peer,
+        most: MostMemory,
+        standings: Standings,
     ) -> dict[str, Any]:
         record = view.record
         session = self._core.sessions.find(record.id)
@@ -233,6 +249,7 @@ class Snapshots:
             "overuse_bytes": session.use.overuse,
             "busy_seconds": session.use.busy_seconds,
             "messages": session.messages,
+            **standings.of(record.owner),
         }
 
     def _used(self, session: LiveSession, record: SessionRecord) -> int | None:
@@ -263,6 +280,56 @@ class Snapshots:
             }
             for piece in record.slices
         ]
+
+
+class Standings:
+    """What users and their groups have used, and what of it is due to them; found once for each.
+
+    The part that is due is found for the sessions of the user ``viewer`` alone: it is one of all
+    that others have used.
+    """
+
+    def __init__(self, pool: Pool, view: PoolView, viewer: str) -> None:
+        self._pool = pool
+        self._settings = view.settings
+        self._usage = pool.usage(view.now)
+        self._viewer = viewer
+        self._known: dict[Owner, dict[str, Any]] = {}
+
+    def of(self, owner: Owner) -> dict[str, Any]:
+        """Return ``usage``, ``group_usage`` (null without a group) and ``share`` (or null)."""
+        found = self._known.get(owner)
+        if found is None:
+            found = self._known[owner] = self._find(owner)
+        return found
+
+    def _find(self, owner: Owner) -> dict[str, Any]:
+        groups, group = self._settings.groups, None
+        if owner.group in groups:
+            daily = groups[owner.group].daily
+            group = _figures(self._usage.groups.get(owner.group, _NO_USAGE), daily)
+        daily = self._settings.quota_of(owner.name).daily
+        share = None
+        if owner.name == self._viewer:
+            share = [
+                {"of": name, "used": round(used, 4), "due": round(due, 4)}
+                for name, used, due in self._pool.fair_share(owner)
+            ]
+        usage = _figures(self._usage.users.get(owner.name, _NO_USAGE), daily)
+        return {"usage": usage, "group_usage": group, "share": share}
+
+
+_NO_USAGE = Usage()
+
+
+def _figures(usage: Usage, daily: Daily | None) -> dict[str, Any]:
+    """Return GPU-seconds: what still counts, what was used today, and what a day may have."""
+    return {
+        "counts": round(usage.dominant, 1),
+        "today": round(usage.today, 1),
+        "daily": None if daily is None else daily.seconds,
+        "spent": usage.spent,
+    }
 
 
 class MostMemory:

@@ -112,9 +112,9 @@ def _run(options: Options) -> int:
 
 
 def _run_words(options: Options, words: Sequence[str]) -> int:
+    from ..programs.execution import Run, RunOptions
     from ..programs.opening import Asked, read_size
     from ..programs.progress import Progress
-    from ..programs.running import Run, RunOptions
     from ..programs.terminal import CommandProcess, fill_standard_streams
 
     run_options = RunOptions(

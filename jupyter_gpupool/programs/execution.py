@@ -74,9 +74,8 @@ class Run:
         The process that becomes the command.
     progress:
         Shows what it waits for.
-    on_open:
-        Called in the main thread when its session is open; and then, with the same, when the
-        command starts.
+    on_open, on_start:
+        Called in the main thread when its session is open, and when the command starts.
     """
 
     def __init__(

@@ -1,0 +1,127 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Sessions that cannot be suspended while others wait: warned, asked, ended if the admin says so.
+
+Such a session is never a victim. So another one that waits for its slice, and might take it by
+some rule (:mod:`.running`), could wait without end. While that is so, its user is warned,
+then asked to free the slice, and at last the session is ended, as far as
+``PoolSettings.unsuspendable`` allows and after the times of ``unsuspendable_after``. Once no
+session waits for it, all begins anew.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..states import ATTACHED
+from ..units import format_bytes, format_seconds
+from .events import EndSession, Warn
+from .facts import Facts, Session
+from .model import FOR_MEMORY
+from .placement import asking
+from .preemption import suspendable
+from .running import claims
+from .schedule import Plan
+from .shares import Shares
+from .transitions import Actions, move
+
+#: The stages by what the admin allows.
+STAGES = {"warn": 1, "ask": 2, "end": 3}
+
+
+def stuck(s: Session, facts: Facts) -> bool:
+    """Return whether ``s`` has a lease and cannot be suspended, in use or idle."""
+    return s.state in ATTACHED and bool(_obstacle(s, facts))
+
+
+def _obstacle(s: Session, facts: Facts) -> str:
+    """Return why a session with a lease cannot be suspended now; "" if it can."""
+    if s.pinned_reason:
+        return s.pinned_reason
+    if not suspendable(s, facts):
+        return "the GPU cannot suspend a process"
+    return "it computes, and runs without the guard" if not s.gated and s.state == "active" else ""
+
+
+def note(facts: Facts, plan: Plan) -> None:
+    """Note which sessions that cannot be suspended others wait for, by the plan."""
+    fixed = any(not ledger.device.can_suspend for ledger in facts.devices.values())
+    some = [s for s in facts.leased.values() if fixed or s.pinned_reason or not s.gated]
+    found = [s for s in some if stuck(s, facts)]
+    before, facts.stuck = facts.stuck, {}
+    if found:
+        shares = Shares(facts)
+        shares.order()
+        for s in found:
+            waiter = _waiter(s, plan, shares)
+            if waiter is not None:
+                facts.stuck[s.id] = s, waiter
+                if s.lease.stuck_since is None:
+                    s.lease.stuck_since = facts.now
+    for name, (s, _) in before.items():
+        if name not in facts.stuck:
+            s.lease.stuck_since, s.lease.warned = None, 0
+
+
+def warn(facts: Facts) -> Actions:
+    """Tell those noted for which it is time that others wait for them, or end them."""
+    actions = Actions()
+    for s, waiter in list(facts.stuck.values()):
+        while waiter.id in facts.waiting and stuck(s, facts) and due(s, facts) <= facts.now:
+            s.lease.warned += 1
+            actions += _stage(facts, s, waiter)
+    return actions
+
+
+def due(s: Session, facts: Facts) -> float:
+    """Return when the next stage of ``s`` is due; infinity if none is."""
+    lease, rules = s.lease, facts.settings
+    if lease.stuck_since is None or lease.warned >= STAGES[rules.unsuspendable]:
+        return math.inf
+    return lease.stuck_since + rules.unsuspendable_after[lease.warned]
+
+
+def _waiter(holder: Session, plan: Plan, shares: Shares) -> Session | None:
+    """Return the first session that waits for the slice of ``holder``, and might take it."""
+    facts = shares.facts
+    own = [facts.devices[x.device] for x in holder.lease.slices]
+    for w in plan.queue:
+        why = plan.reasons.get(w.id)
+        if why is None or why.rule not in FOR_MEMORY:
+            continue
+        if any(need.allows(ledger) for need in asking(w, facts).needs for ledger in own):
+            found = next((at for _, at in claims(w, holder, shares, stuck=True)), math.inf)
+            if found <= facts.now or (holder.state == "idle" and holder.keep_until <= facts.now):
+                return w
+    return None
+
+
+def _stage(facts: Facts, s: Session, waiter: Session) -> Actions:
+    rules, stage = facts.settings, s.lease.warned
+    size = format_bytes(waiter.request.memory)
+    gpus = " and ".join(f"GPU {facts.devices[x.device].device.index}" for x in s.lease.slices)
+    why = _obstacle(s, facts)
+    since = s.lease.stuck_since or facts.now
+    waited = format_seconds(facts.now - since)
+    if stage == STAGES["end"]:
+        text = (
+            f"another kernel waited for {waited} for {size} on {gpus}, this kernel could not be "
+            f"suspended ({why}), and c.GPUPool.unsuspendable ends it then"
+        )
+        s.holds = {}
+        return [
+            *move(facts, s, "ended", text, lost=True),
+            EndSession(session=s.id, message=text),
+        ]
+    ends_at = since + rules.unsuspendable_after[2] if rules.unsuspendable == "end" else None
+    text = (
+        f"Another kernel has waited for {waited} for {size} on {gpus}, and this kernel cannot be "
+        f"suspended ({why}). "
+    )
+    if stage == STAGES["warn"]:
+        text += "Free the GPU memory, or restart the kernel, when you can."
+        return [Warn(session=s.id, stage="warn", message=text, ends_at=ends_at)]
+    text += "Please free the GPU memory or restart the kernel now."
+    if ends_at is not None:
+        text += f" The pool ends it in {format_seconds(max(0.0, ends_at - facts.now))}."
+    return [Warn(session=s.id, stage="ask", message=text, ends_at=ends_at)]
