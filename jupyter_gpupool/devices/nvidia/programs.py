@@ -23,7 +23,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import random
 import signal
 import sys
 import threading
@@ -230,6 +229,8 @@ class Pattern:
     """Known bytes on the only visible device."""
 
     def __init__(self, seed: str) -> None:
+        import random
+
         from cuda.bindings import driver
 
         self._driver = driver
