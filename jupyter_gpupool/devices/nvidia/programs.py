@@ -133,7 +133,7 @@ def worker(_out: int) -> dict[str, Handler]:
 
     checkpoint.initialise()
 
-    def on_process(call: Callable[..., checkpoint.Answer]) -> Handler:
+    def on_process(call: Callable[..., checkpoint.DriverAnswer]) -> Handler:
         def handle(process: dict[str, int], **fields: Any) -> dict[str, Any]:
             return call(ProcessId(**process), **fields).to_wire()
 
