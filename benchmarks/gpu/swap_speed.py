@@ -27,7 +27,7 @@ from unittest import mock
 from benchmarks.common import budget
 from jupyter_gpupool import cgroups, procfs
 from jupyter_gpupool.devices.nvidia.calls import SessionCalls
-from jupyter_gpupool.devices.nvidia.checkpoint import Answer
+from jupyter_gpupool.devices.nvidia.checkpoint import DriverAnswer
 from jupyter_gpupool.devices.nvidia.service import DeviceService
 from jupyter_gpupool.pool.model import Device
 from jupyter_gpupool.procfs import ProcessId
@@ -233,7 +233,7 @@ def timed_calls(taken: dict[str, float]) -> Any:
     """Add to ``taken`` the seconds of each kind of driver call, as the worker measures them."""
     original = SessionCalls.call
 
-    async def call(self: SessionCalls, op: str, process: ProcessId, **fields: Any) -> Answer:
+    async def call(self: SessionCalls, op: str, process: ProcessId, **fields: Any) -> DriverAnswer:
         answer = await original(self, op, process, **fields)
         taken[op] += answer.seconds
         return answer

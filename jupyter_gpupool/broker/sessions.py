@@ -31,7 +31,7 @@ def digest(token: str) -> str:
 
 
 @dataclass
-class HoldWait:
+class PendingHold:
     """A hold request that has no answer yet."""
 
     connection: Connection
@@ -101,7 +101,7 @@ class LiveSession:
     members: dict[Connection, set[str]] = field(default_factory=dict)
     death: Death | None = None
     #: By hold.
-    waits: dict[str, HoldWait] = field(default_factory=dict)
+    waits: dict[str, PendingHold] = field(default_factory=dict)
     #: Runs while the agent may come back with holds that the broker does not know.
     grace: asyncio.TimerHandle | None = None
     #: Runs from open to launched.

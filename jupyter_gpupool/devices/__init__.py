@@ -17,8 +17,8 @@ from . import nvidia as vendor
 from .backend import Devices, GuardedDevices, OpenDevices, Options
 from .model import (
     DeviceSample,
+    FileHolder,
     Finding,
-    Holder,
     ProcessMemory,
     ResumeOutcome,
     SessionState,
@@ -30,9 +30,9 @@ from .model import (
 __all__ = [
     "DeviceSample",
     "Devices",
+    "FileHolder",
     "Finding",
     "GuardedDevices",
-    "Holder",
     "OpenDevices",
     "Options",
     "ProcessMemory",

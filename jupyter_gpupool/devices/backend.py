@@ -28,7 +28,7 @@ from typing import Callable, Collection, Mapping, Protocol, Sequence
 from ..errors import ConfigError
 from ..pool.model import Device
 from ..procfs import ProcessId
-from .model import DeviceSample, Holder, ResumeOutcome, SessionState, SuspendOutcome
+from .model import DeviceSample, FileHolder, ResumeOutcome, SessionState, SuspendOutcome
 
 
 def _nothing(*_: str) -> None:
@@ -231,7 +231,7 @@ class Devices(Protocol):
         A part of a device, such as a MIG instance, shares the file of the whole.
         """
 
-    def holders(self, uuid: str = "") -> tuple[list[Holder], int]:
+    def holders(self, uuid: str = "") -> tuple[list[FileHolder], int]:
         """Return the processes that have a device file open, and the number that hide theirs.
 
         The file of one device, or any (""). Blocks: it reads ``/proc`` of the whole machine.

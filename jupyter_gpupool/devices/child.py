@@ -7,9 +7,9 @@ package is not installed there: it imports the package from this file's folder, 
 that is installed beside it. A vendor's packages come from the interpreter's own environment.
 """
 
-import importlib.util
 import runpy
 import sys
+import types
 from pathlib import Path
 
 #: This file.
@@ -22,16 +22,17 @@ def main() -> None:
     # Python puts a script's folder first: our modules would hide others of the same name.
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != folder]
     package = folder.parent
-    init = package / "__init__.py"
-    spec = importlib.util.spec_from_file_location(
-        package.name, init, submodule_search_locations=[str(package)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[package.name] = module
-    spec.loader.exec_module(module)
+    _add_package(package.name, package)
+    # Its __init__.py imports what only the broker needs: a third of the time of a child's start.
+    _add_package(f"{package.name}.{folder.name}", folder)
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+
+
+def _add_package(name: str, folder: Path) -> None:
+    """Add a package without running its ``__init__.py``; its modules are in ``folder``."""
+    package = types.ModuleType(name)
+    package.__path__ = [str(folder)]
+    sys.modules[name] = package
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class DeviceSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class FileHolder:
     """A process that has device files open."""
 
     process: ProcessId

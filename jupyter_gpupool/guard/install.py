@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import stat
 from pathlib import Path
 from typing import Mapping, MutableMapping
@@ -127,7 +126,7 @@ def _link(path: Path, target: Path) -> None:
     with contextlib.suppress(OSError):  # not there, or not a link
         if path.readlink() == target:
             return
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     temporary.symlink_to(target)
     try:
         temporary.replace(path)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import stat
 import struct
 from dataclasses import dataclass
@@ -251,7 +250,7 @@ class Page:
         OSError
             If this is not possible now.
         """
-        temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
+        temporary = self.path.with_name(f".{self.path.name}.{os.urandom(4).hex()}")
         temporary.symlink_to(self._link())
         try:
             temporary.replace(self.path)

@@ -57,7 +57,7 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class LeaseHolder:
     """A session that has a slice of the device."""
 
     granted: int
@@ -80,7 +80,7 @@ class Attribution:
 
 
 def attribute(
-    observed: Observed, holders: Mapping[str, Holder], landing: Collection[str] = ()
+    observed: Observed, holders: Mapping[str, LeaseHolder], landing: Collection[str] = ()
 ) -> Attribution:
     """Split a device's used bytes into the sessions', the driver's and the foreign ones.
 

@@ -12,7 +12,7 @@ from jupyter_gpupool.pool.attribution import (
     AGREE,
     REST_LOOKS,
     SAMPLES,
-    Holder,
+    LeaseHolder,
     Listed,
     Observed,
     Overhead,
@@ -85,7 +85,7 @@ def observed(used, /, *, hidden=(), driver=DRIVER, **listed):
 )
 def test_memory_in_use_belongs_to_sessions_driver_or_foreigners(device, granted, foreign):
     """Session ``a`` has a slice if ``granted`` is not zero; ``s`` is suspended."""
-    found = attribute(device, {"a": Holder(granted)} if granted else {})
+    found = attribute(device, {"a": LeaseHolder(granted)} if granted else {})
     assert found.foreign == foreign
     listed = sum(entry.bytes for entry in device.listed if entry.session == "a")
     assert found.shown.get("s", 0) <= max(0, device.used - listed - DRIVER)
@@ -99,12 +99,12 @@ def test_context_of_a_landing_process_is_not_foreign():
 
 
 def test_session_that_never_called_cuinit_holds_nothing():
-    holders = {"a": Holder(300, cuda=False), "b": Holder(300, cuda=None)}
+    holders = {"a": LeaseHolder(300, cuda=False), "b": LeaseHolder(300, cuda=None)}
     assert attribute(observed(0), holders).footprints == {"a": 0}
 
 
 def test_figures_of_the_guard_count_within_the_slice_only():
-    holders = {"a": Holder(300, counted=5000), "b": Holder(300, counted=200)}
+    holders = {"a": LeaseHolder(300, counted=5000), "b": LeaseHolder(300, counted=200)}
     found = attribute(observed(600, b=250), holders)
     assert found.footprints == {"a": 300, "b": 250}
     assert found.shown == {"b": 250}, "the driver's word alone"
@@ -112,7 +112,7 @@ def test_figures_of_the_guard_count_within_the_slice_only():
 
 def test_process_without_bytes_counts_as_not_listed():
     entries = [Listed(None, "a"), Listed(None)]
-    found = attribute(Observed(280, entries, DRIVER, CONTEXT), {"a": Holder(200)})
+    found = attribute(Observed(280, entries, DRIVER, CONTEXT), {"a": LeaseHolder(200)})
     assert (found.foreign, found.footprints) == (0, {})
 
 
@@ -120,7 +120,7 @@ NAMES = ("a", "b", "c")
 SIZE = st.integers(0, 30)
 HOLDERS = st.dictionaries(
     st.sampled_from(NAMES),
-    st.builds(Holder, SIZE, SIZE, st.sampled_from([None, True, False])),
+    st.builds(LeaseHolder, SIZE, SIZE, st.sampled_from([None, True, False])),
 )
 DEVICES = st.builds(
     Observed,
@@ -156,7 +156,9 @@ def test_attribution_gives_no_byte_twice_and_no_unused_byte(device, holders, lan
     again = Observed(
         device.used, data.draw(st.permutations(device.listed)), device.driver, device.context
     )
-    lying = {name: Holder(holder.granted, 10**6, holder.cuda) for name, holder in holders.items()}
+    lying = {
+        name: LeaseHolder(holder.granted, 10**6, holder.cuda) for name, holder in holders.items()
+    }
     assert attribute(again, holders, landing) == found
     assert attribute(again, lying, landing).foreign == found.foreign
 

@@ -24,7 +24,7 @@ PHRASES = re.compile(
 )
 
 #: Classes that share a name; a shorter list is better.
-SHARED_CLASSES = {"Answer", "CompilerMissing", "HoldWait", "Holder", "Slice"}
+SHARED_CLASSES = {"CompilerMissing", "Slice"}
 
 #: Modules that share a name. The first line has modules of one subject; for the others, a shorter
 #: list is better.

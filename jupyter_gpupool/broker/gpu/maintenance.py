@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Awaitable, Iterable, Literal, Sequence
 
 from ... import procfs
-from ...devices import Devices, Holder
+from ...devices import Devices, FileHolder
 from ...errors import Code, GPUPoolError, RefusedError
 from ...pool import events as e
 from ...pool.model import Device, SessionRecord
@@ -108,7 +108,7 @@ class Maintenance:
         self._orders = stored(core.journal)
         #: Processes that had device files open at a pause's last check, by the pause's device; and
         #: the number of processes that it could not check.
-        self._left: dict[str, list[tuple[Holder, str]]] = {}
+        self._left: dict[str, list[tuple[FileHolder, str]]] = {}
         self._unseen: dict[str, int] = {}
         self._own = procfs.identify(os.getpid())
         #: What the broker does for an order apart from suspends, by the order's device.
@@ -412,7 +412,7 @@ class Maintenance:
         self._left[order.device] = left
         return any(whose for _, whose in left)
 
-    async def _whose(self, holder: Holder) -> str:
+    async def _whose(self, holder: FileHolder) -> str:
         """Return the session of a process; "broker" for this broker's child, "" for any other."""
         sessions, pid = self._core.sessions, holder.process.pid
         for session in sessions:
@@ -555,7 +555,7 @@ class Maintenance:
         return found
 
     @staticmethod
-    def _file(holder: Holder, whose: str) -> dict[str, Any]:
+    def _file(holder: FileHolder, whose: str) -> dict[str, Any]:
         return {
             "pid": holder.process.pid,
             "uid": holder.uid,

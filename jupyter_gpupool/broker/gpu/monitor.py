@@ -17,7 +17,7 @@ from ... import procfs
 from ...devices import Devices, DeviceSample, assumed_context
 from ...errors import GPUPoolError
 from ...pool import events as e
-from ...pool.attribution import REST_LOOKS, Attribution, Holder, Listed, Observed, attribute
+from ...pool.attribution import REST_LOOKS, Attribution, LeaseHolder, Listed, Observed, attribute
 from ...procfs import ProcessId, identify, session_of
 from ..configuration import Configuration
 from ..core import Core
@@ -296,7 +296,7 @@ class Monitor:
         for name, size in granted.items():
             session = self._core.sessions.find(name)
             cuda = session.cuda if session is not None else None
-            holders[name] = Holder(size, counted.get(name, {}).get(uuid, 0), cuda)
+            holders[name] = LeaseHolder(size, counted.get(name, {}).get(uuid, 0), cuda)
         found = (self._core.sessions.find(entry.session or "") for entry in observed.listed)
         landing = {session.id for session in found if session and uuid in session.landing}
         return attribute(observed, holders, landing)

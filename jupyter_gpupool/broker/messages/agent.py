@@ -16,7 +16,7 @@ from ...protocol import MAX_HOLDS, Message
 from ..core import Core
 from ..lifecycle import Lifecycle
 from ..pages.activity import DEVICE_HOLD, Activity
-from ..sessions import HoldWait, LiveSession
+from ..sessions import LiveSession, PendingHold
 from ..store.records import request_to_json, slices_to_json
 from ..transport.connection import MAX_WAITING, Connection
 from .parsing import MAX_NAME, read_hold_kind, read_holds, session_of
@@ -142,7 +142,7 @@ class AgentMessages:
                     f"The session already waits for the hold {hold!r}.", code=Code.DUPLICATE
                 )
             connection.begin_wait()
-            session.waits[hold] = HoldWait(connection, message.get("id"))
+            session.waits[hold] = PendingHold(connection, message.get("id"))
         elif message.get("epoch", record.epoch) != record.epoch:
             # The agent's lease has ended, but it has begun a cell, so the hold counts. Tell it of
             # the present lease.

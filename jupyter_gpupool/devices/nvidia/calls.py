@@ -19,7 +19,7 @@ from ...procfs import ProcessId
 from ..children import RETRY_PAUSE, Child, ChildLost
 from ..model import SuspendStatus
 from . import checkpoint
-from .checkpoint import Answer
+from .checkpoint import DriverAnswer
 
 #: Seconds beyond the lock's own time-out before its worker counts as hung.
 LOCK_GRACE = 5.0
@@ -110,7 +110,7 @@ class SessionCalls:
         #: Every process of the session that was found so far.
         self.pids: set[int] = set()
         #: Answers of :meth:`bring_back` that :meth:`call` has not returned yet.
-        self._made: dict[tuple[str, ProcessId], Answer] = {}
+        self._made: dict[tuple[str, ProcessId], DriverAnswer] = {}
         #: The error that lost the worker in the middle of :meth:`bring_back`.
         self._lost: ChildLost | DriverError | None = None
 
@@ -123,7 +123,7 @@ class SessionCalls:
         """Give the following calls the time to copy ``size`` bytes."""
         self._copy_timeout = self._call_timeout + size / SLOWEST_COPY
 
-    def refusal(self, process: ProcessId, answer: Answer) -> Refused:
+    def refusal(self, process: ProcessId, answer: DriverAnswer) -> Refused:
         """Return the error to raise for an answer that is not ``ok``."""
         if answer.outcome == "stopped":
             return Refused("drain", answer.message)
@@ -205,7 +205,11 @@ class SessionCalls:
         )
 
     async def probe(
-        self, process: ProcessId, *, thread: Answer | None = None, state: Answer | None = None
+        self,
+        process: ProcessId,
+        *,
+        thread: DriverAnswer | None = None,
+        state: DriverAnswer | None = None,
     ) -> str:
         """Return the driver's state of a process, empty if it has no CUDA context.
 
@@ -237,7 +241,7 @@ class SessionCalls:
             return ""
         return answer.value
 
-    async def state(self, process: ProcessId, patience: float | None = None) -> Answer:
+    async def state(self, process: ProcessId, patience: float | None = None) -> DriverAnswer:
         """Return the driver's state, after a transfer that is under way has ended.
 
         The driver answers only after it, so this waits ``patience`` seconds (None: enough for a
@@ -250,18 +254,18 @@ class SessionCalls:
             if answer.value not in _COPYING:
                 return answer
             if time.monotonic() >= deadline:
-                return Answer("hung", message=f"Process {process.pid} stays {answer.value}.")
+                return DriverAnswer("hung", message=f"Process {process.pid} stays {answer.value}.")
             await asyncio.sleep(0.05)
 
-    async def _query(self, op: str, process: ProcessId, patience: float) -> Answer:
+    async def _query(self, op: str, process: ProcessId, patience: float) -> DriverAnswer:
         try:
             return self._count(await self._worker.ask(op, patience, process=_wire(process)))
         except (ChildLost, DriverError) as error:
             message = str(error)
         there = procfs.presence(process)
         if there != "alive":  # it was stopped since, so it does not answer
-            return Answer(there, message=checkpoint.absent(process, there))
-        return Answer("hung", message=f"Process {process.pid} does not answer: {message}")
+            return DriverAnswer(there, message=checkpoint.absent(process, there))
+        return DriverAnswer("hung", message=f"Process {process.pid} does not answer: {message}")
 
     async def bring_back(
         self,
@@ -291,7 +295,7 @@ class SessionCalls:
             key = made["op"], ProcessId(**made["process"])
             self._made[key] = self._count(made["answer"])
 
-    async def call(self, op: str, process: ProcessId, **fields: Any) -> Answer:
+    async def call(self, op: str, process: ProcessId, **fields: Any) -> DriverAnswer:
         """Make a call that changes the process; if its worker is lost, find the call's result."""
         if (op, process) in self._made:
             return self._made.pop((op, process))
@@ -312,16 +316,18 @@ class SessionCalls:
             if now.outcome != "ok":
                 return now
             if now.value == after or (op == "restore" and now.value == "running"):
-                return Answer("ok", value=after)
+                return DriverAnswer("ok", value=after)
             died = isinstance(lost, ChildLost) and not lost.hung
             again = now.value == before and (died or op == "unlock")
             if not again or time.monotonic() >= deadline:
-                return Answer("refused", LOST, f"The driver did not answer: {lost}", now.value)
+                return DriverAnswer(
+                    "refused", LOST, f"The driver did not answer: {lost}", now.value
+                )
             # The call did not reach the driver, or it was an unlock, which may be repeated.
             lost = None
             await asyncio.sleep(RETRY_PAUSE)
 
-    async def _outcome(self, op: str, process: ProcessId) -> Answer:
+    async def _outcome(self, op: str, process: ProcessId) -> DriverAnswer:
         """Return the state after a call whose worker is lost, as soon as the driver answers.
 
         The driver may not answer during a copy, which loses nothing however long it takes.
@@ -342,8 +348,8 @@ class SessionCalls:
             most = max(most[0], seen[0]), max(most[1], seen[1])
             least = min(least[0], seen[0]), min(least[1], seen[1])
 
-    def _count(self, answer: dict[str, Any]) -> Answer:
-        result = Answer(**{key: answer[key] for key in Answer.__slots__})
+    def _count(self, answer: dict[str, Any]) -> DriverAnswer:
+        result = DriverAnswer(**{key: answer[key] for key in DriverAnswer.__slots__})
         self.driver_seconds += result.seconds
         return result
 

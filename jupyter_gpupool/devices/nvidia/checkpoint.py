@@ -40,7 +40,7 @@ _LATER_STATES = {"4": "checkpointing", "5": "restoring"}
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DriverAnswer:
     """The result of one driver call; ``seconds`` is the time in the driver alone."""
 
     outcome: Outcome
@@ -120,10 +120,10 @@ def _ends(process: ProcessId, tries: int) -> bool:
     return False
 
 
-def _call(process: ProcessId, action: Callable[[Any], object]) -> Answer:
+def _call(process: ProcessId, action: Callable[[Any], object]) -> DriverAnswer:
     there = procfs.presence(process)
     if there != "alive":
-        return Answer(there, message=absent(process, there))
+        return DriverAnswer(there, message=absent(process, there))
     from cuda.core.checkpoint import Process
 
     begin = time.perf_counter()
@@ -134,13 +134,13 @@ def _call(process: ProcessId, action: Callable[[Any], object]) -> Answer:
         match = _UNKNOWN_STATE.search(str(error))
         if match:
             name = _LATER_STATES.get(match.group(1), f"state {match.group(1)}")
-            return Answer("ok", value=name, seconds=seconds)
+            return DriverAnswer("ok", value=name, seconds=seconds)
         code, text = classify(error)
         if code not in _PLAIN and _ends(process, tries=1 if code == NOT_INITIALIZED else 5):
-            return Answer("gone", message=absent(process, "gone"), seconds=seconds)
-        return Answer("refused", code, text, seconds=seconds)
+            return DriverAnswer("gone", message=absent(process, "gone"), seconds=seconds)
+        return DriverAnswer("refused", code, text, seconds=seconds)
     seconds = time.perf_counter() - begin
-    return Answer("ok", value="" if value is None else str(value), seconds=seconds)
+    return DriverAnswer("ok", value="" if value is None else str(value), seconds=seconds)
 
 
 def absent(process: ProcessId, there: str) -> str:
@@ -150,28 +150,28 @@ def absent(process: ProcessId, there: str) -> str:
     return f"Process {process.pid} is stopped (SIGSTOP); continue it with: kill -CONT {process.pid}"
 
 
-def state(process: ProcessId) -> Answer:
+def state(process: ProcessId) -> DriverAnswer:
     """Return in ``value``: running, locked, checkpointed, failed, checkpointing or restoring."""
     return _call(process, lambda target: target.state)
 
 
-def thread(process: ProcessId) -> Answer:
+def thread(process: ProcessId) -> DriverAnswer:
     """Return in ``value`` the driver's own thread in the process: the sign of a CUDA context."""
     return _call(process, lambda target: target.restore_thread_id)
 
 
-def lock(process: ProcessId, drain: float) -> Answer:
+def lock(process: ProcessId, drain: float) -> DriverAnswer:
     """Block new CUDA calls and wait ``drain`` seconds for submitted work (NOT_READY if late)."""
     milliseconds = max(1, round(drain * 1000))  # 0 would mean without a time-out
     return _call(process, lambda target: target.lock(milliseconds))
 
 
-def checkpoint(process: ProcessId) -> Answer:
+def checkpoint(process: ProcessId) -> DriverAnswer:
     """Move a locked process's device memory to the host and free its devices."""
     return _call(process, lambda target: target.checkpoint())
 
 
-def restore(process: ProcessId, mapping: Mapping[str, str] | None) -> Answer:
+def restore(process: ProcessId, mapping: Mapping[str, str] | None) -> DriverAnswer:
     """Bring a checkpointed process back, locked. Too little memory on the device is fatal to it.
 
     ``mapping`` maps the UUID (as NVML shows it) of *every* GPU of the machine to that of the GPU
@@ -183,7 +183,7 @@ def restore(process: ProcessId, mapping: Mapping[str, str] | None) -> Answer:
     return _call(process, lambda target: target.restore(pairs))
 
 
-def unlock(process: ProcessId) -> Answer:
+def unlock(process: ProcessId) -> DriverAnswer:
     """Let a locked process go on."""
     return _call(process, lambda target: target.unlock())
 

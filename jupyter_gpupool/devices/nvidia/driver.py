@@ -8,8 +8,6 @@ A version only rules abilities *out* here. The self-test decides what a device c
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,6 +147,9 @@ def loaded_driver(version_file: Path = MODULE) -> Finding:
 
 def persistence_mode() -> list[Finding]:
     """Check the mode without which the driver unloads between uses, so that a restore can fail."""
+    import shutil
+    import subprocess
+
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

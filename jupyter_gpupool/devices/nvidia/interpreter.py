@@ -8,12 +8,9 @@ may be in an environment of their own, and the broker's needs none of them.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import re
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,6 +134,8 @@ def child_environment(base: Mapping[str, str] | None, python: str = "") -> dict[
 
 def ask(python: str, env: Mapping[str, str] | None = None) -> Found:
     """Ask ``python`` for the versions of NVIDIA's packages that it has. Blocks."""
+    import subprocess
+
     try:
         done = subprocess.run(
             [python, str(SCRIPT), PROGRAMS, "packages"],
@@ -160,6 +159,9 @@ def ask(python: str, env: Mapping[str, str] | None = None) -> Found:
 
 def versions() -> dict[str, str]:
     """Return the versions that this interpreter would import; "" for a package that is missing."""
+    # Slow to import: a monitor and a self-test do without it.
+    import importlib.metadata
+
     found = {}
     for name in RANGES:
         try:
@@ -201,5 +203,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def report() -> dict[str, Any]:
     """Return the packages of this interpreter, in a child process the child's."""
+    import platform
+
     found = versions()
     return {"python": platform.python_version(), "versions": found, "problem": problem(found)}

@@ -32,7 +32,7 @@ from ..model import (
 )
 from . import checkpoint
 from .calls import LOST, PATIENCE, Refused, SessionCalls
-from .checkpoint import Answer, complete_mapping
+from .checkpoint import DriverAnswer, complete_mapping
 from .sampler import Sampler, others
 
 #: Rounds of locking, because a session may start processes meanwhile.
@@ -181,7 +181,7 @@ class Operation:
             raise self._calls.refusal(process, answer)
         return True
 
-    async def _copy(self, op: str, process: ProcessId, **fields: Any) -> Answer:
+    async def _copy(self, op: str, process: ProcessId, **fields: Any) -> DriverAnswer:
         with self._sampler.copying(self._calls.copy_timeout):
             return await self._calls.call(op, process, **fields)
 
@@ -260,7 +260,7 @@ class Operation:
             trouble = status, f"Process {process.pid} could not be brought back: {what}"
         return trouble
 
-    async def _back(self, process: ProcessId, patience: float) -> Answer:
+    async def _back(self, process: ProcessId, patience: float) -> DriverAnswer:
         """Restore a process where it was; repeat for a while if that fails without a loss.
 
         Without room for its memory, it stays suspended, which is safe; a restore would be fatal.
@@ -269,7 +269,7 @@ class Operation:
         while True:
             problem = await self._wait_for_room(process, deadline)
             if problem:
-                return Answer("refused", _NO_ROOM, problem, "checkpointed")
+                return DriverAnswer("refused", _NO_ROOM, problem, "checkpointed")
             answer = await self._copy("restore", process, mapping=None)
             if answer.outcome == "ok":
                 return replace(answer, value="locked")
@@ -417,7 +417,7 @@ class Operation:
         return ""
 
     async def _not_restored(
-        self, process: ProcessId, answer: Answer, *, moves: bool
+        self, process: ProcessId, answer: DriverAnswer, *, moves: bool
     ) -> ResumeOutcome:
         """Suspend restored processes again; return the session's outcome."""
         untouched = answer.outcome == "stopped" or answer.value == "checkpointed"
@@ -475,7 +475,7 @@ class Operation:
                 raise DriverError(refused.message) from None
 
 
-def _over(answer: Answer) -> bool:
+def _over(answer: DriverAnswer) -> bool:
     """Return whether a process has lost its context: it ended, or executed another program."""
     return answer.outcome == "gone" or answer.code == checkpoint.NOT_INITIALIZED
 

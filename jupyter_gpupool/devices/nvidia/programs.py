@@ -23,7 +23,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import random
 import signal
 import sys
 import threading
@@ -134,7 +133,7 @@ def worker(_out: int) -> dict[str, Handler]:
 
     checkpoint.initialise()
 
-    def on_process(call: Callable[..., checkpoint.Answer]) -> Handler:
+    def on_process(call: Callable[..., checkpoint.DriverAnswer]) -> Handler:
         def handle(process: dict[str, int], **fields: Any) -> dict[str, Any]:
             return call(ProcessId(**process), **fields).to_wire()
 
@@ -230,6 +229,8 @@ class Pattern:
     """Known bytes on the only visible device."""
 
     def __init__(self, seed: str) -> None:
+        import random
+
         from cuda.bindings import driver
 
         self._driver = driver

@@ -29,7 +29,7 @@ from ...pool.model import Device
 from ...procfs import ProcessId
 from ..model import (
     DeviceSample,
-    Holder,
+    FileHolder,
     ResumeOutcome,
     SessionState,
     SuspendOutcome,
@@ -257,7 +257,7 @@ class DeviceService:
         """Return whether a GPU has a device file of its own; a MIG instance has none."""
         return uuid in self._aside.numbers
 
-    def holders(self, uuid: str = "") -> tuple[list[Holder], int]:
+    def holders(self, uuid: str = "") -> tuple[list[FileHolder], int]:
         """Return the processes that have device files open. See :func:`.visibility.holders`."""
         return holders(self._files, self._aside.numbers[uuid] if uuid else None)
 

@@ -21,7 +21,7 @@ from typing import Any, Iterable, Mapping, Sequence
 from ... import procfs
 from ...errors import Code, DriverError
 from ..backend import named
-from ..model import Holder
+from ..model import FileHolder
 
 Row = Mapping[str, Any]
 
@@ -197,7 +197,7 @@ DEVICE_FILES = "/dev/nvidia"
 _COMMAND = 60
 
 
-def holders(begin: str, number: int | None = None) -> tuple[list[Holder], int]:
+def holders(begin: str, number: int | None = None) -> tuple[list[FileHolder], int]:
     """Return the processes that have device files open, and the number that hide theirs.
 
     The paths begin with ``begin``; with a ``number``, only that GPU's file counts. This reads
@@ -218,7 +218,7 @@ def holders(begin: str, number: int | None = None) -> tuple[list[Holder], int]:
         process = procfs.identify(pid) if paths else None
         uid = procfs.owner(pid)
         if process is not None and uid is not None:
-            found.append(Holder(process, uid, _command(pid), tuple(sorted(paths))))
+            found.append(FileHolder(process, uid, _command(pid), tuple(sorted(paths))))
     return sorted(found, key=lambda holder: holder.process.pid), unseen
 
 
