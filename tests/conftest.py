@@ -31,6 +31,8 @@ LIGHT = HERE / "light"
 
 #: Seconds that a file takes beside other workers. Only the order counts, see below.
 COSTS = {
+    "broker/test_groups": 60,
+    "broker/test_calendar": 40,
     "e2e/test_hard_use": 200,
     "e2e/test_broker_returns": 200,
     "broker/test_restart": 170,

@@ -195,7 +195,7 @@ def _warnings(base: BrokerSettings, unknown: Sequence[Fault], machine: Gpus) -> 
     for user, first, second in doubly_in(base):
         yield (
             f"{user!r} is in Unix groups of both {first!r} and {second!r}, and no 'order' decides: "
-            f"{first!r} counts, which is written first."
+            f"{first!r} counts, because it is written first."
         )
     sized = [name for name, group in base.pool.groups.items() if group.guarantee or group.cap]
     if sized and not machine.capacities:
@@ -314,5 +314,5 @@ def _flat(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _flat(inner, (*keys, key))
-    elif value != {} or not keys:
+    elif keys or value != {}:
         yield keys, value

@@ -91,7 +91,7 @@ def _tree(report: Report, width: int) -> Iterator[str]:
     ]
     yield from _columns(rows, width)
     devices = report["devices"]
-    if devices:
+    if devices and any(group["guarantee"] for group in groups):
         top = sum(_needs(groups, group["name"]) for group in groups if not group["depth"])
         left = max(0, devices["total_bytes"] - top)
         text = (

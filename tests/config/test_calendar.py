@@ -8,7 +8,7 @@ from bisect import bisect_right
 from datetime import date, datetime, timezone
 from functools import cache
 from itertools import pairwise
-from zoneinfo import ZoneInfo
+from zoneinfo import ZoneInfo, available_timezones
 
 import pytest
 from hypothesis import given, settings
@@ -88,6 +88,9 @@ def rule(hours: str, days: str = "mon-sun", zone: str = "Europe/Berlin") -> Rule
     return found.rule
 
 
+#: The years of the long form, in which many zones changed their rules.
+DECADES = range(1990, 2030)
+
 spans = st.tuples(st.integers(0, DAY - 1), st.integers(0, DAY)).filter(lambda s: s[0] != s[1])
 #: Around the hours at which clocks are changed.
 nightly = st.tuples(st.integers(0, 240), st.integers(0, 240)).filter(lambda s: s[0] != s[1])
@@ -102,6 +105,19 @@ nightly = st.tuples(st.integers(0, 240), st.integers(0, 240)).filter(lambda s: s
 def test_a_year_is_as_a_walk_over_its_minutes(place, days, hours):
     one = Rule("r", days, tuple(hours), ZoneInfo(place[0]))
     assert by_product(one, *place) == brute_force(one, *place)
+
+
+@pytest.mark.long
+@settings(max_examples=300, deadline=None)
+@given(
+    zone=st.sampled_from(sorted(available_timezones() - {"localtime", "Factory"})),
+    year=st.sampled_from(DECADES),
+    days=st.frozensets(st.integers(0, 6), min_size=1),
+    hours=st.lists(spans | nightly, min_size=1, max_size=3),
+)
+def test_any_year_of_any_zone_is_as_a_walk_over_it(zone, year, days, hours):
+    one = Rule("r", days, tuple(hours), ZoneInfo(zone))
+    assert by_product(one, zone, year) == brute_force(one, zone, year)
 
 
 @settings(max_examples=100, deadline=None)

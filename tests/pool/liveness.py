@@ -89,7 +89,10 @@ def check_liveness(look: Look) -> None:
             busy = any(v.state == "detaching" for v in naive.sessions.values())
             assert busy, f"{name} waits for suspends, and none is under way"
             continue
-        if rule in ("retry", "budget", "behind-own", "behind-group") or owner in held:
+        if (
+            rule in ("retry", "budget", "class-closed", "behind-own", "behind-group")
+            or owner in held
+        ):
             continue
         if held_groups & set(path(naive.settings.groups, s.owner.group)):
             continue

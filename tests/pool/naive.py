@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.groups import path
 from jupyter_gpupool.pool.model import Device, Owner, PoolSettings, Quota, Request
-from jupyter_gpupool.pool.schedule import SPENT
+from jupyter_gpupool.pool.schedule import CLOSED, SPENT
 from jupyter_gpupool.pool.transitions import TRANSITIONS
 
 
@@ -151,7 +151,9 @@ class Naive:
         return one.model == other.model and one.can_migrate and other.can_migrate and not stays
 
     def stops(self) -> bool:
-        """Return whether a daily budget may suspend what runs."""
+        """Return whether a daily budget, or a closed class, may suspend what runs."""
+        if self.settings.classes_allowed is not None:
+            return True
         daily = [q.daily for q in self.settings.quotas.values()]
         daily += [g.daily for g in self.settings.groups.values()]
         return any(d is not None and d.then == "stop" for d in daily)
@@ -382,6 +384,10 @@ class Naive:
                 assert x.bytes >= max(least, enough), f"{a}: {size} suspended"
         elif not s.bound:
             assert len(a.slices) == s.request.devices
+        allowed = self.settings.classes_allowed
+        # Short host memory may bring suspended state back: nothing waits for it.
+        closed = allowed is not None and s.request.priority not in allowed
+        assert not closed or not s.holds, f"{a}: its class is closed"
         places = tuple(x.device for x in a.slices)
         assert self.may_go(s, places), f"{a}: bound to {s.bound}, {s.suspended} suspended"
         s.lease = {x.device: x.bytes for x in a.slices}
@@ -420,7 +426,7 @@ class Naive:
             assert limit is None or have + size <= limit, f"{a}: {have} of {limit} suspended"
         if (
             a.busy
-            or a.reason == SPENT
+            or a.reason in (SPENT, CLOSED)
             or (self.settings.preempt and self.now < self.stays_until(s))
         ):
             pass  # an idle lease that something protects may go like one in use

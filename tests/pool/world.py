@@ -88,6 +88,9 @@ def random_settings(c: Chooser, *, shares: bool = False) -> PoolSettings:
         quotas=quotas,
         groups=c.choice([{}, random_groups(c), random_groups(c)]),
         preempt=random_preempt(c),
+        classes_allowed=c.choice(
+            [None, None, None, frozenset(CLASSES[:1]), frozenset(CLASSES[1:])]
+        ),
         unsuspendable=c.choice(["warn", "ask", "end"]),
         unsuspendable_after=c.choice([(5.0, 20.0, 60.0), (60.0, 600.0, 3600.0)]),
     )

@@ -30,7 +30,7 @@ def state(broker, monkeypatch):
     yield
     for record in runfiles.every():
         for pid, start in (record.supervisor, record.process):
-            procfs.kill([procfs.ProcessId(pid, start)] if pid else [])
+            procfs.kill([procfs.ProcessId(pid, start)] if pid not in (0, os.getpid()) else [])
         runfiles.remove(record.name)
 
 

@@ -129,13 +129,13 @@ def test_kernel_does_not_inherit_ignored_signals(
 def test_session_gets_the_options_of_the_kernelspec(
     broker: ScriptedBroker, start: Callable[..., PlainKernel], install_spec: Callable[..., str]
 ) -> None:
-    config = {"memory": "2GiB", "priority": "batch", "attach": "manual"}
+    config = {"memory": "2GiB", "priority": "batch", "attach": "manual", "group": "lab"}
     argv = [sys.executable, "-m", LAUNCHER, "--kernel", "mine", "--", "python", *IPYKERNEL]
     kernel = start(install_spec("mine", argv, config))
     assert kernel.run("print(6 * 7)") == "42\n"
     message = broker.wait_for("open")
     assert message["request"] == {"memory": 2 * GiB, "limit": 2 * GiB, "priority": "batch"}
-    assert message["attach"] == "manual"
+    assert (message["attach"], message["group"]) == ("manual", "lab")
     assert message["label"].endswith(": Test mine")
 
 

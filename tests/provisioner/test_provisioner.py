@@ -155,7 +155,9 @@ def test_request_has_the_options_of_the_kernelspec(
         "compute": 50,
         "priority": "batch",
     }
-    name = install_spec("asking", [sys.executable, *IPYKERNEL], {**asked, "attach": "manual"})
+    name = install_spec(
+        "asking", [sys.executable, *IPYKERNEL], {**asked, "attach": "manual", "group": "lab"}
+    )
     manager = KernelManager(kernel_name=name)
     manager.start_kernel()
     manager.shutdown_kernel(now=True)
@@ -167,7 +169,7 @@ def test_request_has_the_options_of_the_kernelspec(
         "compute": 50,
         "priority": "batch",
     }
-    assert opened["attach"] == "manual"
+    assert (opened["attach"], opened["group"]) == ("manual", "lab")
     assert opened["label"] == "Test asking"
 
 

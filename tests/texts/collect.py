@@ -84,6 +84,7 @@ def scenes(sheet: Sheet) -> set[str]:
     commands.status(sheet)
     commands.programs(sheet)
     commands.doctor(sheet)
+    commands.check_config(sheet)
     sheet.heading("A wrong configuration")
     commands.configuration(sheet)
     sheet.heading("A wrong kernelspec", "Its kernels do not start.")

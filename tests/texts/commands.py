@@ -16,7 +16,8 @@ from types import SimpleNamespace
 from typing import Any, Iterator, Mapping
 from unittest import mock
 
-from jupyter_gpupool.cli import checks
+from jupyter_gpupool.cli import check_config as checking
+from jupyter_gpupool.cli import checks, config_report
 from jupyter_gpupool.cli import commands as cli
 from jupyter_gpupool.cli.doctor import _lines, _summary
 from jupyter_gpupool.cli.maintenance import progress
@@ -25,7 +26,7 @@ from jupyter_gpupool.cli.program_commands import table
 from jupyter_gpupool.config import BrokerSettings, load_settings, loading
 from jupyter_gpupool.config.differences import notice
 from jupyter_gpupool.config.grouping import read_portion
-from jupyter_gpupool.errors import ConfigError
+from jupyter_gpupool.errors import ConfigError, RefusedError
 from jupyter_gpupool.kernel.holds import QueuePlace
 from jupyter_gpupool.local_machine import boot_id
 from jupyter_gpupool.pool.groups import Group
@@ -200,6 +201,52 @@ def programs(sheet: Sheet) -> None:
     sessions = {"3f2a1b": {"granted_bytes": 4 * GiB}}
     sheet.put("jupyter gpupool ps", "\n".join(table(records, sessions, 1000.0)))
     sheet.put("jupyter gpupool ps, of nothing", "\n".join(table([], {}, 0.0)))
+
+
+#: A Monday's evening in Berlin.
+EVENING = 1795467600.0
+
+
+def check_config(sheet: Sheet) -> None:
+    """Write what a configuration means, and what is wrong with another one."""
+    example = Path(__file__).parents[2] / "examples" / "day_and_night.py"
+    gpus = checking.parse_devices("16x80GiB")
+    in_force: dict[str, Any] = {
+        "options": {"idle_timeout": 60.0, "guard": False}, "origins": {}, "hidden": ["admins"],
+    }  # fmt: skip
+    status: Mapping[str, Any] = {"pid": 4711, "socket": "/run/s", "config": in_force}
+    with tempfile.TemporaryDirectory() as folder, _only(folder):
+        path = Path(folder, "pool.py")
+        path.write_text(example.read_text(encoding="utf-8"), encoding="utf-8")
+
+        def put(situation: str, **changes: Any) -> None:
+            fields: dict[str, Any] = {"alone": True, "now": EVENING, "socket": ""}
+            report = checking.examine(path, changes.pop("given", gpus), **{**fields, **changes})
+            text = "\n".join(config_report.lines(report, 90))
+            sheet.put(situation, text.replace(folder, "/etc/jupyter"))
+
+        with (
+            mock.patch.object(checking, "_status", return_value=None),
+            mock.patch.object(checking, "unknown_names", return_value=[]),
+            mock.patch.object(checking, "doubly_in", return_value=[("ada", "lab", "thesis")]),
+        ):
+            put("jupyter gpupool check-config pool.py --alone --devices 16x80GiB")
+            put("The same for a machine with one GPU", given=checking.parse_devices("1x80GiB"))
+            path.write_text("c.GPUPool.groups = {'a': {}}\nc.GPUPool.idle_timeout = 90")
+            put("A group without members", given=checking.Gpus([], "nowhere"))
+            with mock.patch.object(checking, "_status", return_value=status):
+                put("A broker runs with another configuration")
+    for text in ("16", "2x80GiB,x"):
+        sheet.put(f"--devices {text}", _refused(checking.parse_devices, text))
+    sheet.put("--at tonight", _refused(checking.parse_time, "tonight"))
+
+
+def _refused(read: Any, text: str) -> str:
+    try:
+        read(text)
+    except RefusedError as error:
+        return str(error)
+    raise AssertionError(f"accepted: {text}")
 
 
 def doctor(sheet: Sheet) -> None:
