@@ -9,6 +9,7 @@ importable in kernel environments that do not have this package.
 - ``link``: the session: connection, lease, holds (``holds``), a broker that has died (``revive``)
 - ``guard_state``: whether the guard is in this process, and what the session's page says
 - ``cells``: the gate in front of each cell; ``waits``: what a wait shows, and how it is interrupted
+- ``call_waits``: what a running cell shows while its calls wait, and when it was preempted
 - ``frameworks``: visible devices, memory caps; ``advice``: the line under an error
 - ``command``, ``magic``, ``magic_display``: ``%gpu``
 """
