@@ -196,9 +196,12 @@ class Shares:
     def parts(self, owner: Owner) -> list[tuple[str, float, float]]:
         """Return (name, part used, part due) of an owner at each level of the tree.
 
-        Both are parts of what the siblings use (and weigh) that have used anything or wait.
+        Both are parts of what the siblings use (and weigh) that have used anything or wait. Empty
+        where usage does not count.
         """
-        found = []
+        found: list[tuple[str, float, float]] = []
+        if not self.fair:
+            return found
         parent = ""
         if self._present is None:
             self._present = self._siblings()
