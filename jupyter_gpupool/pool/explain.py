@@ -259,7 +259,7 @@ def told(facts: Facts, plan: Plan, s: Session) -> tuple[str, ...]:
         lines += _change_lines(facts, found)
     elif s.lease.slices:
         lines += _exposed_lines(facts, s, found)
-    lines += _standing_lines(facts, s, found.standing)
+    lines += _standing_lines(facts, found.standing)
     return tuple(lines)
 
 
@@ -368,7 +368,7 @@ _CLAIM_WORDS = {
 }
 
 
-def _standing_lines(facts: Facts, s: Session, found: Standing) -> Iterable[str]:
+def _standing_lines(facts: Facts, found: Standing) -> Iterable[str]:
     for name, held, guaranteed in found.guarantees:
         yield f"Group {name} has {format_bytes(held)}; {format_bytes(guaranteed)} is guaranteed."
     whole = "the pool"

@@ -46,7 +46,7 @@ from .facts import Facts, Session
 from .groups import Daily
 from .model import Owner
 from .placement import asking
-from .usage import Account
+from .usage import Meter
 
 #: Seconds for which what an owner has now, and has asked for before, counts as used. As long as a
 #: long cell: with less, an owner with a little less usage gets every device that comes free at
@@ -76,7 +76,7 @@ class Shares:
         self._spent: dict[tuple[str, str], Budget | None] = {}
         self._levels: dict[str, int] = {}
         self._above: dict[tuple[str, str], bool] = {}
-        self._used: dict[Account, float] = {}
+        self._used: dict[Meter, float] = {}
         self._present: Mapping[str, list[tuple[str, float, float]]] | None = None
         self._mean = sum(facts.capacities) / max(1, len(facts.capacities)) or 1.0
 
@@ -167,12 +167,12 @@ class Shares:
         """Return what a request takes, in devices."""
         return s.request.memory * s.request.devices / self._mean
 
-    def _score(self, account: Account | None, before: float) -> float:
+    def _score(self, account: Meter | None, before: float) -> float:
         if account is None:
             return HORIZON * before
         return self.used(account) + HORIZON * (account.rate + before)
 
-    def used(self, account: Account) -> float:
+    def used(self, account: Meter) -> float:
         """Return the dominant decayed usage of an account."""
         found = self._used.get(account)
         if found is None:
@@ -183,10 +183,10 @@ class Shares:
 
     # ------------------------------------------------------------------ shares
 
-    def steps(self, owner: Owner) -> list[tuple[Account | None, float, str]]:
+    def steps(self, owner: Owner) -> list[tuple[Meter | None, float, str]]:
         """Return (account, weight, name) of the groups of an owner, and of the owner at the end."""
         meters = self.facts.meters
-        found: list[tuple[Account | None, float, str]] = [
+        found: list[tuple[Meter | None, float, str]] = [
             (meters.groups.get(name), self.tree.groups[name].weight, f"group {name}")
             for name in self.tree.path(owner.group)
         ]
@@ -334,7 +334,7 @@ def budgets(facts: Facts, owner: Owner) -> list[Budget]:
         accounts.append((name, rules.groups[name].daily, meters.groups.get(name)))
     for name, daily, known in accounts:
         if daily is not None:
-            account = known or Account(now)
+            account = known or Meter(now)
             until = account.changes_at(now, daily)
             found.append(Budget(name, daily, *account.budget(now, daily), until))
     return found
