@@ -9,7 +9,7 @@ In the order in which an event travels:
 ``events``          what goes in, and what comes out
 ``model``, ``groups``  frozen values: sessions, devices, settings; the tree of groups
 ``facts``, ``ledgers``  sessions and the accounts that follow from them
-``usage``           what users and groups have used over time
+``metering``        what users and groups have used over time
 ``updates``         what each event changes in the facts
 ``requests``        another size, growth, release, keep
 ``schedule``        the plan: one pass over every session that wants something

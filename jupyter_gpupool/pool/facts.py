@@ -32,6 +32,7 @@ from typing import Any, Iterable, Iterator, Mapping, Sequence
 from ..states import ATTACHED, AttachPolicy, State
 from .groups import Tree
 from .ledgers import GroupUsage, OwnerUsage
+from .metering import LeaseInUse, Meters
 from .model import (
     Device,
     DeviceView,
@@ -43,7 +44,6 @@ from .model import (
     Slice,
 )
 from .residence import Gap, Habits, Stay
-from .usage import LeaseInUse, Meters
 
 #: How many past transitions of a session are remembered for error messages and ``story``.
 STORY_LENGTH = 32

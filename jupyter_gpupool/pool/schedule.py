@@ -32,7 +32,7 @@ changes becomes the actions (:mod:`.transitions`). In this order:
 "Planning again at the same instant changes nothing" is a property that the tests check after every
 event; :class:`~.machine.Pool` plans until it holds.
 
-What a stranger needs to predict a decision: :mod:`.usage` (what counts as used), :mod:`.shares`
+What a stranger needs to predict a decision: :mod:`.metering` (what counts as used), :mod:`.shares`
 (who goes first, and why no session starves), :mod:`.running` (who loses a slice in use, to whom and
 from when on), :mod:`.unsuspendable` (what becomes of a session that cannot be suspended).
 

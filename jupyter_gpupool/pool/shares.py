@@ -13,7 +13,7 @@ One key after the other, no sums of unlike things:
 4. *Fair share*: from the pool down the tree of groups to the owner, the child that has used least
    for its weight (Slurm's Fair Tree: R. Cox and L. Morrison, "Fair Tree: Fairshare Algorithm for
    Slurm", 2014; siblings are compared with siblings only). What it has used is the dominant decayed
-   usage (:mod:`.usage`) and ``HORIZON`` seconds of what it has now and of what it would have once
+   usage (:mod:`.metering`) and ``HORIZON`` seconds of what it has now and of what it would have once
    its requests that go before are served: so 50 requests of one owner do not all go before the
    first of another who has used a little more.
 5. *Age*: who waits for longer.
@@ -44,9 +44,9 @@ from typing import Iterable, Mapping
 
 from .facts import Facts, Session
 from .groups import Daily
+from .metering import Meter
 from .model import Owner
 from .placement import asking
-from .usage import Meter
 
 #: Seconds for which what an owner has now, and has asked for before, counts as used. As long as a
 #: long cell: with less, an owner with a little less usage gets every device that comes free at

@@ -169,7 +169,7 @@ def bound(half_life: float, usage: float, least: float, classes: float, leases: 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_wait_of_the_greatest_user_in_the_lowest_class_is_bounded(seed):
+def test_wait_of_the_greatest_user_in_the_last_class_is_bounded(seed):
     """Others work without end in a higher class; it has used the machine alone for long before."""
     half, ageing, cell = 60.0, 1.0, 5.0
     crowd = Crowd(1, half_life=half, ageing=ageing, seed=seed)
