@@ -13,8 +13,8 @@ One key after the other, no sums of unlike things:
 4. *Fair share*: from the pool down the tree of groups to the owner, the child that has used least
    for its weight (Slurm's Fair Tree: R. Cox and L. Morrison, "Fair Tree: Fairshare Algorithm for
    Slurm", 2014; siblings are compared with siblings only). What it has used is the dominant decayed
-   usage (:mod:`.metering`) and ``HORIZON`` seconds of what it has now and of what it would have once
-   its requests that go before are served: so 50 requests of one owner do not all go before the
+   usage (:mod:`.metering`) and ``HORIZON`` seconds of what it has now and of what it would have
+   once its requests that go before are served: so 50 requests of one owner do not all go before the
    first of another who has used a little more.
 5. *Age*: who waits for longer.
 
