@@ -13,7 +13,15 @@ from pathlib import Path
 
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.machine import Pool
-from jupyter_gpupool.pool.model import Device, GiB, Owner, PoolSettings, Request
+from jupyter_gpupool.pool.model import (
+    Device,
+    GiB,
+    Group,
+    Owner,
+    PoolSettings,
+    Portion,
+    Request,
+)
 
 HERE = Path(__file__).parent
 PAGE, PICTURE = HERE / "how-it-works.md", HERE / "images" / "planner.svg"
@@ -30,7 +38,8 @@ RULES = {
 
 def example() -> Pool:
     """Return a pool of three GPUs in which four kernels have asked in the same moment."""
-    pool = Pool(PoolSettings(host_memory=64 * GiB, resume_headroom=0))
+    rules = PoolSettings(host_memory=64 * GiB, resume_headroom=0, preempt=frozenset())
+    pool = Pool(rules)
     for i in range(3):
         device = Device(f"GPU-{i}", i, "example", "example", 16 * GiB)
         pool.handle(ev.DeviceAppeared(now=0.0, device=device))
@@ -48,6 +57,66 @@ def example() -> Pool:
     for name in ASKS:
         pool.handle(ev.HoldTaken(now=130.0, session=name, hold="cell", kind="cell"))
     return pool
+
+
+SHARES_BEGIN = "<!-- Shares: written by docs/make_planner.py. -->"
+SHARES_END = "<!-- End of shares. -->"
+#: Who asks later: the group, the class and GiB.
+LATER = {
+    "ben": ("bio", "batch", 8),
+    "bea": ("bio", "notebook", 8),
+    "zoe": ("", "interactive", 4),
+    "pat": ("phy", "notebook", 8),
+}
+
+
+def shares() -> Pool:
+    """Return a pool of two GPUs that one group has borrowed, after four others have asked."""
+    groups = {
+        "bio": Group(guarantee=Portion(percent=50)),
+        "phy": Group(guarantee=Portion(bytes=8 * GiB), weight=3.0),
+    }
+    pool = Pool(PoolSettings(host_memory=64 * GiB, resume_headroom=0, groups=groups))
+    for i in range(2):
+        device = Device(f"GPU-{i}", i, "example", "example", 16 * GiB)
+        pool.handle(ev.DeviceAppeared(now=0.0, device=device))
+
+    def opens(name: str, group: str, priority: str, size: int, now: float) -> None:
+        request = Request(size * GiB, size * GiB, priority=priority)
+        owner = Owner(name, group)
+        event = ev.SessionOpened(now=now, session=name, owner=owner, request=request, attach="cell")
+        pool.handle(event)
+        pool.handle(ev.HoldTaken(now=now, session=name, hold="cell", kind="cell"))
+
+    for name, group, size in (("pia", "phy", 8), ("pam", "phy", 16), ("ulf", "", 8)):
+        opens(name, group, "notebook", size, 0.0)
+        pool.handle(ev.AttachDone(now=0.0, session=name, epoch=1))
+    for name, (group, priority, size) in LATER.items():
+        opens(name, group, priority, size, 60.0)
+    return pool
+
+
+def shares_table(pool: Pool) -> str:
+    """Return what was decided for those that asked later, as a table."""
+    lines = [
+        "| kernel | group | class | asks for | place | decision |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, (group, priority, size) in LATER.items():
+        told = pool.explain(name)
+        text = told.text
+        for x in told.promised:
+            text += f"; promised {gib(x.bytes)} on GPU {x.device[-1]}"
+        for x in told.reserved:
+            text += f"; GPU {x.device[-1]} is reserved for it"
+        row = (name, group or "-", priority, f"{size} GiB", told.position, text)
+        lines.append("| " + " | ".join(str(cell) for cell in row) + " |")
+    leaving = [
+        f"{r.id} (*{pool.story(r.id)[-1].rpartition('): ')[2]}*)"
+        for r in pool.records()
+        if r.state == "detaching"
+    ]
+    return "\n".join([*lines, "", f"Suspended in the middle of a cell: {', '.join(leaving)}."])
 
 
 def gib(size: int) -> str:
@@ -129,8 +198,13 @@ def picture(pool: Pool) -> str:
 
 def page(pool: Pool, before: str) -> str:
     """Return the page with the example in its place."""
-    start, end = before.index(BEGIN) + len(BEGIN), before.index(END)
-    return f"{before[:start]}\n\n{table(pool)}\n\n{before[end:]}"
+    for begin, stop, text in (
+        (BEGIN, END, table(pool)),
+        (SHARES_BEGIN, SHARES_END, shares_table(shares())),
+    ):
+        start, end = before.index(begin) + len(begin), before.index(stop)
+        before = f"{before[:start]}\n\n{text}\n\n{before[end:]}"
+    return before
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ _HARD = {1: "memory.limit_in_bytes", 2: "memory.max"}
 
 
 @dataclass(frozen=True, slots=True)
-class Cgroup:
+class ControlGroup:
     """A memory cgroup, with a limit or without."""
 
     folder: Path
@@ -33,7 +33,7 @@ class Cgroup:
 class Level:
     """Limited memory: of the machine (``group`` is None), or of a control group."""
 
-    group: Cgroup | None
+    group: ControlGroup | None
     limit: int
     #: Bytes that could be taken now without swapping or an OOM kill.
     free: int
@@ -92,14 +92,14 @@ class Host:
                     found[name] = int(size.split()[0]) * 1024
         return found
 
-    def groups(self, pid: int | None) -> tuple[Cgroup, ...]:
+    def groups(self, pid: int | None) -> tuple[ControlGroup, ...]:
         """Return the memory cgroups of a process (None: this one), its own first; () if unknown."""
         try:
             path = self._proc / ("self" if pid is None else str(pid)) / "cgroup"
             lines = path.read_text().splitlines()
         except OSError:
             return ()
-        found: list[Cgroup] = []
+        found: list[ControlGroup] = []
         for line in lines:
             _, controllers, path_text = line.split(":", 2)
             if controllers == "":
@@ -111,11 +111,11 @@ class Host:
             folder = base / path_text.lstrip("/")
             while folder != base.parent:
                 name = "/" + str(folder.relative_to(base)) if folder != base else "/"
-                found.append(Cgroup(folder, name, version))
+                found.append(ControlGroup(folder, name, version))
                 folder = folder.parent
         return tuple(found)
 
-    def level(self, group: Cgroup, most: int) -> Level | None:
+    def level(self, group: ControlGroup, most: int) -> Level | None:
         """Return the memory of a group; None if it has no limit below ``most`` bytes."""
         names, usage_name = [_HARD[2], "memory.high"], "memory.current"
         if group.version == 1:
@@ -193,7 +193,7 @@ def _rows(path: Path) -> dict[str, int]:
     return {name: int(value) for name, _, value in pairs if value.strip().isdigit()}
 
 
-def _reclaimable(group: Cgroup) -> int:
+def _reclaimable(group: ControlGroup) -> int:
     rows = _rows(group.folder / "memory.stat")
     # Version 1 has one figure for the group alone, and one with its subgroups.
     return rows.get("total_inactive_file", rows.get("inactive_file", 0))

@@ -52,8 +52,9 @@ PREFIX = "jupyter_gpupool_"
 
 LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
-#: Why a session left its slice; the last one stands for every preemption.
-CAUSES = ("idle", "release", "waiting")
+#: Why a session left its slice. ``waiting`` stands for every preemption of an idle kernel,
+#: ``preempted`` for those of kernels in use.
+CAUSES = ("idle", "release", "waiting", "preempted")
 
 #: Seconds for which a page is served again: any local user may ask, as often as they like.
 FRESH = 0.5
@@ -89,9 +90,7 @@ class Figures:
         self.migrations = self._counter(
             "device_migrations", "Kernels brought back to this device from another one", "device"
         )
-        self.preemptions = self._counter(
-            "pool_preemptions", "Idle slices taken for a waiting kernel"
-        )
+        self.preemptions = self._counter("pool_preemptions", "Slices taken for a waiting kernel")
         self.refusals = self._counter(
             "pool_refusals", "Refused requests, attaches and suspends", "what", "code"
         )
@@ -129,6 +128,8 @@ class Figures:
                 self.resumes.labels(device).inc()
             case "migrate":
                 self.migrations.labels(device).inc()
+            case "preempt":
+                self._causes[row.session] = "preempted"
             case "suspend":
                 self.suspends.labels(device, self._causes.get(row.session, "unknown")).inc()
             case "state" if row.detail.get("new") == "detaching":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from ..cgroups import Cgroup, Level
+from ..cgroups import ControlGroup, Level
 from ..pool import events as e
 from ..procfs import ProcessId
 from ..units import format_bytes
@@ -49,7 +49,7 @@ class Pressure:
         self._log = log
         self._looks = 0
         #: By process: its control groups, and the round that read them.
-        self._groups: dict[ProcessId, tuple[int, tuple[Cgroup, ...]]] = {}
+        self._groups: dict[ProcessId, tuple[int, tuple[ControlGroup, ...]]] = {}
         #: By level: how often it has been at its limit.
         self._events: dict[str, int] = {}
         self._short: dict[str, _Short] = {}
@@ -85,7 +85,7 @@ class Pressure:
     def _find_short(self, sessions: dict[str, ProcessId], held: dict[str, int]) -> list[Level]:
         self._groups = {p: self._groups[p] for p in sessions.values() if p in self._groups}
         machine = self._room.host.machine()
-        groups: dict[str, Cgroup] = {}
+        groups: dict[str, ControlGroup] = {}
         for name in held:
             if name in sessions:
                 for group in self._groups_of(sessions[name]):
@@ -114,7 +114,7 @@ class Pressure:
         self._events[level.key] = stress.events
         return stress.events > before or stress.stalled >= STALLED
 
-    def _groups_of(self, process: ProcessId) -> tuple[Cgroup, ...]:
+    def _groups_of(self, process: ProcessId) -> tuple[ControlGroup, ...]:
         known = self._groups.get(process)
         if known is None or self._looks - known[0] >= AGAIN:
             known = self._looks, self._room.host.groups(process.pid)

@@ -246,7 +246,10 @@ def _portion(portion: Portion | None, capacities: Sequence[int]) -> dict[str, An
 def _daily(daily: Daily | None) -> dict[str, Any] | None:
     if daily is None:
         return None
-    return {"seconds": daily.seconds, "rule": daily.rule, "then": daily.then}
+    renews = f"{int(daily.renews // 3600):02}:{int(daily.renews % 3600 // 60):02}"
+    return {
+        "seconds": daily.seconds, "rule": daily.rule, "renews": renews, "then": daily.then
+    }  # fmt: skip
 
 
 def _schedule(schedule: Schedule, now: float) -> dict[str, Any]:

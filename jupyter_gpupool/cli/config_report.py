@@ -128,7 +128,8 @@ def _size(portion: Report | None) -> str:
 def _daily(daily: Report | None) -> str:
     if daily is None:
         return "-"
-    rule = ", refilling" if daily["rule"] == "refill" else ""
+    late = f", from {daily['renews']} UTC" if daily["renews"] != "00:00" else ""
+    rule = ", refilling" if daily["rule"] == "refill" else late
     return f"{format_seconds(daily['seconds'])}{rule}, then {daily['then']}"
 
 

@@ -16,9 +16,10 @@ from .faults import Fault, WrongValue
 
 KEYS = ("parent", "users", "unix_groups", "order", "guarantee", "weight", "cap",
         "gpu_seconds_per_day")  # fmt: skip
-DAILY_KEYS = ("seconds", "rule", "then")
+DAILY_KEYS = ("seconds", "rule", "renews", "then")
 
 _NAME = re.compile(r"[^\W_][\w.-]{0,63}")
+_CLOCK = re.compile(r"(\d{1,2}):(\d{2})")
 _DEVICES = re.compile(r"([0-9]*\.?[0-9]+)\s*(?:devices?|gpus?)", re.IGNORECASE)
 
 
@@ -234,6 +235,10 @@ def read_daily(value: Any) -> Daily:
         if found[key] not in allowed:
             hint = did_you_mean(str(found[key]), allowed, then=f"Allowed are {one_of(allowed)}.")
             faults.append(Fault(f"{found[key]!r} is not allowed.", hint, keys=(key,)))
+    try:
+        found["renews"] = _read_renews(value.get("renews", "00:00"))
+    except ValueError as error:
+        faults.append(Fault(str(error), keys=("renews",)))
     if "seconds" not in value:
         faults.append(Fault("The daily budget has no 'seconds'.", "Write {'seconds': '8h'}."))
     else:
@@ -243,7 +248,14 @@ def read_daily(value: Any) -> Daily:
             faults.append(Fault(str(error), keys=("seconds",)))
     if faults:
         raise WrongValue(faults)
-    return Daily(found["seconds"], found["rule"], found["then"])
+    return Daily(**found)
+
+
+def _read_renews(value: Any) -> float:
+    match = _CLOCK.fullmatch(value) if isinstance(value, str) else None
+    if match is None or int(match[1]) > 23 or int(match[2]) > 59:
+        raise ValueError(f"{value!r} is not a time of the day in UTC. Write text such as '05:00'.")
+    return int(match[1]) * 3600.0 + int(match[2]) * 60.0
 
 
 def _read_seconds(value: Any) -> float:

@@ -196,10 +196,11 @@ class GPUPool(Configurable):
         "of the pool's memory, devices, or a size. weight divides what is left over: with 2 a "
         "group gets twice as much of it as with 1, the default. parent is the group that it is a "
         "part of. gpu_seconds_per_day is a budget: GPU-seconds or text such as '8h'; or a dict "
-        "with seconds, rule ('window': all of it again at midnight UTC, the default; 'refill': a "
-        "little of it all the time) and then, what happens at its end ('borrow': only what no "
-        "other session wants, the default; 'refuse': no new slice either; 'stop': running kernels "
-        "are suspended as well). A user is in the group that names the user, else in one with a "
+        "with seconds, rule ('window': all of it again at one time of the day, the default; "
+        "'refill': a little of it all the time), renews (that time, in UTC; '00:00') and then, "
+        "what happens at its end ('borrow': only what no other session wants, the default; "
+        "'refuse': no new slice either; 'stop': running kernels are suspended as well). A user is "
+        "in the group that names the user, else in one with a "
         "Unix group of the user's, else in that for everybody; where several have the same claim, "
         "a lower order wins. A kernel may choose another group of its user's.",
         unit="dict of group name to dict",

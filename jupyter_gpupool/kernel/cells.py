@@ -31,6 +31,7 @@ from typing import Any, Awaitable, Callable, Literal, Mapping
 from ..errors import BrokerUnavailable, Code, GPUPoolError, RefusedError
 from ..units import format_bytes
 from .advice import explain, may_be_refused, no_broker
+from .call_waits import CallWaits
 from .command import (
     CellRequest,
     cell_header,
@@ -46,7 +47,6 @@ from .link import SessionLink
 from .waits import (
     TICK,
     Alarm,
-    CallWaits,
     Interrupts,
     WaitDisplay,
     describe,

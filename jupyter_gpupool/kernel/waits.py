@@ -2,11 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """A wait for a slice: the line that the cell shows meanwhile, and the interrupt that ends it.
 
-Two kinds of wait exist. A cell may wait before it runs: the line is the cell's first output, so
-one ``clear_output`` removes it from the notebook, saved file included. Or a CUDA call waits at the
-guard's gate in the middle of a cell, which may have printed something. ``clear_output`` would
-remove that, too, so it is sent only if the request has published nothing but the line; otherwise
-the line becomes empty and stays where it is.
+A cell may wait before it runs: the line is the cell's first output, so one ``clear_output``
+removes it from the notebook, saved file included. Waits in the middle of a cell: ``call_waits``.
 
 ipykernel notices SIGINT during an ``await`` only when the await ends, and ignores SIGINT between
 cells. A wait therefore sets its own handler: on the main thread, for as long as it waits; for a
@@ -18,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import html
-import itertools
 import signal
 import threading
 import time
@@ -27,7 +23,6 @@ from typing import Any, Callable, Iterator, Mapping
 
 from ..errors import Code, GPUPoolError
 from ..units import format_bytes, format_seconds, format_wait
-from .guard_state import Guard
 from .holds import HoldWait
 from .link import SessionLink
 
@@ -249,203 +244,3 @@ class WaitDisplay:
                 "transient": {"display_id": self._id},
             },
         )
-
-
-# ---------------------------------------------------------------------- waits of CUDA calls
-
-#: Message types that a cell's output area shows.
-_OUTPUTS = frozenset({"stream", "display_data", "execute_result", "error", "update_display_data"})
-
-
-class RunningRequest:
-    """A running execute request."""
-
-    __slots__ = ("away", "away_since", "before", "begun", "display", "parent", "silent", "times",
-                 "why")  # fmt: skip
-
-    def __init__(self, parent: Mapping[str, Any], silent: bool, before: int) -> None:
-        self.begun = time.monotonic()
-        self.parent = parent
-        self.silent = silent
-        #: This kernel's number of published outputs when the cell was last empty.
-        self.before = before
-        self.display: WaitDisplay | None = None
-        #: How often its slice was taken in its middle, why the last time, the seconds without one,
-        #: and since when (``time.monotonic()``) it has none now; 0.0 if it has.
-        self.times = 0
-        self.why = ""
-        self.away = self.away_since = 0.0
-
-    def preempted(self, why: str, since: float) -> None:
-        """Note that its slice was taken."""
-        if not self.away_since:
-            self.times += 1
-            self.why, self.away_since = why, since
-
-    def resumed(self) -> None:
-        """Note that it has a slice again."""
-        if self.away_since:
-            self.away += time.monotonic() - self.away_since
-            self.away_since = 0.0
-
-    def story(self, back: bool) -> str:
-        """Return what happened, for people; ``back``: it got a slice again."""
-        often = "" if self.times == 1 else f"{self.times} times, "
-        end = "went on" if back else "ended before one was free again"
-        return (
-            f"This cell was without a GPU {often}for {format_seconds(max(1.0, self.away))}, and "
-            f"{end}. {taken(self.why)}"
-        )
-
-
-class CallWaits:
-    """Shows in the running cell the reason why its CUDA calls wait."""
-
-    def __init__(self, kernel: Any, link: SessionLink, guard: Guard) -> None:
-        self._kernel = kernel
-        self._link = link
-        self._guard = guard
-        #: Protects the displays.
-        self._lock = threading.Lock()
-        self._running: dict[int, RunningRequest] = {}
-        self._keys = itertools.count(1)
-        self._news = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._stopped = False
-        self._send: Callable[..., Any] | None = None
-        self._outputs = 0
-
-    # ------------------------------------------------------------------ in and out
-
-    def install(self) -> None:
-        """Begin to count the outputs that this kernel publishes."""
-        session = self._kernel.session
-        original = session.send
-
-        def send(stream: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
-            # Counted before it is sent, so that the publishing thread reads a complete count.
-            if (message if isinstance(message, str) else message.get("msg_type")) in _OUTPUTS:
-                self._outputs += 1
-            return original(stream, message, *args, **kwargs)
-
-        self._send = original
-        session.send = send
-
-    def uninstall(self) -> None:
-        """Stop counting and showing."""
-        self._stopped = True
-        self._news.set()
-        if self._send is not None:
-            self._kernel.session.send = self._send
-            self._send = None
-
-    # ------------------------------------------------------------------ requests
-
-    def begin(self, silent: bool) -> int:
-        """Note that an execute request begins, in its thread; return its key."""
-        key = next(self._keys)
-        self._running[key] = RunningRequest(self._kernel.get_parent(), silent, self._outputs)
-        return key
-
-    def end(self, key: int) -> None:
-        """Note the end of a request, before its reply is sent."""
-        running = self._running.pop(key)
-        if running.display is not None:
-            self._clear(running)
-
-    # ------------------------------------------------------------------ the wait
-
-    def news(self) -> None:
-        """Check whether a call waits. Runs in the thread of the broker's pushes, so it is quick."""
-        if self._stopped or not self._running:
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="gpupool-waits", daemon=True)
-            self._thread.start()
-        self._news.set()
-
-    def _run(self) -> None:
-        while not self._stopped:
-            self._news.wait()
-            self._watch()
-
-    def _watch(self) -> None:
-        """Show waits that last longer than PATIENCE; return after that time without a wait."""
-        since = quiet = time.monotonic()
-        while self._running and not self._stopped:
-            now = time.monotonic()
-            if self._link.preempted:
-                quiet = now
-                self._show()
-            elif self._guard.waiting():
-                quiet = now
-                if now - since >= PATIENCE:
-                    self._show()
-            else:
-                since = now
-                self._clear_all()
-                if now - quiet >= PATIENCE:  # a push may be faster than the page
-                    return
-            if self._news.wait(TICK):
-                self._news.clear()
-                quiet = time.monotonic()
-        self._news.clear()
-
-    def _show(self) -> None:
-        with self._lock:
-            # The oldest request, because a subshell's cell runs beside the main one.
-            for key, running in list(self._running.items()):
-                if running.silent or key not in self._running:
-                    continue
-                why, since = self._link.preempted, self._link.preempted_at
-                preempted = bool(why) and running.begun <= since
-                if not preempted and time.monotonic() - running.begun < PATIENCE:
-                    return  # too young to wait so long: the last cell waited
-                if running.display is None:
-                    name = f"gpupool-call-{running.parent['header']['msg_id']}"
-                    publish = self._publisher(running)
-                    running.display = WaitDisplay(publish, name, HOW_TO_STOP_CALL)
-                if preempted:
-                    running.preempted(why, since)
-                    running.display.show(describe_preempted(self._link), HOW_TO_STOP_PREEMPTED)
-                elif self._guard.waiting():
-                    running.display.show(describe(self._link))
-                return
-
-    def _clear_all(self) -> None:
-        for running in list(self._running.values()):
-            if running.display is not None:
-                self._clear(running)
-
-    def _clear(self, running: RunningRequest) -> None:
-        def clear() -> None:
-            with self._lock:
-                display = running.display
-                if display is None or not display.shown:
-                    return
-                running.resumed()
-                if running.times:
-                    display.leave(running.story(not self._link.preempted))
-                elif self._outputs == running.before + display.published:
-                    # Not through the thread's queue: later outputs in that queue must follow it.
-                    self._kernel.session.send(
-                        self._kernel.iopub_thread.socket,
-                        "clear_output",
-                        {"wait": False},
-                        parent=running.parent,
-                    )
-                    running.display = None
-                    running.before = self._outputs
-                else:
-                    display.empty()
-
-        # In the publishing thread, so that no output comes between the check and the clear.
-        self._kernel.iopub_thread.schedule(clear)
-
-    def _publisher(self, running: RunningRequest) -> Callable[[str, dict[str, Any]], None]:
-        kernel, parent = self._kernel, running.parent
-
-        def publish(kind: str, content: dict[str, Any]) -> None:
-            kernel.session.send(kernel.iopub_socket, kind, content, parent=parent)
-
-        return publish

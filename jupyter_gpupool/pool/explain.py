@@ -259,7 +259,7 @@ def told(facts: Facts, plan: Plan, s: Session) -> tuple[str, ...]:
         lines += _change_lines(facts, found)
     elif s.lease.slices:
         lines += _exposed_lines(facts, s, found)
-    lines += _standing_lines(facts, s, found.standing)
+    lines += _standing_lines(facts, found.standing)
     return tuple(lines)
 
 
@@ -308,7 +308,8 @@ def _taken(facts: Facts, h: HeldLease) -> str:
         return "; no rule lets this kernel take it"
     at = min(times)
     rule = f" ({_RULE_WORDS[h.rule]})" if h.rule and at == h.rule_at else ""
-    return f"; this kernel may take it {_when(at, facts.now)}{rule}"
+    enough = ", if that makes enough room" if at <= facts.now else ""
+    return f"; this kernel may take it {_when(at, facts.now)}{rule}{enough}"
 
 
 _RULE_WORDS = {
@@ -367,15 +368,16 @@ _CLAIM_WORDS = {
 }
 
 
-def _standing_lines(facts: Facts, s: Session, found: Standing) -> Iterable[str]:
+def _standing_lines(facts: Facts, found: Standing) -> Iterable[str]:
     for name, held, guaranteed in found.guarantees:
-        yield (
-            f"Group {name} has {format_bytes(held)} of the {format_bytes(guaranteed)} that it is "
-            "guaranteed."
-        )
+        yield f"Group {name} has {format_bytes(held)}; {format_bytes(guaranteed)} is guaranteed."
+    whole = "the pool"
     for name, used, due in found.shares:
-        who = "You have" if name == s.owner.name else f"{name[:1].upper()}{name[1:]} has"
-        yield f"{who} used {used:.0%} of what was used lately there; the fair share is {due:.0%}."
+        group = name.startswith("group ")
+        who, whose = (f"G{name[1:]} has", "its") if group else ("You have", "your")
+        if due < 1:
+            yield f"{who} {used:.0%} of the usage of {whole}; {whose} fair share is {due:.0%}."
+        whole = name
     for budget in found.budgets:
         whose = f"Group {budget.group} has" if budget.group else "You have"
         left = max(0.0, budget.daily.seconds - budget.used)

@@ -32,6 +32,7 @@ from typing import Any, Iterable, Iterator, Mapping, Sequence
 from ..states import ATTACHED, AttachPolicy, State
 from .groups import Tree
 from .ledgers import GroupUsage, OwnerUsage
+from .metering import LeaseInUse, Meters
 from .model import (
     Device,
     DeviceView,
@@ -43,7 +44,6 @@ from .model import (
     Slice,
 )
 from .residence import Gap, Habits, Stay
-from .usage import LeaseInUse, Meters
 
 #: How many past transitions of a session are remembered for error messages and ``story``.
 STORY_LENGTH = 32
@@ -95,8 +95,7 @@ class Lease:
     cost: float = 0.0
     #: The number of the class in which it got the lease: its own, or one to which age raised it.
     level: int = -(1 << 62)
-    #: Since when others wait for it although it cannot be suspended (None: none does), and how
-    #: often its user was told; see :mod:`.unsuspendable`.
+    #: Since when others wait although it cannot be suspended, and how often its user was told.
     stuck_since: float | None = None
     warned: int = 0
     #: In which tier it is preempted while in use; 0: it is not (see :mod:`.running`).
@@ -481,24 +480,21 @@ class Facts:
         return [s for s in self.leased.values() if s.owner.name == owner]
 
     def _grow_tree(self) -> None:
-        rules = self.settings
-        users = (quota.daily for quota in rules.quotas.values())
-        self.tree = Tree(rules.groups, self.capacities, users=users)
+        users = (quota.daily for quota in self.settings.quotas.values())
+        self.tree = Tree(self.settings.groups, self.capacities, users=users)
 
     def settle(self) -> None:
         """Let usage be counted by the leases as they are, from now on."""
-        changed = self.meters.changed
+        changed, self.meters.changed = self.meters.changed, {}
+        for name in changed:
+            s = self.leased.get(name)
+            if s is None:
+                self.meters.drop(name)
+            else:
+                parts = {x.device: self._part(x) for x in s.lease.slices}
+                lease = LeaseInUse(s.owner, s.state == "active", s.request.compute, parts)
+                self.meters.put(name, lease)
         if changed:
-            self.meters.changed = {}
-            for name in changed:
-                s = self.leased.get(name)
-                if s is not None:
-                    parts = ((x.device, self._part(x)) for x in s.lease.slices)
-                    active = s.state == "active"
-                    lease = LeaseInUse(s.owner, active, s.request.compute, dict(parts))
-                    self.meters.put(name, lease)
-                else:
-                    self.meters.drop(name)
             self.meters.settle(self.now, self.settings)
 
     def _part(self, x: Slice) -> float:

@@ -234,7 +234,7 @@ class PoolSettings:
     #: was used does not count.
     half_life: float = 8 * 3600.0
     #: The rules by which a session in use may be preempted; see :data:`PreemptRule`.
-    preempt: frozenset[PreemptRule] = frozenset()
+    preempt: frozenset[PreemptRule] = PREEMPT_ALL
     #: What may happen to a session that cannot be suspended and that others wait for: it is warned;
     #: warned and asked to end; or ended as well.
     unsuspendable: Unsuspendable = "warn"

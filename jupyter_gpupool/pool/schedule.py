@@ -12,12 +12,14 @@ actions (:mod:`.transitions`). In this order:
    pass keeps each promise that can still be kept.
 2. *Leaving.* Idle leases whose time is over are suspended, if host memory has room.
 3. *Queue.* Sessions that wait for a lease, and attached sessions that are guaranteed more than they
-   have, stand in one :func:`order`. For each: is it :func:`barred`? Does its owner's quota allow it
-   (if need be after preempting the owner's own idle leases)? Then the first of these that works:
+   have, stand in one :func:`order`: guarantees, budgets, classes, fair shares, age
+   (:mod:`.shares`). For each: is it :func:`barred`? Do its owner's quota and its groups' caps allow
+   it (if need be after preempting leases that count there)? Then the first of these that works:
    the bytes that it is promised are free; it fits in what is free (where it was last, else on the
    tightest device: :mod:`.placement`); its promise stands; it fits once suspends under way are
    done; it fits if the least disruptive victims are preempted (idle leases that no rule protects
-   *now*, such as a lease just moved there: :mod:`.preemption`); it fits if sessions *behind* it
+   *now*, such as a lease just moved there: :mod:`.preemption`; then leases in use, by the tiers of
+   :mod:`.running`: burst, guarantee, class, turn); it fits if sessions *behind* it
    give up promises that are older than its wait. Otherwise it is blocked, and the
    :class:`~.model.Reason` names the rule.
 4. *The head.* The first session that is blocked for lack of memory reserves devices
@@ -30,6 +32,10 @@ actions (:mod:`.transitions`). In this order:
 
 "Planning again at the same instant changes nothing" is a property that the tests check after every
 event; :class:`~.machine.Pool` plans until it holds.
+
+What a stranger needs to predict a decision: :mod:`.metering` (what counts as used), :mod:`.shares`
+(who goes first, and why no session starves), :mod:`.running` (who loses a slice in use, to whom and
+from when on), :mod:`.unsuspendable` (what becomes of a session that cannot be suspended).
 
 Four functions are the seams for other rules: :func:`order` (who goes first: fair share),
 :func:`barred` (who must not be served now: budgets, closed classes),

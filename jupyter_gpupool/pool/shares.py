@@ -13,8 +13,8 @@ One key after the other, no sums of unlike things:
 4. *Fair share*: from the pool down the tree of groups to the owner, the child that has used least
    for its weight (Slurm's Fair Tree: R. Cox and L. Morrison, "Fair Tree: Fairshare Algorithm for
    Slurm", 2014; siblings are compared with siblings only). What it has used is the dominant decayed
-   usage (:mod:`.usage`) and ``HORIZON`` seconds of what it has now and of what it would have once
-   its requests that go before are served: so 50 requests of one owner do not all go before the
+   usage (:mod:`.metering`) and ``HORIZON`` seconds of what it has now and of what it would have
+   once its requests that go before are served: so 50 requests of one owner do not all go before the
    first of another who has used a little more.
 5. *Age*: who waits for longer.
 
@@ -44,9 +44,9 @@ from typing import Iterable, Mapping
 
 from .facts import Facts, Session
 from .groups import Daily
+from .metering import Meter
 from .model import Owner
 from .placement import asking
-from .usage import Account
 
 #: Seconds for which what an owner has now, and has asked for before, counts as used. As long as a
 #: long cell: with less, an owner with a little less usage gets every device that comes free at
@@ -76,7 +76,7 @@ class Shares:
         self._spent: dict[tuple[str, str], Budget | None] = {}
         self._levels: dict[str, int] = {}
         self._above: dict[tuple[str, str], bool] = {}
-        self._used: dict[Account, float] = {}
+        self._used: dict[Meter, float] = {}
         self._present: Mapping[str, list[tuple[str, float, float]]] | None = None
         self._mean = sum(facts.capacities) / max(1, len(facts.capacities)) or 1.0
 
@@ -167,12 +167,12 @@ class Shares:
         """Return what a request takes, in devices."""
         return s.request.memory * s.request.devices / self._mean
 
-    def _score(self, account: Account | None, before: float) -> float:
+    def _score(self, account: Meter | None, before: float) -> float:
         if account is None:
             return HORIZON * before
         return self.used(account) + HORIZON * (account.rate + before)
 
-    def used(self, account: Account) -> float:
+    def used(self, account: Meter) -> float:
         """Return the dominant decayed usage of an account."""
         found = self._used.get(account)
         if found is None:
@@ -183,10 +183,10 @@ class Shares:
 
     # ------------------------------------------------------------------ shares
 
-    def steps(self, owner: Owner) -> list[tuple[Account | None, float, str]]:
+    def steps(self, owner: Owner) -> list[tuple[Meter | None, float, str]]:
         """Return (account, weight, name) of the groups of an owner, and of the owner at the end."""
         meters = self.facts.meters
-        found: list[tuple[Account | None, float, str]] = [
+        found: list[tuple[Meter | None, float, str]] = [
             (meters.groups.get(name), self.tree.groups[name].weight, f"group {name}")
             for name in self.tree.path(owner.group)
         ]
@@ -196,9 +196,12 @@ class Shares:
     def parts(self, owner: Owner) -> list[tuple[str, float, float]]:
         """Return (name, part used, part due) of an owner at each level of the tree.
 
-        Both are parts of what the siblings use (and weigh) that have used anything or wait.
+        Both are parts of what the siblings use (and weigh) that have used anything or wait. Empty
+        where usage does not count.
         """
-        found = []
+        found: list[tuple[str, float, float]] = []
+        if not self.fair:
+            return found
         parent = ""
         if self._present is None:
             self._present = self._siblings()
@@ -331,7 +334,7 @@ def budgets(facts: Facts, owner: Owner) -> list[Budget]:
         accounts.append((name, rules.groups[name].daily, meters.groups.get(name)))
     for name, daily, known in accounts:
         if daily is not None:
-            account = known or Account(now)
+            account = known or Meter(now)
             until = account.changes_at(now, daily)
             found.append(Budget(name, daily, *account.budget(now, daily), until))
     return found

@@ -105,8 +105,8 @@ def _stage(facts: Facts, s: Session, waiter: Session) -> Actions:
     waited = format_seconds(facts.now - since)
     if stage == STAGES["end"]:
         text = (
-            f"another kernel waited for {waited} for {size} on {gpus}, this kernel could not be "
-            f"suspended ({why}), and c.GPUPool.unsuspendable ends it then"
+            f"Another kernel waited for {waited} for {size} on {gpus}, and this kernel could not "
+            f"be suspended ({why}). The pool ends such a kernel then (c.GPUPool.unsuspendable)."
         )
         s.holds = {}
         return [

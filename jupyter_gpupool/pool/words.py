@@ -167,7 +167,8 @@ def _planned(facts: Facts, devices: tuple[str, ...]) -> str:
     ]
     if not leaving:
         return "waiting for memory to become free"
-    return f"waiting for {_count(len(leaving), 'idle kernel')} to be suspended"
+    noun = "kernel" if any(s.lease.preempted for s in leaving) else "idle kernel"
+    return f"waiting for {_count(len(leaving), noun)} to be suspended"
 
 
 def _busy(facts: Facts, free: Mapping[str, int], why: Reason) -> str:

@@ -192,6 +192,9 @@ def test_journal_rows_feed_counters_and_histograms(on_machine):
         for reason in ("idle", "release"):
             machine.row("state", "s", "B", None, reason, new="detaching")
             machine.row("suspend", "s", "B", 1.0)
+        machine.row("state", "s", "B", None, "a higher class needs the GPU", new="detaching")
+        machine.row("preempt", "s", None, None, "a higher class needs the GPU")
+        machine.row("suspend", "s", "B", 1.0)
         machine.row("refuse", "s", what="request", code="over-quota")
         machine.row("refuse", "s", what="suspend", kind="pinned")
         machine.row("close", "s")
@@ -205,7 +208,8 @@ def test_journal_rows_feed_counters_and_histograms(on_machine):
         assert value("device_suspends_total", device="B", cause="release") == 1
         assert value("device_resumes_total", device="B") == 1
         assert value("device_migrations_total", device="B") == 1
-        assert value("pool_preemptions_total") == 1
+        assert value("device_suspends_total", device="B", cause="preempted") == 1
+        assert value("pool_preemptions_total") == 2
         assert value("pool_refusals_total", what="request", code="over-quota") == 1
         assert value("pool_refusals_total", what="suspend", code="pinned") == 1
         # This suspend was under way when the metrics were switched on, so its cause is unknown.

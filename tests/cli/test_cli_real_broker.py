@@ -69,6 +69,29 @@ def test_status(opened, capsys):
     assert re.search(rf"^ +{opened[:12]} +\S+ +detached +- +train\.ipynb$", out, re.MULTILINE)
 
 
+def test_check_config_names_what_the_broker_has_instead(opened, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_NO_CONFIG", "1")
+    new = tmp_path / "new.py"
+    new.write_text("c.GPUPool.groups = {'a': {'users': '*', 'guarantee': '512MiB'}}")
+    assert main(["check-config", str(new), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"]["count"] == 2
+    assert found["devices"]["source"] == "in the running broker"
+    changed = {one["option"]: (one["there"], one["here"]) for one in found["differences"]}
+    assert changed["default_memory"] == (128 * MiB, 4 << 30)
+    assert changed["emulate"] == ("2x512MiB,context=16MiB", "")
+    assert {one["option"] for one in found["differences"] if one["restart"]} == {
+        "emulate", "state_dir",
+    }  # fmt: skip
+    assert [one["keys"] for one in found["differences"] if one["option"] == "groups"] == [
+        ["a", "guarantee"], ["a", "users"],
+    ]  # fmt: skip
+    new.write_text("c.GPUPool.groups = {'a': {'users': '*', 'guarantee': '2GiB'}}")
+    assert main(["check-config", str(new)]) == 1
+    assert "'a' is guaranteed 2 GiB, and the GPUs of this machine have" in capsys.readouterr().out
+
+
 def documented(kind: str) -> set[str]:
     """Return the fields of the table in the admins' page."""
     text = (ROOT / "docs/admins.md").read_text()

@@ -44,14 +44,14 @@ def test_a_group_is_read_whole():
             "vision": {"parent": "lab", "guarantee": "2 devices", "cap": "400GiB",
                        "users": ["ada", "bob"], "order": 1, "gpu_seconds_per_day": "8h"},
             "rest": {"users": "*", "gpu_seconds_per_day": {"seconds": 3600, "rule": "refill",
-                                                           "then": "stop"}},
+                                                           "then": "stop", "renews": "5:30"}},
         }
     )  # fmt: skip
     assert found.pool.groups == {
         "lab": Group(guarantee=Portion(percent=60), weight=3),
         "vision": Group("lab", Portion(devices=2), cap=Portion(bytes=400 * GiB),
                         daily=Daily(8 * 3600)),
-        "rest": Group(daily=Daily(3600, "refill", "stop")),
+        "rest": Group(daily=Daily(3600, "refill", "stop", renews=5.5 * 3600)),
     }  # fmt: skip
     assert found.members["vision"].users == ("ada", "bob")
     assert found.members["lab"].unix_groups == ("lab",)
@@ -158,9 +158,12 @@ def test_nobody_is_in_a_group_of_a_pool_without_groups():
         ({"gpu_seconds_per_day": {"rule": "windw", "seconds": 5}},
          ("groups['g']['gpu_seconds_per_day']['rule']: 'windw' is not allowed. Did you mean "
          "'window'? Allowed are 'window' or 'refill'.")),
+        ({"gpu_seconds_per_day": {"renews": "24:00", "seconds": 5}},
+         ("groups['g']['gpu_seconds_per_day']['renews']: '24:00' is not a time of the day in UTC. "
+          "Write text such as '05:00'.")),
         ({"gpu_seconds_per_day": {"secs": 5}},
          [("groups['g']['gpu_seconds_per_day']['secs']: A daily budget has no 'secs'. Did you mean "
-          "'seconds'? Allowed are 'seconds', 'rule' or 'then'."),
+          "'seconds'? Allowed are 'seconds', 'rule', 'renews' or 'then'."),
           ("groups['g']['gpu_seconds_per_day']: The daily budget has no 'seconds'. Write "
           "{'seconds': '8h'}.")]),
         ({"guarantee": "50%", "cap": "40%"}, ("groups['g']['cap']: The cap 40% is below the "

@@ -24,7 +24,12 @@ from jupyter_gpupool.pool.model import (
 from .checks import check_pool
 
 RULES = PoolSettings(
-    host_memory=1000, resume_headroom=1, idle_timeout=300.0, ageing=60.0, half_life=0.0
+    host_memory=1000,
+    resume_headroom=1,
+    idle_timeout=300.0,
+    ageing=60.0,
+    half_life=0.0,
+    preempt=frozenset(),
 )
 
 

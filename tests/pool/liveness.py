@@ -22,10 +22,13 @@ from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.explain import Explanation
 from jupyter_gpupool.pool.groups import path
 from jupyter_gpupool.pool.machine import Pool
+from jupyter_gpupool.pool.model import Quota
 from jupyter_gpupool.pool.requests import SETTLE
 
 from .naive import Naive, NaiveSession
 
+#: Seconds after which a lease has surely had its minimum residence.
+LONG = 60.0
 #: Larger pools have too many subsets to try.
 MOST_IDLE = 6
 
@@ -111,6 +114,62 @@ def check_liveness(look: Look) -> None:
                 continue
             places = _feasible(look, name, group, behind=behind)
             assert not places, f"{name} waits ({e.text}), but could go to {places} after {group}"
+
+
+def check_guarantees(look: Look) -> None:
+    """Check that no guarantee is refused while a lease of others, above theirs, would do.
+
+    By the naive model's own sums, and not by what the pool tells: a session whose group has, with
+    its request, no more than is guaranteed waits for memory, and there is a lease of another group,
+    held for long, that covers its needs alone and that no guarantee covers.
+    """
+    naive = look.naive
+    groups = naive.settings.groups
+    if "guarantee" not in naive.settings.preempt or any(g.daily for g in groups.values()):
+        return
+    if any(q.daily for q in naive.settings.quotas.values()):
+        return
+    sizes = sorted((c for u in naive.devices if (c := naive.capacity(u))), reverse=True)
+    waiting = [n for n, s in naive.sessions.items() if s.state == "queued"]
+
+    def held(group: str) -> int:
+        return sum(
+            naive.charge(s)
+            for s in naive.sessions.values()
+            if s.state != "detaching" and group in path(groups, s.owner.group)
+        )
+
+    for name in waiting:
+        s, e = naive.sessions[name], look.told[name]
+        names = path(groups, s.owner.group)
+        if e.reason is None or e.reason.rule != "busy" or _count(s) != 1:
+            continue
+        if naive.quota(s.owner.name) != Quota() or naive.caps(s.owner):
+            continue
+        for group in names:
+            sure = groups[group].guarantee
+            # All that wait in the group count, so that the order among them does not.
+            members = [n for n in waiting if group in path(groups, naive.sessions[n].owner.group)]
+            more = sum(_charge(naive.sessions[n], _count(naive.sessions[n])) for n in members)
+            if sure is None or held(group) + more > sure.of(sizes):
+                continue
+            for victim, v in naive.sessions.items():
+                its = path(groups, v.owner.group)
+                covered = any(
+                    (other := groups[g].guarantee) is not None and held(g) <= other.of(sizes)
+                    for g in its
+                    if g not in names
+                )
+                if v.state != "active" or group in its or covered or v.refused:
+                    continue
+                if naive.now < v.began + LONG or not all(
+                    naive.devices[u].can_suspend for u in v.lease
+                ):
+                    continue
+                if victim in naive.pressed or not _host(look, [v], {}):
+                    continue
+                places = _feasible(look, name, (victim,), behind=look.head in e.ahead)
+                assert not places, f"{name} is refused what {group} is guaranteed; {victim} has it"
 
 
 def _uncovered(look: Look, name: str, in_use: Sequence[str], everybody: Sequence[str]) -> bool:

@@ -41,6 +41,8 @@ class NaiveSession:
     sampled_at: float = float("-inf")
     idle_since: float = 0.0
     keep_until: float = 0.0
+    #: When its lease was attached.
+    began: float = 0.0
     #: Weighted mean of the seconds of its suspends and resumes; and the end of the last resume.
     suspend_mean: float = 0.0
     resume_mean: float = 0.0
@@ -262,6 +264,7 @@ class Naive:
             if s.effect == "attach" and s.epoch == event.epoch:
                 s.effect = ""
                 if isinstance(event, ev.AttachDone):
+                    s.began = self.now
                     s.resumed_at = float("-inf")
                     if s.suspended:
                         s.bound = tuple(s.lease)

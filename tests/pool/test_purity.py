@@ -37,7 +37,7 @@ ORDER = [
     "residence",
     "groups",
     "model",
-    "usage",
+    "metering",
     "timeslice",
     "attribution",
     "events",

@@ -103,7 +103,7 @@ def test_hold_dropped_during_the_suspend_leaves_it_detached(make):
     assert lab.state("low") == "detached"
 
 
-def test_refused_preemption_grants_the_holds_and_is_tried_later(make):
+def test_refused_preemption_grants_the_holds_again(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("low", 16, priority="batch")
     lab.after(5)
@@ -114,7 +114,7 @@ def test_refused_preemption_grants_the_holds_and_is_tried_later(make):
     got(lab.after(1.5), ev.Suspend, session="low")
 
 
-def test_session_that_cannot_be_suspended_is_never_a_victim(make):
+def test_session_that_the_driver_pins_is_never_a_victim(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("low", 16, priority="batch")
     lab.after(5)
@@ -177,7 +177,7 @@ def test_idle_lease_that_its_user_keeps_counts_as_one_in_use(make):
 # --------------------------------------------------------------------------- guarantees
 
 
-def test_borrower_of_a_higher_class_gives_back_guaranteed_bytes(make):
+def test_borrower_of_a_higher_class_gives_back_a_guarantee(make):
     lab = make(device(0), groups={"bio": HALF}, preempt=PREEMPT_ALL)
     lab.running("high", 16, priority="interactive")
     lab.after(5)
@@ -215,7 +215,7 @@ def test_reclaim_leaves_the_other_group_what_is_guaranteed_to_it(make):
     assert len(preempted(lab)) == 2
 
 
-def test_guarantee_of_a_subgroup_preempts_the_rest_of_its_group(make):
+def test_guarantee_of_a_subgroup_takes_from_its_parent(make):
     groups = {
         "lab": Group(guarantee=Portion(percent=100)),
         "bio": Group(parent="lab", guarantee=Portion(percent=50)),
@@ -380,7 +380,7 @@ def test_all_suspends_of_a_plan_are_for_a_waiting_session(make):
 # --------------------------------------------------------------------------- not to be suspended
 
 
-def test_session_that_cannot_be_suspended_is_warned_then_ended(make):
+def test_unsuspendable_session_is_warned_and_asked_and_ended(make):
     lab = make(
         device(0, can_suspend=False),
         preempt=PREEMPT_ALL,
@@ -404,7 +404,7 @@ def test_session_that_cannot_be_suspended_is_warned_then_ended(make):
     got(lab.end("stuck"), ev.Attach, session="high")
 
 
-def test_each_wait_for_a_stuck_session_leads_to_one_warning(make):
+def test_warning_comes_once_for_each_wait(make):
     lab = make(device(0, can_suspend=False), preempt=PREEMPT_ALL)
     lab.running("stuck", 16, priority="batch")
     lab.after(100)

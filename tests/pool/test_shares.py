@@ -169,7 +169,7 @@ def bound(half_life: float, usage: float, least: float, classes: float, leases: 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_wait_of_the_heaviest_user_of_the_last_class_is_bounded(seed):
+def test_wait_of_the_greatest_user_in_the_last_class_is_bounded(seed):
     """Others work without end in a higher class; it has used the machine alone for long before."""
     half, ageing, cell = 60.0, 1.0, 5.0
     crowd = Crowd(1, half_life=half, ageing=ageing, seed=seed)
@@ -260,7 +260,7 @@ def test_borrowed_memory_is_given_back_at_once(make):
     assert lab.state("a") == "active", "what is within the guarantee stays"
 
 
-def test_session_in_another_group_is_charged_to_that_group():
+def test_session_that_changes_its_group_is_charged_there():
     groups = {"a": Group(cap=Portion(bytes=20)), "b": Group()}
     lab = Lab(device(0), device(1), groups=groups, half_life=3600.0)
     lab.running("x", 10, owner=Owner("ann", "a"))

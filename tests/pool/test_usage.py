@@ -37,7 +37,7 @@ def test_memory_and_compute_are_counted_in_device_seconds(make):
     assert found.today == pytest.approx(10 + 10 * 4 / 16)
 
 
-def test_active_sessions_of_a_device_share_its_compute_time(make):
+def test_active_sessions_of_a_device_divide_its_compute(make):
     lab = make(device(0), half_life=1e12)
     lab.running("a", 4, owner="ann", compute=30)
     lab.running("b", 4, owner="bob", compute=90)
@@ -194,7 +194,7 @@ def test_new_lease_is_refused_when_the_budget_is_used_up(make):
     got(lab.hold("a"), ev.Attach, session="a")
 
 
-def test_session_without_budget_borrows_unwanted_memory(make):
+def test_session_without_budget_borrows_what_is_free(make):
     lab = make(device(0), **budget(100.0), preempt=frozenset({"guarantee"}))
     lab.running("a", 16, owner="ann")
     lab.after(150)
@@ -213,7 +213,7 @@ def test_session_without_budget_borrows_unwanted_memory(make):
     got(lab.past[-8:], ev.Suspend, session="b")
 
 
-def test_lone_session_stops_at_its_budget_and_resumes_later(make):
+def test_lone_session_stops_at_the_end_of_its_budget(make):
     lab = make(device(0), **budget(100.0, then="stop"))
     lab.running("a", 16, owner="ann")
     lab.after(99)

@@ -28,7 +28,7 @@ from jupyter_gpupool.pool.model import (
 )
 
 from .checks import check_pool
-from .liveness import Look, check_backfill, check_liveness
+from .liveness import Look, check_backfill, check_guarantees, check_liveness
 from .naive import Naive
 
 T = TypeVar("T")
@@ -120,6 +120,7 @@ def _random_settings(c: Chooser) -> PoolSettings:
         growth_step=c.choice([1, 1, 3]),
         max_memory_per_kernel=c.choice([None, None, 10]),
         half_life=c.choice([0.0, 0.0, 60.0, 3600.0]),
+        preempt=frozenset(),
     )
 
 
@@ -183,6 +184,7 @@ class World:
         if self.deep:
             look = Look.at(self.pool, self.naive, self.plans)
             check_liveness(look)
+            check_guarantees(look)
             if not isinstance(event, (ev.HostPressure, ev.Recovered)):
                 check_backfill(look, before, actions)
         if isinstance(event, ev.Tick):

@@ -12,6 +12,7 @@ from unittest import mock
 
 from jupyter_gpupool.errors import BrokerUnavailable, GPUPoolError
 from jupyter_gpupool.kernel.advice import explain, no_broker
+from jupyter_gpupool.kernel.call_waits import RunningRequest
 from jupyter_gpupool.kernel.command import parse_cell_header, parse_command
 from jupyter_gpupool.kernel.frameworks import OURS_VARIABLE, Visible
 from jupyter_gpupool.kernel.guard_state import MemoryFigures
@@ -23,7 +24,6 @@ from jupyter_gpupool.kernel.waits import (
     HOW_TO_STOP,
     HOW_TO_STOP_CALL,
     HOW_TO_STOP_PREEMPTED,
-    RunningRequest,
     describe,
     describe_preempted,
     interrupted,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jupyter_gpupool.errors import Code
 
-from . import cell, commands, pool, requests, source
+from . import cell, commands, pool, requests, shares, source
 from .sheet import Sheet
 from .source import Sentence
 
@@ -62,7 +62,7 @@ def scenes(sheet: Sheet) -> set[str]:
         "Why a kernel waits",
         "Shown in the waiting cell, in %gpu, in JupyterLab and in `jupyter gpupool status`.",
     )
-    rules = pool.waits(sheet)
+    rules = pool.waits(sheet) | shares.waits(sheet)
     sheet.heading(
         "Why an idle kernel keeps its slice",
         "Shown in %gpu, in JupyterLab and in `jupyter gpupool status`.",
@@ -70,6 +70,13 @@ def scenes(sheet: Sheet) -> set[str]:
     pool.stays(sheet)
     sheet.heading("Refusals", "The pool refuses these when a kernel starts or asks.")
     pool.refusals(sheet)
+    shares.refusals(sheet)
+    sheet.heading(
+        "Why, in full", "`Pool.why`: a sentence per line, the most important first, for its owner."
+    )
+    shares.why(sheet)
+    sheet.heading("A kernel that cannot be suspended while others wait")
+    shares.warnings(sheet)
     sheet.heading("What the pool answers", "To %gpu and to JupyterLab.")
     pool.answers(sheet)
     sheet.heading("The line under an error in a cell")

@@ -347,6 +347,7 @@ WRONG = (
     "groups = {'lab': {'users': '*'}, 'vision': {'users': '*'}}",
     "groups = {'lab': {'unix_groups': ['x']}, 'vision': {'unix_groups': ['x']}}",
     "groups = {'lab': {'gpu_seconds_per_day': []}}",
+    "groups = {'lab': {'gpu_seconds_per_day': {'seconds': '8h', 'renews': 'midnight'}}}",
     "groups = {'lab': {'gpu_seconds_per_day': {'second': 5}}}",
     "groups = {'lab': {'guarantee': '60%'}, 'vision': {'guarantee': '50%'}}",
     "groups = {'a': {'guarantee': '2 devices'}, 'b': {'parent': 'a', 'guarantee': '3 devices'}}",

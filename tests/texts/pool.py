@@ -9,7 +9,6 @@ from typing import Any, Callable
 
 from jupyter_gpupool.kernel.waits import sentence
 from jupyter_gpupool.pool import events as ev
-from jupyter_gpupool.pool.groups import Daily, DailyRule, Group, Portion
 from jupyter_gpupool.pool.limits import never
 from jupyter_gpupool.pool.model import Device, Owner, Quota, Refusal, Request
 
@@ -192,47 +191,6 @@ def own_without_host_memory() -> tuple[Lab, str]:
     return pool, "w"
 
 
-def group_cap() -> tuple[Lab, str]:
-    pool = lab(groups={"bio": Group(cap=Portion(bytes=16 * GiB))})
-    pool.running("a", 10 * GiB, owner=Owner("ann", "bio"))
-    wait(pool, "w", 10, owner=Owner("bob", "bio"))
-    return pool, "w"
-
-
-def group_cap_reserved() -> tuple[Lab, str]:
-    pool = lab(gpu(0), groups={"bio": Group(cap=Portion(bytes=16 * GiB))})
-    pool.running("a", 16 * GiB)
-    wait(pool, "head", 16, owner=Owner("ann", "bio"))
-    wait(pool, "w", 10, owner=Owner("bob", "bio"))
-    return pool, "w"
-
-
-def behind_group() -> tuple[Lab, str]:
-    pool, _ = group_cap()
-    wait(pool, "next", 4, owner=Owner("cyd", "bio"))
-    return pool, "next"
-
-
-def own_budget(rule: DailyRule) -> Callable[[], tuple[Lab, str]]:
-    def scene() -> tuple[Lab, str]:
-        daily = Daily(3600.0, rule=rule, then="stop")
-        pool = lab(gpu(0), quotas={"ann": Quota(daily=daily)})
-        pool.running("w", 16 * GiB, owner="ann")
-        pool.after(5000)
-        pool.suspended("w", ("G0", 10 * GiB))
-        return pool, "w"
-
-    return scene
-
-
-def group_budget() -> tuple[Lab, str]:
-    pool = lab(gpu(0), groups={"bio": Group(daily=Daily(3600.0, then="stop"))})
-    pool.running("w", 16 * GiB, owner=Owner("ann", "bio"))
-    pool.after(5000)
-    pool.suspended("w", ("G0", 10 * GiB))
-    return pool, "w"
-
-
 def paused() -> tuple[Lab, str]:
     pool = lab(gpu(0))
     pool.send(ev.DevicePaused, device="G0", reason="paused by the administrator: new driver")
@@ -303,12 +261,6 @@ WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
         "quota-host",
         own_without_host_memory,
     ),
-    ("Its group uses its cap", "cap", group_cap),
-    ("A waiting kernel has reserved the group's cap", "cap", group_cap_reserved),
-    ("An earlier kernel waits for the group's cap", "behind-group", behind_group),
-    ("Its owner's GPU-seconds of the day are used up", "budget", own_budget("window")),
-    ("The same; the budget is refilled over the day", "budget", own_budget("refill")),
-    ("Its group's GPU-seconds of the day are used up", "budget", group_budget),
     ("Its priority class may not run now", "class-closed", closed),
     ("An admin has paused the GPU", "paused", paused),
     ("The only GPU that it can use has failed", "drained", drained),

@@ -156,14 +156,21 @@ CUresult wrap_cuLaunchKernel_ptsz(CUfunction f, unsigned gx, unsigned gy, unsign
     LAUNCH(cuLaunchKernel_ptsz, stream, true, f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);
 }
 
+/* Where nothing is counted, the guard does not read what the caller points to: the driver may refuse the
+ * call before it does. */
+static CUstream stream_of(const CUlaunchConfig *config)
+{
+    return config && contended() ? config->hStream : NULL;
+}
+
 CUresult wrap_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **params, void **extra)
 {
-    LAUNCH(cuLaunchKernelEx, config ? config->hStream : NULL, false, config, f, params, extra);
+    LAUNCH(cuLaunchKernelEx, stream_of(config), false, config, f, params, extra);
 }
 
 CUresult wrap_cuLaunchKernelEx_ptsz(const CUlaunchConfig *config, CUfunction f, void **params, void **extra)
 {
-    LAUNCH(cuLaunchKernelEx_ptsz, config ? config->hStream : NULL, true, config, f, params, extra);
+    LAUNCH(cuLaunchKernelEx_ptsz, stream_of(config), true, config, f, params, extra);
 }
 
 CUresult wrap_cuLaunchCooperativeKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,

@@ -9,7 +9,7 @@ up to in time is in device-seconds. The larger of the two sums is the *dominant*
 al., "Dominant Resource Fairness", NSDI 2011): a session with much memory that computes little pays
 for the memory, a small one that computes all the time for the compute.
 
-Rates change at events only. So an :class:`Account` holds the sums at the time of the last change
+Rates change at events only. So an :class:`Meter` holds the sums at the time of the last change
 and its rates since, and reads as a formula at any later time: a decayed sum u with rate r becomes
 u x d + r x (1 - d) / ln 2 x half-life, with d = 2 ^ (-seconds / half-life).
 
@@ -37,7 +37,7 @@ LN2 = math.log(2)
 
 
 @dataclass(slots=True, eq=False)
-class Account:
+class Meter:
     """The usage of a user or a group: sums at ``at``, and what its sessions use since then."""
 
     at: float
@@ -135,8 +135,8 @@ class Meters:
     """The accounts of all users and groups, kept in step with the leases."""
 
     def __init__(self) -> None:
-        self.users: dict[str, Account] = {}
-        self.groups: dict[str, Account] = {}
+        self.users: dict[str, Meter] = {}
+        self.groups: dict[str, Meter] = {}
         #: Sessions whose leases may have changed since the last :meth:`settle`, in their order.
         self.changed: dict[str, bool] = {}
         self._leases: dict[str, LeaseInUse] = {}
@@ -145,7 +145,7 @@ class Meters:
         self._devices: dict[str, bool] = {}
         self._gone: list[str] = []
         #: By session with a lease: its accounts and their daily budgets.
-        self._of: dict[str, list[tuple[Account, Daily | None]]] = {}
+        self._of: dict[str, list[tuple[Meter, Daily | None]]] = {}
 
     def put(self, session: str, lease: LeaseInUse) -> None:
         """Let a session have this lease."""
@@ -197,10 +197,10 @@ class Meters:
 
     def _accounts(
         self, owner: Owner, now: float, rules: PoolSettings
-    ) -> Iterable[tuple[Account, Daily | None]]:
-        yield self.users.setdefault(owner.name, Account(now)), rules.quota_of(owner.name).daily
+    ) -> Iterable[tuple[Meter, Daily | None]]:
+        yield self.users.setdefault(owner.name, Meter(now)), rules.quota_of(owner.name).daily
         for group in path(rules.groups, owner.group) if rules.groups else ():
-            yield self.groups.setdefault(group, Account(now)), rules.groups[group].daily
+            yield self.groups.setdefault(group, Meter(now)), rules.groups[group].daily
 
     # ------------------------------------------------------------------ all of them
 
@@ -230,9 +230,9 @@ class Meters:
                 if known is self.groups:
                     group = rules.groups.get(name)
                     daily = group.daily if group else None
-                old = Account(had.at, had.memory, had.compute, had.today, had.spent)
+                old = Meter(had.at, had.memory, had.compute, had.today, had.spent)
                 old.advance(now, rules.half_life, daily)
-                account = known.setdefault(name, Account(now))
+                account = known.setdefault(name, Meter(now))
                 account.advance(now, rules.half_life, daily)
                 account.memory += old.memory
                 account.compute += old.compute
@@ -255,7 +255,7 @@ class Meters:
 
 
 def _change(  # noqa: PLR0917
-    account: Account,
+    account: Meter,
     session: str,
     part: tuple[float, float] | None,
     now: float,
