@@ -25,6 +25,8 @@ from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import GPUPoolError
 from tests.emulated import Faults
 
+from . import forks
+
 MiB = 1 << 20
 ROOT = Path(__file__).parents[2]
 
@@ -147,17 +149,25 @@ class Broker:
         self.config_file.write_text(json.dumps({"GPUPool": values}))
 
     def start(self, *, wait=True, env=None):
+        """Start it; return its report, or None without ``wait``.
+
+        A test that does not wait, or gives the environment, is about the start: its broker is
+        executed as users' are. Others are forked, see ``forks.py``.
+        """
         reading, writing = os.pipe()
+        arguments = ["--socket", str(self.socket), "--config", str(self.config_file)]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable, "-m", self.module,
-                    "--socket", str(self.socket), "--config", str(self.config_file),
-                    "--ready-fd", str(writing),
-                ],
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL, pass_fds=(writing,),
-                env=environment(self.folder) if env is None else env, cwd=ROOT,
-            )  # fmt: skip
+            if wait and env is None:
+                self.process = forks.start(
+                    self.module, [*arguments, "--ready-fd", forks.DESCRIPTOR],
+                    env=environment(self.folder), stdout=log, descriptor=writing,
+                )  # fmt: skip
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", self.module, *arguments, "--ready-fd", str(writing)],
+                    stdout=log, stderr=log, stdin=subprocess.DEVNULL, pass_fds=(writing,),
+                    env=environment(self.folder) if env is None else env, cwd=ROOT,
+                )  # fmt: skip
         os.close(writing)
         if not wait:
             os.close(reading)

@@ -557,7 +557,7 @@ def test_page_that_no_process_has_is_reported_at_recovery(broker, kernel):
     broker.kill()  # only the broker had the page: the program has not called CUDA
     broker.started  # noqa: B018
     assert f"The page of session {k.session} was deleted and no process has it" in broker.tail()
-    assert "that was on its way to its GPU" in broker.tail()
+    assert "that was moving to its GPU" in broker.tail()
 
 
 def test_process_killed_while_landing_frees_its_room(broker, kernel):
