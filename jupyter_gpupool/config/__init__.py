@@ -11,14 +11,14 @@
 - ``settings``: the frozen :class:`BrokerSettings` that they become.
 - ``timetable``: the settings at every time, by the schedules.
 - ``accounts``: whether the users and Unix groups that it names exist.
-- ``faults``: mistakes, all at once, each with its place.
+- ``mistakes``: mistakes, all at once, each with its place.
 - ``places``: the line of a file on which a value is written.
 - ``loading``: finding, reading and checking Jupyter's configuration files.
 - ``differences``: the notice to a server whose configuration differs from the broker's.
 """
 
-from .faults import Fault, WrongConfiguration
 from .loading import check_config, load_settings, load_timetable
+from .mistakes import Fault, WrongConfiguration
 from .options import GPUPool, fixed_options, needs_restart
 from .settings import EMULATE_VARIABLE, BrokerSettings, usable_attach
 from .timetable import Timetable

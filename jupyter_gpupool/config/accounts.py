@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 from ..text import nearest
-from .faults import Fault
+from .mistakes import Fault
 from .settings import BrokerSettings
 
 NSSWITCH = Path("/etc/nsswitch.conf")

@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterable, Mapping, get_args
 from ..pool.groups import Daily, DailyEnd, DailyRule, Group, Portion
 from ..text import did_you_mean, one_of
 from ..units import parse_bytes, parse_seconds
-from .faults import Fault, WrongValue
+from .mistakes import Fault, WrongValue
 
 KEYS = ("parent", "users", "unix_groups", "order", "guarantee", "weight", "cap",
         "gpu_seconds_per_day")  # fmt: skip

@@ -22,7 +22,7 @@ from traitlets.config.loader import (
 )
 
 from ..text import did_you_mean, nearest
-from .faults import Fault, WrongConfiguration, WrongValue
+from .mistakes import Fault, WrongConfiguration, WrongValue
 from .options import GPUPool, fixed_options
 from .places import line_of
 from .schedules import with_value, wrong_settings

@@ -18,8 +18,8 @@ from ..pool.model import PoolSettings, Unsuspendable
 from ..states import AttachPolicy
 from ..text import did_you_mean, one_of
 from ..units import format_bytes
-from .faults import Fault, WrongConfiguration
 from .grouping import read_groups
+from .mistakes import Fault, WrongConfiguration
 from .reading import (
     Seconds,
     Share,

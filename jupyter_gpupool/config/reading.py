@@ -20,8 +20,8 @@ from ..errors import BrokerUnavailable
 from ..pool.model import PREEMPT_ALL, PreemptRule, Quota
 from ..text import did_you_mean, one_of
 from ..units import parse_bytes, parse_seconds
-from .faults import Fault, WrongValue
 from .grouping import read_daily
+from .mistakes import Fault, WrongValue
 
 #: What an option calls a field of a quota, where it has another name.
 _QUOTA_FIELDS = {"gpu_seconds_per_day": "daily"}

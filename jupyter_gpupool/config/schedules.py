@@ -15,7 +15,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 
 from ..text import did_you_mean, one_of
 from .calendar import DAY, Rule
-from .faults import Fault, Key, WrongValue
+from .mistakes import Fault, Key, WrongValue
 
 KEYS = ("name", "days", "hours", "time_zone", "set")
 

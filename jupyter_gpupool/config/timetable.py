@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Callable, Mapping, Sequence
 
 from .calendar import changes, in_force, next_change
-from .faults import Fault, Key, WrongConfiguration
+from .mistakes import Fault, Key, WrongConfiguration
 from .settings import BrokerSettings
 
 #: Seconds for which the settings under all schedules are checked.

@@ -16,8 +16,8 @@ from typing import Callable, Iterator, Mapping, Sequence
 from ..pool.groups import Group, Portion
 from ..text import did_you_mean
 from ..units import format_bytes
-from .faults import Fault
 from .grouping import Groups, Members
+from .mistakes import Fault
 
 #: Bytes of a sum that rounding may add to it: percentages of a machine rarely are whole bytes.
 _ROUNDING = 1 << 20

@@ -26,12 +26,8 @@ PHRASES = re.compile(
 #: Classes that share a name; a shorter list is better.
 SHARED_CLASSES = {"CompilerMissing", "Slice"}
 
-#: Modules that share a name. The first line has modules of one subject; for the others, a shorter
-#: list is better.
-SHARED_MODULES = {
-    *("agent", "maintenance", "provisioner", "text", "usage"),
-    *("build", "faults", "machine", "model"),
-}
+#: Modules that share a name: all but ``build``, ``machine`` and ``model`` have the same subject.
+SHARED_MODULES = {"agent", "build", "machine", "maintenance", "model", "provisioner", "text"}
 
 SOURCES = ("jupyter_gpupool", "emucuda", "labextension/src", "benchmarks", "tests")
 ENDINGS = (".py", ".c", ".h", ".S", ".ts", ".tsx", ".txt", ".yaml")
