@@ -4,7 +4,7 @@
 
 Every session has its own random numbers for its thinking time, its computing time and its memory.
 They do not depend on the pool's decisions, so two versions of the pool can be compared seed by
-seed. Run it in the tree of each: ``python -m benchmarks.pool_waits --seeds 5``. Prints one JSON
+seed. Run it in the tree of each: ``python -m benchmarks.pool_waits --seeds 5`` prints one JSON
 line per workload: the seconds of waiting per cell, the suspends, and the cells that were computed.
 """
 
@@ -13,15 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Any
 
+from benchmarks.common import budget
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Device, GiB, Owner, PoolSettings, Quota, Request, Slice
 
 #: (sessions, devices, simulated seconds): light, heavy, and far too much for the devices.
 WORKLOADS = ((60, 4, 1800), (100, 4, 1800), (300, 16, 900), (300, 4, 900))
+#: Waiting against the older rule of residence, by any workload.
+MOST_WAIT = 1.05
 SIZES, WEIGHTS = (2, 4, 8, 16, 40), (20, 45, 20, 10, 5)
 
 
@@ -137,12 +142,40 @@ def measure(sessions: int, devices: int, until: float, seeds: int, **rules: Any)
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    for sessions, devices, until in WORKLOADS:
-        print(json.dumps(measure(sessions, devices, until, parser.parse_args().seeds)), flush=True)
+def main(argv: Sequence[str] = ()) -> dict[str, Any]:
+    """Run, and return seconds of waiting per cell and suspends, by workload.
+
+    The baseline, in the same run, is the older rule of residence ("clock").
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one seed, the two lighter workloads")
+    parser.add_argument("--seeds", type=int, default=0)
+    options = parser.parse_args(argv)
+    seeds = options.seeds or (1 if options.quick else 5)
+    found = []
+    for workload in WORKLOADS[:2] if options.quick else WORKLOADS:
+        now, before = measure(*workload, seeds), measure(*workload, seeds, residence="clock")
+        now["clock"] = {name: before[name] for name in ("cells", "wait_per_cell", "suspends")}
+        now["ratio_wait"] = now["wait_per_cell"] / (before["wait_per_cell"] or 1)
+        now["ratio_suspends"] = now["suspends"] / (before["suspends"] or 1)
+        found.append(now)
+    return {
+        "what": "seconds of waiting per cell",
+        "seeds": seeds,
+        "workloads": found,
+        "budgets": [
+            budget(
+                f"waiting per cell, {one['sessions']} sessions on {one['devices']} devices, "
+                "against the older rule of residence",
+                one["ratio_wait"],
+                MOST_WAIT,
+                "x",
+            )
+            for one in found
+        ],
+    }
 
 
 if __name__ == "__main__":
-    main()
+    for one in main(sys.argv[1:])["workloads"]:
+        print(json.dumps(one))

