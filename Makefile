@@ -58,17 +58,7 @@ $(VENV)/.ui: $(VENV)/.node $(UI_SOURCES)
 run: $(VENV)/.ready
 	$(BIN)/jupyter gpupool demo
 
-# Side by side, as many tests wait more than they compute. The output of each part comes whole when
-# it ends, and the parts that failed are named last.
-PARTS := lint lint-ui test-python test-ui
-
-test: $(VENV)/.ui chromium
-	@rm -f $(PARTS:%=$(VENV)/failed-%)
-	@$(MAKE) --no-print-directory --output-sync=recurse --keep-going -j $(words $(PARTS)) $(PARTS:%=part-%) || \
-	  { cd $(VENV) && echo "make test: failed:" $$(ls | sed -n 's/^failed-//p') && exit 1; }
-
-part-%:
-	@echo "== make $*" && $(MAKE) --no-print-directory $* || { touch $(VENV)/failed-$*; exit 1; }
+test: lint lint-ui test-python test-ui
 
 quick: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "quick and not long"

@@ -1,0 +1,31 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The process that forks the tests' brokers serves all tests of a worker: nothing may end it."""
+
+from __future__ import annotations
+
+import os
+import select
+
+from . import forks
+
+
+def run(folder, code):
+    """Start a process that runs ``code`` and ends, as a broker would."""
+    with (folder / "log").open("wb") as log:
+        return forks.start(
+            "timeit", ["-n", "1", "-r", "1", code],
+            env=dict(os.environ), stdout=log, descriptor=log.fileno(),
+        )  # fmt: skip
+
+
+def test_dropped_process_does_not_end_the_server(tmp_path):
+    os.mkfifo(tmp_path / "end")
+    process = run(tmp_path, f"open({str(tmp_path / 'end')!r}).read()")
+    ended = os.pidfd_open(process.pid)
+    del process
+    (tmp_path / "end").write_text("")  # waits until the process reads
+    assert select.select([ended], [], [], 60)[0]
+    os.close(ended)
+    assert run(tmp_path, "pass").wait(60) == 0
+    assert run(tmp_path, "pass").wait(60) == 0
