@@ -38,9 +38,9 @@ GiB = 1 << 30
 #: Two devices, each with room for one notebook, and for a small one beside it.
 POOL = {
     "emulate": "2x8GiB,context=256MiB,bandwidth=2GiB/s",
-    "default_memory": 6 * GiB,
-    "default_limit": 6 * GiB,
-    "max_memory_per_kernel": 7 * GiB,
+    "default_memory": "6GiB",
+    "default_limit": "6GiB",
+    "max_memory_per_kernel": "7GiB",
     "host_memory": "16GiB",
     "idle_timeout": 3600,
 }
