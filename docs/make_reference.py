@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from jupyter_gpupool import protocol  # noqa: E402
+from jupyter_gpupool.broker import request_fields  # noqa: E402
 from jupyter_gpupool.cli import commands  # noqa: E402
 from jupyter_gpupool.cli.configtext import markdown_reference  # noqa: E402
 from jupyter_gpupool.cli.registry import EXIT_CODES  # noqa: E402
@@ -121,12 +122,12 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
 
 def protocol_page() -> str:
     rows = ["| message | required | optional |", "|---|---|---|"]
-    for name, (required, optional) in protocol.REQUESTS.items():
+    for name, (required, optional) in request_fields.REQUESTS.items():
         rows.append(f"| `{name}` | {_fields(required)} | {_fields(optional)} |")
     return (
         f"{NOTE}{PROTOCOL}```{{eval-rst}}\n{(protocol.__doc__ or '').strip()}\n```\n\n"
         f"## Requests\n\nThis is version {protocol.VERSION}; a request has at most "
-        f"{protocol.MAX_REQUEST} bytes and an answer {protocol.MAX_LINE}.\n\n"
+        f"{request_fields.MAX_REQUEST} bytes and an answer {protocol.MAX_LINE}.\n\n"
         + "\n".join(rows)
         + "\n"
     )

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Iterable
 
 #: Least similarity (:mod:`difflib`'s ratio) at which a known name is suggested.
@@ -13,6 +12,9 @@ LIKENESS = 0.5
 
 def nearest(wrong: str, known: Iterable[str], *, likeness: float = LIKENESS) -> str:
     """Return the known name that is most similar to ``wrong``; "" if none is similar."""
+    # Here, because each kernel's start would pay for it.
+    from difflib import get_close_matches
+
     found = get_close_matches(wrong, list(known), n=1, cutoff=likeness)
     return found[0] if found else ""
 

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jupyter_gpupool.broker.request_fields import REQUESTS, check_request
 from jupyter_gpupool.errors import ProtocolError, RefusedError
 from jupyter_gpupool.protocol import (
     MAX_LINE,
-    REQUESTS,
-    check_request,
     decode,
     encode,
     error_message,

@@ -18,6 +18,7 @@
 ``transport/listener``  the socket's file, and accepting connections
 ``transport/connection``  bytes to messages and back, with limits
 ``transport/dispatch``  turns between users
+``request_fields``      the requests that the broker accepts, and the fields of each
 ``messages/router``     the table: message -> method
 ``messages/provisioner``  open, launched, retire, close
 ``messages/agent``      hello, hold, drop, cancel, yielded, resting

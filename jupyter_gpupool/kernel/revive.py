@@ -17,16 +17,6 @@ from typing import Mapping
 
 from ..endpoint import is_machine_path
 from ..errors import BrokerUnavailable, Code, GPUPoolError
-from ..startrecord import (
-    COPY_VARIABLE,
-    REVIVE_VARIABLE,
-    START_TIMEOUT,
-    being_started,
-    can_restore,
-    can_revive,
-    log_path,
-    read_failures,
-)
 
 #: Seconds to wait for a broker that this kernel cannot start itself.
 GRACE = 5.0
@@ -45,8 +35,7 @@ class Reviver:
 
     def __init__(self, path: Path, environ: Mapping[str, str]) -> None:
         self._path = path
-        self._command = environ.get(REVIVE_VARIABLE, "")
-        self._copy = environ.get(COPY_VARIABLE, "")
+        self._environ = dict(environ)
         self._service = is_machine_path(path)
         self._next = 0.0
         #: Whether some process is starting the broker, or will soon.
@@ -56,25 +45,26 @@ class Reviver:
 
     def away(self, error: GPUPoolError) -> GPUPoolError:
         """Try to restart the broker, which does not listen; return the error for the user."""
-        self.expected = False
-        self.patience = GRACE
-        if self._service:
-            self.expected = True
-            self.patience = START_TIMEOUT
+        # Here, because each kernel's start would pay for it, and few kernels lose their broker.
+        from .. import startrecord as record
+
+        self.expected = self._service or record.being_started(self._path)
+        self.patience = record.START_TIMEOUT if self.expected else GRACE
+        command = self._environ.get(record.REVIVE_VARIABLE, "")
+        if self.expected or not command:
             return error
-        if being_started(self._path):
-            self._wait_for_start()
+        copy = self._environ.get(record.COPY_VARIABLE, "")
+        if not record.can_revive(self._path) and not record.can_restore(self._path, copy):
             return error
-        if not self._command or not self._can_revive():
-            return error
-        known = read_failures(self._path)
+        known = record.read_failures(self._path)
         if known.given_up and known.pause(time.time()):
             self.patience = 0.0
             return BrokerUnavailable(
                 known.sentence, code=Code.START_FAILED, next_step=known.next_step
             )
-        self._wait_for_start()
-        self._start()
+        self.expected = True
+        self.patience = record.START_TIMEOUT
+        self._start(command)
         return error
 
     def describe(self) -> str:
@@ -85,6 +75,8 @@ class Reviver:
                 "until the service manager has started it again."
             )
         if self.expected:
+            from ..startrecord import log_path, read_failures
+
             text = "The GPU pool's broker ended; it is being started again"
             often = read_failures(self._path).often(time.time())
             return f"{text} ({often}; its log: {log_path(self._path)})." if often else f"{text}."
@@ -92,21 +84,14 @@ class Reviver:
 
     # ------------------------------------------------------------------ internals
 
-    def _can_revive(self) -> bool:
-        return can_revive(self._path) or can_restore(self._path, self._copy)
-
-    def _wait_for_start(self) -> None:
-        self.expected = True
-        self.patience = START_TIMEOUT
-
-    def _start(self) -> None:
+    def _start(self, command: str) -> None:
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + AGAIN
         try:
             subprocess.run(
-                ["/bin/sh", "-c", self._command],
+                ["/bin/sh", "-c", command],
                 env={"PATH": "/usr/local/bin:/usr/bin:/bin"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

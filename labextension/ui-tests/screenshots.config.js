@@ -2,6 +2,8 @@
 // Distributed under the terms of the Modified BSD License.
 const tests = require('./playwright.config.js');
 
+process.env.GPUPOOL_UI_DEVICE = '24GiB'; // for server.py
+
 /** `jlpm screenshots`: the pictures of the documentation, from the real thing. */
 module.exports = {
   ...tests,

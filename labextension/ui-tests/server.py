@@ -35,12 +35,13 @@ from tests.server.kit import as_user, server_environment  # noqa: E402
 
 GiB = 1 << 30
 
-#: Two devices, each with room for one notebook, and for a small one beside it.
+#: Two devices, each with room for one notebook, and for a small one beside it. The pictures of the
+#: documentation have larger ones.
 POOL = {
-    "emulate": "2x8GiB,context=256MiB,bandwidth=2GiB/s",
-    "default_memory": 6 * GiB,
-    "default_limit": 6 * GiB,
-    "max_memory_per_kernel": 7 * GiB,
+    "emulate": f"2x{os.environ.get('GPUPOOL_UI_DEVICE', '8GiB')},context=256MiB,bandwidth=2GiB/s",
+    "default_memory": "6GiB",
+    "default_limit": "6GiB",
+    "max_memory_per_kernel": "7GiB",
     "host_memory": "16GiB",
     "idle_timeout": 3600,
 }

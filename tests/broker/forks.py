@@ -1,17 +1,24 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Brokers forked from a process that has imported the broker's modules.
+"""Brokers forked from a process that has imported the modules of brokers and of their children.
 
-The imports are a third of the CPU time of a broker's start, and the tests start hundreds of
-brokers. The process that forks them, the server, has no thread, no event loop and no configuration.
-A forked broker gets its own arguments, environment, working folder and standard streams before any
-of the broker's code runs. It runs its module as ``python -m`` does. It differs from an executed one
-only in ``/proc``: its parent is the server, and ``cmdline`` and ``environ`` there are the server's.
+The imports are most of the CPU time of a start, and the tests start hundreds of brokers with
+several children each. The process that forks brokers, the server, has no thread, no event loop and
+no configuration. A forked broker gets its own arguments, environment, working folder and standard
+streams before any of the broker's code runs. It runs its module as ``python -m`` does, and
+``/proc`` shows its own command line and environment. Only its parent, the server, is another.
+
+A forked broker forks its children as well, instead of executing them, if they use the emulated
+driver. The dynamic loader reads its variables at the start of a process only: the server starts
+with the emulated driver's, and the self-test's program loads the guard by itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import ctypes
+import importlib
 import json
 import os
 import select
@@ -20,14 +27,27 @@ import socket
 import struct
 import subprocess
 import sys
-from contextlib import suppress
+import traceback
+from contextlib import contextmanager, suppress
 from functools import lru_cache
+from inspect import signature
 from pathlib import Path
+from unittest.mock import patch
+
+from emucuda import library_dir
+from jupyter_gpupool import starting
+from jupyter_gpupool.devices import child
 
 ROOT = Path(__file__).parents[2]
 
+#: The folder of the emulated driver: the loader reads its list of folders as a process starts.
+EMULATED = str(library_dir())
+
 #: In the arguments: the number that the last descriptor has in the broker.
 DESCRIPTOR = "{descriptor}"
+
+#: Bytes in the server's command line and environment for those of a forked process.
+_ROOM = {"arguments": 600, "environment": 16_000}
 
 _SIZE = struct.Struct("!I")
 
@@ -80,9 +100,9 @@ def _server():
     mine, its = socket.socketpair()
     with its:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(its.fileno())],
+            [sys.executable, "-m", __name__, str(its.fileno()), "-" * _ROOM["arguments"]],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(its.fileno(),),
-            env=_environment(os.environ), cwd=ROOT,
+            env=_environment(), cwd=ROOT,
         )  # fmt: skip
 
     def end():
@@ -93,19 +113,38 @@ def _server():
     return mine
 
 
-def _environment(env):
+def _environment():
     light = str(ROOT / "tests" / "light")
-    return {**env, "PYTHONPATH": os.pathsep.join((str(ROOT), light))}
+    return {
+        **{k: v for k, v in os.environ.items() if not k.startswith(("GPUPOOL_", "JUPYTER_"))},
+        "PYTHONPATH": os.pathsep.join((str(ROOT), light)),
+        "LD_LIBRARY_PATH": EMULATED,
+        "ROOM": "-" * _ROOM["environment"],
+    }
 
 
-def start(module, arguments, *, env, stdout, descriptor):
+@contextmanager
+def instead_of_launches():
+    """Let this process fork the brokers that the product would execute."""
+
+    def spawn(command, env, log, ready, give_up):
+        *arguments, _ = command[3:]
+        return start(
+            command[2], [*arguments, DESCRIPTOR], env=env, stdout=log, descriptor=ready, folder="/",
+        ).pid  # fmt: skip
+
+    with patch.object(starting, "_spawn", spawn):
+        yield
+
+
+def start(module, arguments, *, env, stdout, descriptor, folder=str(ROOT)):
     """Start ``python -m module arguments...`` as :class:`subprocess.Popen` would."""
     server = _server()
     ours, its = os.pipe()
     try:
-        request = {"module": module, "arguments": arguments, "env": env, "cwd": str(ROOT)}
+        request = {"module": module, "arguments": arguments, "env": {**env}, "cwd": folder}
         data = json.dumps(request).encode()
-        socket.send_fds(server, [_SIZE.pack(len(data))], [stdout.fileno(), descriptor, its])
+        socket.send_fds(server, [_SIZE.pack(len(data))], [stdout, descriptor, its])
         server.sendall(data)
         pid = int.from_bytes(_read(server, 4), "big")
     except BaseException:
@@ -179,27 +218,105 @@ def _report(statuses):
 
 
 def _become(request, given):
-    """Make this process one that ``python -m`` has started."""
+    """Make this process one that ``python -m`` has started in a session of its own."""
+    os.setsid()
     stdout, descriptor = given
     os.dup2(stdout, 1)
     os.dup2(stdout, 2)
     os.close(stdout)
     os.set_inheritable(descriptor, True)
-    os.chdir(request["cwd"])
-    os.environ.clear()
-    os.environ.update(request["env"])
     words = [word.replace(DESCRIPTOR, str(descriptor)) for word in request["arguments"]]
+    _rename([sys.executable, "-m", request["module"], *words], request["env"], request["cwd"])
     sys.argv[1:] = words
-    sys.orig_argv[:] = [sys.executable, "-m", request["module"], *words]
+    subprocess.Popen = _Popen
     return request["module"]
+
+
+def _rename(command, env, folder):
+    """Give this process a command line, an environment and a working folder, for /proc as well."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.orig_argv[:] = command
+    where = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]
+    _write(command, *map(int, where[:2]))
+    _write([f"{name}={value}" for name, value in env.items()], *map(int, where[2:]))
+
+
+def _write(words, begin, end):
+    """Write what /proc shows where the process had its own arguments or variables."""
+    text = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - begin - 1]
+    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+
+
+# ---------------------------------------------------------------------- a broker's children
+
+
+class _Popen(subprocess.Popen):
+    """Forks the broker's children that may be forked, and executes all other processes."""
+
+    def _execute_child(self, args, *rest):
+        names = signature(super()._execute_child).parameters
+        given = dict(zip(names, (args, *rest), strict=True))
+        env = given["env"] or os.environ
+        # The self-test's program has the guard in front of the driver.
+        driver = env.get("LD_LIBRARY_PATH", "").split(":")[len(_guard(env)) :]
+        if [*args[:2]] != [sys.executable, str(child.SCRIPT)] or driver != [EMULATED]:
+            super()._execute_child(args, *rest)
+            return
+        self.pid = os.fork()
+        if not self.pid:
+            _run_child(args, env, given["cwd"], given["p2cread"], given["c2pwrite"])
+        self._child_created = True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[end] for end in ends))
+
+
+def _guard(env):
+    """Return the libraries that the dynamic loader would load before a program."""
+    return env.get("LD_PRELOAD", "").split()
+
+
+def _run_child(command, env, folder, stdin, stdout):
+    """Run a broker's child program in this process, just forked by the broker, and end."""
+    code = 1
+    try:
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        asyncio.events._set_running_loop(None)
+        os.dup2(stdin, 0)
+        os.dup2(stdout, 1)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.setsid()
+        _rename(command, env, folder)
+        for library in _guard(env):
+            ctypes.CDLL(library, os.RTLD_GLOBAL | os.RTLD_NOW)
+        sys.argv[:] = command[1:]
+        sys.modules.pop(command[2], None)
+        child.main()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":
     import gc
     import runpy
 
-    import jupyter_gpupool.broker.app  # noqa: F401
+    import jupyter_gpupool.broker.app
+    import jupyter_gpupool.devices.nvidia.checkpoint
+    import jupyter_gpupool.devices.nvidia.nvml
+    import jupyter_gpupool.devices.nvidia.programs  # noqa: F401
 
+    for name in ("pynvml", "cuda.core.checkpoint"):
+        with suppress(ImportError):  # a broker reports its absence
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection would copy the pages that all brokers share
     name = _become(*_serve(socket.socket(fileno=int(sys.argv[1]))))

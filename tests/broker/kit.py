@@ -160,7 +160,7 @@ class Broker:
             if wait and env is None:
                 self.process = forks.start(
                     self.module, [*arguments, "--ready-fd", forks.DESCRIPTOR],
-                    env=environment(self.folder), stdout=log, descriptor=writing,
+                    env=environment(self.folder), stdout=log.fileno(), descriptor=writing,
                 )  # fmt: skip
             else:
                 self.process = subprocess.Popen(

@@ -15,7 +15,7 @@ def run(folder, code):
     with (folder / "log").open("wb") as log:
         return forks.start(
             "timeit", ["-n", "1", "-r", "1", code],
-            env=dict(os.environ), stdout=log, descriptor=log.fileno(),
+            env=dict(os.environ), stdout=log.fileno(), descriptor=log.fileno(),
         )  # fmt: skip
 
 

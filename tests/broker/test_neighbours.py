@@ -25,11 +25,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import attack
+from jupyter_gpupool.broker.request_fields import REQUESTS
 from jupyter_gpupool.broker.sessions import MAX_EARLY
 from jupyter_gpupool.broker.transport import listener
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import RefusedError
-from jupyter_gpupool.protocol import REQUESTS
 
 from . import kit
 from .kit import ROOT, Raw, wait_until

@@ -32,6 +32,7 @@ from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import BrokerUnavailable
 from jupyter_gpupool.guard.install import without_guard
 from jupyter_gpupool.starting import ensure_broker
+from tests.broker import forks
 from tests.broker.kit import as_new
 
 KERNEL_NAME = "gpupool-python3"
@@ -330,9 +331,10 @@ class Pool:
         ensure_broker({"GPUPool": self.config}, str(self.socket))
 
     def begin(self) -> None:
-        """Start the broker, for the first test."""
+        """Start the broker, for the first test. Brokers that a test starts are executed."""
         self.write_config()
-        self.start_broker()
+        with forks.instead_of_launches():
+            self.start_broker()
         # The only public way to learn how a kernel reaches the driver: open a session for a moment.
         answer = self.call("open", kernel_id="e2e-probe", label="probe")
         # Without the guard: the sampler needs its own view.

@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 from typing import Any, Callable
 
+from jupyter_gpupool.broker.request_fields import check_request
 from jupyter_gpupool.errors import GPUPoolError, ProtocolError, RefusedError
 from jupyter_gpupool.protocol import (
     MAX_LINE,
     Message,
-    check_request,
     decode,
     encode,
     error_message,

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any, Callable
 
+from jupyter_gpupool.broker.request_fields import decode_request
 from jupyter_gpupool.endpoint import check_path, check_socket
 from jupyter_gpupool.errors import GPUPoolError
 from jupyter_gpupool.launcher import check_options
-from jupyter_gpupool.protocol import decode_request
 from jupyter_gpupool.provisioner import GPUPoolProvisioner
 from jupyter_gpupool.server.handlers import read_changes, read_seconds
 

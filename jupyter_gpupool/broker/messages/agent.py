@@ -12,10 +12,11 @@ from ...errors import Code, ProtocolError, RefusedError
 from ...pool import events as e
 from ...pool.model import Hold
 from ...procfs import ProcessId
-from ...protocol import MAX_HOLDS, Message
+from ...protocol import Message
 from ..core import Core
 from ..lifecycle import Lifecycle
 from ..pages.activity import DEVICE_HOLD, Activity
+from ..request_fields import MAX_HOLDS
 from ..sessions import LiveSession, PendingHold
 from ..store.records import request_to_json, slices_to_json
 from ..transport.connection import MAX_WAITING, Connection

@@ -9,8 +9,9 @@ from typing import Any, Mapping, cast, get_args
 from ...errors import Code, ProtocolError, RefusedError
 from ...pool.limits import changed_request
 from ...pool.model import Hold, HoldKind, Refusal, Request
-from ...protocol import MAX_HOLDS, Message
+from ...protocol import Message
 from ..core import Core
+from ..request_fields import MAX_HOLDS
 from ..sessions import LiveSession
 from ..transport.auth import Access
 from ..transport.connection import Connection

@@ -9,11 +9,12 @@ import logging
 from typing import Callable
 
 from ...errors import Code, RefusedError
-from ...protocol import READS, Message
+from ...protocol import Message
 from ..configuration import Configuration
 from ..core import Core
 from ..gpu.maintenance import Maintenance
 from ..lifecycle import Lifecycle
+from ..request_fields import READS
 from ..store.files import StartRecordFile
 from ..transport.connection import Connection, Counters
 from ..transport.dispatch import Dispatcher

@@ -182,17 +182,17 @@ static void credit_entry(const struct own *own, void *with)
     settle_stale(own);
 }
 
-/* After a context has ended: give its memory back, and with the last one the constant. */
-static void context_gone(int ordinal, CUcontext context, bool was_primary)
+/* After a context has ended: give its memory back, and with the last one the constant. `number` is its number
+ * from the table, 0 if it had none. */
+static void context_gone(int ordinal, uint64_t number, bool was_primary)
 {
     struct devices *d = devices();
-    struct own own;
     uint64_t bytes = 0;
     if (ordinal < 0 || !d)
         return;
     __atomic_add_fetch(&d->changes, 1, __ATOMIC_ACQ_REL);
-    if (table_take(OWN_CONTEXT, (uint64_t)context, &own))
-        table_sweep(of_context, credit_entry, &own.owner);
+    if (number)
+        table_sweep(of_context, credit_entry, &number);
     own_lock(&d->lock);
     __typeof__(&d->device[0]) at = &d->device[ordinal];
     if (was_primary)
@@ -207,6 +207,28 @@ static void context_gone(int ordinal, CUcontext context, bool was_primary)
         guard_follow(false);
     guard_credit(ordinal, bytes);
     pools_settle(ordinal);
+}
+
+/* Before a context ends: take it out of the table and return its number, 0 if it has none. Afterwards would be
+ * too late, because the driver may have given its handle to a new context of another thread by then: what that
+ * thread allocated under the old number would never be given back. */
+static uint64_t number_taken(CUcontext context)
+{
+    struct devices *d = devices();
+    struct own own;
+    if (!d || !context || !table_take(OWN_CONTEXT, (uint64_t)context, &own))
+        return 0;
+    __atomic_add_fetch(&d->changes, 1, __ATOMIC_ACQ_REL);
+    return own.owner;
+}
+
+/* The context has not ended. */
+static void number_back(CUcontext context, CUdevice device, uint64_t number)
+{
+    struct own stale, own = {.key = (uint64_t)context, .kind = OWN_CONTEXT, .owner = number,
+                             .extra = (uint32_t)device};
+    if (number)
+        table_put(&own, &stale);
 }
 
 /* ---- the calls */
@@ -279,7 +301,7 @@ CUresult wrap_cuGreenCtxDestroy(CUgreenCtx context)
     bool ours = table_take(OWN_GREEN, (uint64_t)context, &own);
     CUresult result = REAL(cuGreenCtxDestroy)(context);
     if (ours && !result)
-        context_gone(own.ordinal, NULL, false);
+        context_gone(own.ordinal, 0, false);
     else if (ours)
         table_put(&own, &stale);
     return result;
@@ -290,19 +312,23 @@ CUresult wrap_cuCtxDestroy_v2(CUcontext context)
     typedef CUresult (*push)(CUcontext);
     typedef CUresult (*pop)(CUcontext *);
     ENTER_BACK(cuCtxDestroy_v2, (uint64_t)context);
-    int ordinal = -1;
+    struct here here = nowhere;
+    uint64_t number = 0;
     if (guard_page && context) {
         /* The driver tells the device of the current context only. */
         CUcontext before;
         if (!CALL(push, cuCtxPushCurrent_v2)(context)) {
-            ordinal = here_now().ordinal;
+            here = here_now();
             CALL(pop, cuCtxPopCurrent_v2)(&before);
         }
+        number = number_taken(context);
     }
     CUresult result = REAL(cuCtxDestroy_v2)(context);
     if (!result) {
         current_destroyed(context);
-        context_gone(ordinal, context, false);
+        context_gone(here.ordinal, number, false);
+    } else {
+        number_back(context, here.device, number);
     }
     return result;
 }
@@ -333,7 +359,7 @@ static CUresult primary_after(CUresult result, CUdevice device)
     CUcontext gone = d->device[ordinal].primary;
     own_unlock(&d->lock);
     if (gone)
-        context_gone(ordinal, gone, true);
+        context_gone(ordinal, number_taken(gone), true);
     else if (!any_live(d))
         guard_follow(false); /* a landing made it */
     return result;

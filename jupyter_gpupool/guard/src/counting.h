@@ -93,7 +93,8 @@ struct reserve {
     uint64_t unseen;  /* bytes allocated since the driver was last asked */
     uint32_t ended;   /* ALIVE, ENDING or ENDED: allocations from it remain until they are freed */
     CUmemoryPool pool;
-    uint64_t charged; /* bytes charged to the page for it */
+    uint64_t charged; /* bytes counted for it; all but `pending` of them are charged to the page */
+    uint64_t pending; /* bytes that threads are charging to the page now */
     uint64_t live;    /* bytes allocated from it */
 };
 

@@ -70,14 +70,17 @@ void reserve_compare(struct reserve *r)
     if (r->ordinal < 0 || !ask(r, &now))
         return;
     r->unseen = 0;
-    if (now > r->charged)
+    if (now > r->charged) {
         charge_fact(r->ordinal, now - r->charged);
-    else if (!r->calls)
-        guard_credit(r->ordinal, r->charged - now);
-    else
-        return;
-    r->charged = now;
-    if (r->ended && !r->live && !r->calls)
+        r->charged = now;
+    } else if (!r->calls) {
+        /* Only what the page has: the thread that charges the rest compares again. */
+        uint64_t less = r->charged - now, there = r->charged - r->pending;
+        less = less < there ? less : there;
+        guard_credit(r->ordinal, less);
+        r->charged -= less;
+    }
+    if (r->ended && !r->live && !r->calls && !r->pending)
         r->kind = 0;
 }
 
@@ -103,18 +106,24 @@ CUresult reserve_end(struct reserve *r, bool look)
     own_lock(&all->lock);
     r->calls--;
     if (look && ask(r, &now) && now > r->charged) {
+        /* Other threads see the driver's figure at once, and so none charges the same growth again. */
         more = now - r->charged;
         r->charged = now;
+        r->pending += more;
     } else if (look) {
         reserve_compare(r);
     }
     own_unlock(&all->lock);
+    if (!more)
+        return CUDA_SUCCESS;
     CUresult result = guard_charge(r->ordinal, more);
-    if (result) {
-        own_lock(&all->lock);
-        r->charged -= more < r->charged ? more : r->charged;
-        own_unlock(&all->lock);
-    }
+    own_lock(&all->lock);
+    r->pending -= more;
+    if (result)
+        r->charged -= more;
+    else
+        reserve_compare(r); /* it may have shrunk while the page lacked these bytes */
+    own_unlock(&all->lock);
     return result;
 }
 

@@ -57,19 +57,17 @@ const Waiting = React.memo(function Waiting(props: {
   const { memory, devices } = session.request;
   const size =
     devices > 1 ? trans.__('%1 on each of %2', bytes(memory), devices) : bytes(memory);
-  const left =
-    session.eta_seconds === null
-      ? trans.__('? to go')
-      : trans.__('%1 to go', about(trans, session.eta_seconds));
+  const figures = memory > 0 ? [size] : [];
+  if (session.eta_seconds !== null) {
+    figures.push(trans.__('%1 to go', about(trans, session.eta_seconds)));
+  }
   return (
     <li>
       <div className="jp-gpupool-line">
         <span className="jp-gpupool-place">{place}</span>
         <Badge number={number} />
         <span className="jp-gpupool-grow jp-gpupool-strong">{name}</span>
-        <span className="jp-gpupool-figure">
-          {memory > 0 ? trans.__('%1 · %2', size, left) : left}
-        </span>
+        <span className="jp-gpupool-figure">{figures.join(' · ')}</span>
       </div>
       {session.wait_reason && (
         <div className="jp-gpupool-why">{session.wait_reason}</div>

@@ -10,7 +10,6 @@ import { ask, KERNEL, neighbour, uses, Work } from '../pool';
 
 const FOLDER = path.resolve(__dirname, '../../../docs/images/ui');
 const HEIGHT = 1120;
-const LARGE = { emulate: '2x24GiB,context=256MiB,bandwidth=2GiB/s' };
 
 /** Take what is between the left and top edges of the first and the other edges of the others. */
 async function shoot(lab: Lab, name: string, selectors: string[]): Promise<void> {
@@ -42,7 +41,7 @@ async function chip(notebook: Notebook, name: string, text: RegExp): Promise<voi
 
 test('pictures', async ({ browser }) => {
   test.setTimeout(300_000);
-  await ask('fresh', LARGE);
+  await ask('fresh');
   const lab = await Lab.open(browser, { scale: 2 });
   const { page, popover } = lab;
   const train = await lab.notebook('train');
@@ -56,14 +55,14 @@ test('pictures', async ({ browser }) => {
   await page.keyboard.press('Escape');
   work.end();
   await train.prompt.click(); // away with the focus
-  await ask('options', { ...LARGE, idle_timeout: 45 });
+  await ask('options', { idle_timeout: 45 });
   await chip(train, 'idle', /^Idle, back to the pool in 0:/);
-  await ask('options', { ...LARGE, idle_timeout: 9 });
+  await ask('options', { idle_timeout: 9 });
   const toast = page.locator('.Toastify__toast').first();
   await expect(toast).toBeVisible();
   await toast.screenshot({ path: path.join(FOLDER, 'toast.png') }); // once it stands still
   await chip(train, 'host', /^In host memory/);
-  await ask('options', LARGE);
+  await ask('options');
 
   // Both devices in use, and a queue.
   await neighbour('a', { gib: 7, alloc: 3 });
@@ -101,7 +100,7 @@ test('pictures', async ({ browser }) => {
   await lab.theme('JupyterLab Light');
   await ask('kill');
   await chip(late, 'away', /^GPU pool away$/);
-  await ask('start', LARGE);
+  await ask('start');
   await lab.clear();
   await lab.close();
   await ask('fresh');

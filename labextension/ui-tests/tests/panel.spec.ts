@@ -112,7 +112,7 @@ test('without a kernel of the pool it asks once, and when told to', async ({ lab
 });
 
 test('64 devices in 300 pixels', async ({ lab }) => {
-  await ask('fresh', { emulate: '64x1GiB,context=16MiB', default_memory: 2 ** 29 });
+  await ask('fresh', { emulate: '64x1GiB,context=16MiB', default_memory: '512MiB' });
   const { page, panel } = lab;
   const notebook = await lab.notebook('many');
   await notebook.run(uses(64));

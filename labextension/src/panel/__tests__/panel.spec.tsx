@@ -434,10 +434,10 @@ describe('the queue', () => {
     );
   });
 
-  it('shows an unknown end or place as ?', () => {
+  it('shows an unknown place as ?, and leaves an unknown time out', () => {
     show(pool([device(0)], [mine('a', queued)]));
     expect(region('Queue').getByRole('listitem').textContent).toBe(
-      '?1kernel-a.ipynb8 GiB · ? to go'
+      '?1kernel-a.ipynb8 GiB'
     );
   });
 

@@ -1,0 +1,369 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The requests that the broker accepts: the fields of each, and the values of each field.
+
+Every value that a client sends passes through one of the types below, so the code behind the
+decoder gets no unexpected number, text or nesting. Kernels do not import this module: its types
+would make each start longer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any, Mapping, Protocol
+
+from ..errors import Code, ProtocolError
+from ..protocol import Message, checked
+
+#: Most bytes of a request, with its newline: a ``hello`` with a thousand holds fits.
+MAX_REQUEST = 1 << 18
+
+#: Characters of a number in a request.
+MAX_DIGITS = 20
+
+# ---------------------------------------------------------------------- fields
+
+
+class OutOfRange(ValueError):
+    """A number of the right type outside the allowed range."""
+
+
+class Field(Protocol):
+    """The values that a field accepts; ``about`` describes them in words."""
+
+    @property
+    def about(self) -> str: ...
+
+    def read(self, value: Any) -> Any:
+        """Return the value to use; raise ``ValueError`` with the error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text of at most ``most`` characters; half a surrogate pair becomes a question mark."""
+
+    most: int = 200
+    null: bool = False
+
+    @property
+    def about(self) -> str:
+        return "text or null" if self.null else "text"
+
+    def read(self, value: Any) -> Any:
+        if value is None and self.null:
+            return None
+        if not isinstance(value, str):
+            raise ValueError("has the wrong type")
+        if len(value) > self.most:
+            raise ValueError(f"has {len(value)} characters; at most {self.most} are allowed")
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole number; by default any number of 64 bits."""
+
+    least: int = -(1 << 63)
+    most: int = (1 << 63) - 1
+    null: bool = False
+
+    @property
+    def about(self) -> str:
+        return "whole number or null" if self.null else "whole number"
+
+    def read(self, value: Any) -> Any:
+        if value is None and self.null:
+            return None
+        if type(value) is not int:
+            raise ValueError("has the wrong type")
+        if not self.least <= value <= self.most:
+            raise OutOfRange(f"must be from {self.least} to {self.most}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A finite number, whole or not."""
+
+    @property
+    def about(self) -> str:
+        return "number"
+
+    def read(self, value: Any) -> Any:
+        if type(value) not in (int, float):
+            raise ValueError("has the wrong type")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise OutOfRange("must be a finite number")
+        if abs(value) >= 1 << 63:
+            raise OutOfRange("is too large")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """True or false."""
+
+    null: bool = False
+
+    @property
+    def about(self) -> str:
+        return "true or false or null" if self.null else "true or false"
+
+    def read(self, value: Any) -> Any:
+        if not (isinstance(value, bool) or (value is None and self.null)):
+            raise ValueError("has the wrong type")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """Text, a number, true, false or null; the code that uses it checks it."""
+
+    @property
+    def about(self) -> str:
+        return "text, number or null"
+
+    def read(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return Text().read(value)
+        if value is None or isinstance(value, bool):
+            return value
+        return Number().read(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """An object; only the fields named here are kept."""
+
+    fields: Mapping[str, Field]
+
+    @property
+    def about(self) -> str:
+        return "object"
+
+    def read(self, value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError("has the wrong type")
+        found = {}
+        for name, kind in self.fields.items():
+            if name in value:
+                try:
+                    found[name] = kind.read(value[name])
+                except ValueError as error:
+                    raise ValueError(f"has a field {name!r} that {error}") from None
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list of at most ``most`` values of one type."""
+
+    of: Field
+    most: int
+
+    @property
+    def about(self) -> str:
+        return "list"
+
+    def read(self, value: Any) -> Any:
+        if not isinstance(value, list):
+            raise ValueError("has the wrong type")
+        if len(value) > self.most:
+            raise ValueError(f"has {len(value)} entries; at most {self.most} are allowed")
+        try:
+            return [self.of.read(entry) for entry in value]
+        except ValueError as error:
+            raise ValueError(f"has an entry that {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class HoldName:
+    """A hold of an agent: its name, or an object with ``id`` and ``kind``."""
+
+    about: str = "hold"
+    inner: Object = field(
+        default_factory=lambda: Object({"id": Text(), "hold": Text(), "kind": Text()})
+    )
+
+    def read(self, value: Any) -> Any:
+        return Text().read(value) if isinstance(value, str) else self.inner.read(value)
+
+
+# ---------------------------------------------------------------------- the requests
+
+#: A client's text for people; the broker shortens it.
+_WORDS = Text(4096)
+_PROCESS = Whole(-(1 << 32), 1 << 32)
+_COUNT = Whole(0)
+_REQUEST = Object(dict.fromkeys(("memory", "limit", "devices", "compute", "priority"), Scalar()))
+
+#: Most holds of a session: cells cannot nest this deep.
+MAX_HOLDS = 1000
+
+#: type -> (required fields, optional fields), each with the values that it accepts.
+REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
+    # ---- a provisioner, about a kernel
+    # request: {memory?, limit?, devices?, compute?, priority?}, sizes in bytes; group: one of the
+    # user's groups, instead of the first.
+    # ok: session, token, attach, request, group, env (variables for the kernel's process), config
+    # (the options in force that do not have their default, and their origins), pid, broker, retire
+    # (true where a kernel must be retired before it is killed). guarded: false for a process that
+    # has loaded the driver already, so that the guard comes too late
+    "open": (
+        {"kernel_id": _WORDS},
+        {
+            "label": _WORDS,
+            "request": _REQUEST,
+            "attach": Text(null=True),
+            "group": Text(null=True),
+            "guarded": Flag(),
+        },
+    ),
+    # pid of the process just started for the session. ok: -
+    "launched": ({"session": Text(), "pid": _PROCESS}, {}),
+    # make it safe to kill the kernel now, where ``open`` answered ``retire``. ok: safe
+    "retire": ({"session": Text()}, {}),
+    # the kernel has ended or was never started; idempotent. ok: -
+    "close": ({"session": Text()}, {"reason": _WORDS}),
+    # ---- the agent inside the kernel process (identified by SO_PEERCRED and the token)
+    # after a reconnect: the agent's own epoch and holds. member: this is not the agent but another
+    # program of the session, or the one that started it (see above).
+    # ok: session, state, epoch, slices, attach, request, limits
+    "hello": (
+        {"session": Text(), "token": Text(500)},
+        {
+            "epoch": _COUNT,
+            "holds": Items(HoldName(), MAX_HOLDS),
+            "cuda": Flag(null=True),
+            "member": Flag(),
+        },
+    ),
+    # kind: cell | comm | manual. With wait: answered when granted or refused:
+    # ok: epoch, slices. Without: no id, no answer; only legal while the agent has its lease.
+    "hold": ({"hold": Text(), "kind": Text()}, {"epoch": _COUNT, "wait": Flag()}),
+    # cuda: has this process called cuInit? (null: cannot tell). No answer.
+    "drop": ({"hold": Text()}, {"cuda": Flag(null=True)}),
+    # stop waiting for a hold. Ends that ``hold`` request with error code "cancelled". ok: -
+    "cancel": ({"hold": Text()}, {}),
+    # ---- the guard in any process of a session (identified by SO_PEERCRED and the token)
+    # a thread waits at the gate. ok, once the gate is open: epoch
+    "attach": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
+    # the process calls cuInit without a lease: set the page's devices to those of the lease that
+    # the session would get now. ok, even if there are none: -
+    "home": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
+    # the session's page was deleted: put it back. ok, once it is there: -
+    "page": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
+    # its first context, and it saw another device at cuInit than that of the slice. step: begin
+    # (ok: there is room for a context where it is) | move (ok: it sees the slice now) | cancel
+    "land": (
+        {"session": Text(), "token": Text(500), "step": Text()},
+        {"pid": _PROCESS, "tid": _PROCESS},
+    ),
+    # ``bytes`` more than is granted on the session's device number ``device``. ok: granted
+    "grow": (
+        {"session": Text(), "token": Text(500), "device": _COUNT, "bytes": _COUNT},
+        {"pid": _PROCESS, "tid": _PROCESS},
+    ),
+    # ---- its agent again
+    # answer to a yield: did the agent give up the lease of this epoch? No answer.
+    "yielded": ({"epoch": _COUNT, "yielded": Flag()}, {"cuda": Flag(null=True)}),
+    # after ``wanted``: no cell, and no widget callback, runs in the kernel. No answer.
+    "resting": ({}, {}),
+    # ---- any client that may act on the session (its agent may leave ``session`` out)
+    # ok: request (as it is now), note
+    "request": (
+        {},
+        {
+            "session": Text(),
+            "memory": Whole(null=True),
+            "limit": Whole(null=True),
+            "devices": Whole(null=True),
+            "compute": Whole(null=True),
+            "priority": Text(null=True),
+        },
+    ),
+    # ok: note
+    "release": ({}, {"session": Text()}),
+    # keep the slice for this many seconds although idle. ok: note
+    "keep": ({"seconds": Number()}, {"session": Text()}),
+    # ---- an admin
+    # action: pause | drain | resume | retest; device: number or UUID (none: the whole pool).
+    # ok: note, once it has begun (pause, drain: see ``status``) or is done (resume, retest)
+    "maintain": ({"action": Text()}, {"device": Text(null=True), "reason": _WORDS}),
+    # ---- any client
+    # ok: the snapshot described in ``broker/messages/snapshot.py``
+    "status": ({}, {}),
+    # ok: rows, oldest first, with ``seq`` above ``after``, at most ``limit`` and 1,000;
+    # more: whether there are further ones; seq of the newest row of all
+    "journal": ({}, {"after": Whole(), "limit": Whole(), "session": Text()}),
+    # from now on push ``event``. ok: seq of the newest row
+    "watch": ({}, {}),
+    # ok: -
+    "ping": ({}, {}),
+}
+
+#: Requests that change nothing and can be repeated.
+READS = frozenset({"status", "journal", "watch", "ping"})
+
+
+def _whole(text: str) -> float:
+    # A number with too many digits becomes a value that no field accepts. Unlike an error of the
+    # decoder, that refusal can name the request's id.
+    return int(text) if len(text) <= MAX_DIGITS else math.inf
+
+
+_STRICT = json.JSONDecoder(parse_int=_whole)
+
+
+def decode_request(line: bytes) -> Message:
+    """Return the request on ``line``, with the declared fields and no others.
+
+    Raises
+    ------
+    ProtocolError
+        If it is no request; ``details["id"]`` is its id if it has one.
+    """
+    if len(line) > MAX_REQUEST:
+        raise ProtocolError(f"A request has {len(line)} bytes; at most {MAX_REQUEST} are allowed.")
+    try:
+        message = _STRICT.decode(line.decode())
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"A message is not JSON: {str(error)[:200]}.") from None
+    return check_request(checked(message))
+
+
+def check_request(message: Message) -> Message:
+    """Return ``message`` with its declared fields only, if it is a well-formed request.
+
+    Raises
+    ------
+    ProtocolError
+        Naming the field that is missing or wrong; ``details["id"]`` is its id if it has one.
+    """
+    request_id = message.get("id")
+    if request_id is not None and (type(request_id) is not int or not 0 < request_id < 1 << 63):
+        raise ProtocolError("The field 'id' must be a positive whole number.")
+    about = {} if request_id is None else {"id": request_id}
+    kind = message["type"]
+    if kind not in REQUESTS:
+        raise ProtocolError(
+            f"There is no message type {kind[:40]!r}.", code=Code.UNKNOWN_TYPE, details=about
+        )
+    found: Message = {"type": kind, **about}
+    required, optional = REQUESTS[kind]
+    for name, accepted in (*required.items(), *optional.items()):
+        if name not in message:
+            if name in required:
+                raise ProtocolError(f"A {kind!r} message needs the field {name!r}.", details=about)
+            continue
+        try:
+            found[name] = accepted.read(message[name])
+        except ValueError as error:
+            raise ProtocolError(
+                f"The field {name!r} of a {kind!r} message {error}.",
+                code=Code.BAD_REQUEST if isinstance(error, OutOfRange) else None,
+                details=about,
+            ) from None
+    return found
