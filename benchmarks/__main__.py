@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .common import RESULTS, machine_facts, write_result
+from .common import RESULTS, machine_facts, table, write_result
 
 HERE = Path(__file__).parent
 
@@ -66,37 +66,6 @@ def run(name: str, quick: bool) -> dict[str, Any] | str:
             return f"ended with exit code {done.returncode}"
         result = json.loads(out.read_text())
     return result if isinstance(result, dict) else f"returned {type(result).__name__}, not a dict"
-
-
-def verdict(line: dict[str, Any]) -> str:
-    """Return ``met``, or by how much the figure misses the budget."""
-    if line["met"]:
-        return "met"
-    if line["at_least"]:
-        factor = line["allowed"] / line["measured"] if line["measured"] else float("inf")
-    else:
-        factor = line["measured"] / line["allowed"] if line["allowed"] else float("inf")
-    return f"MISSED, {factor:.2g} x the budget"
-
-
-def table(lines: list[dict[str, Any]]) -> str:
-    """Return the budgets as aligned text."""
-    rows = [("budget", "allowed", "measured", "")]
-    for line in lines:
-        sign = ">=" if line["at_least"] else "<="
-        rows.append(
-            (
-                line["what"],
-                f"{sign} {line['allowed']:g} {line['unit']}",
-                f"{line['measured']:.4g} {line['unit']}",
-                verdict(line),
-            )
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
 
 
 def main() -> int:

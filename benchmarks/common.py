@@ -81,6 +81,37 @@ def budget(
     }
 
 
+def verdict(line: dict[str, Any]) -> str:
+    """Return ``met``, or by how much the figure misses the budget."""
+    if line["met"]:
+        return "met"
+    if line["at_least"]:
+        factor = line["allowed"] / line["measured"] if line["measured"] else float("inf")
+    else:
+        factor = line["measured"] / line["allowed"] if line["allowed"] else float("inf")
+    return f"MISSED, {factor:.2g} x the budget"
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Return the budgets as aligned text."""
+    rows = [("budget", "allowed", "measured", "")]
+    for line in lines:
+        sign = ">=" if line["at_least"] else "<="
+        rows.append(
+            (
+                line["what"],
+                f"{sign} {line['allowed']:g} {line['unit']}",
+                f"{line['measured']:.4g} {line['unit']}",
+                verdict(line),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
 def _processor() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text()

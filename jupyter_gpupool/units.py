@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from typing import Any, Literal, Mapping
 
 _SIZES = {
     "": 1,
@@ -65,6 +65,28 @@ def format_bytes(value: int, *, rounding: Literal["near", "up", "down"] = "near"
     whole, tenth = divmod(tenths, 10)
     text = f"{whole}.{tenth}" if tenth else f"{whole}"
     return f"{'-' if value < 0 else ''}{text} {_PRINTED[power]}"
+
+
+def guaranteed_bytes(session: Mapping[str, Any]) -> int:
+    """Return the bytes of a session's slices, by its status, that its request guarantees to it."""
+    memory = (session.get("request") or {}).get("memory")
+    granted = [piece["granted_bytes"] for piece in session.get("slices") or ()]
+    if not isinstance(memory, int) or not granted:
+        return int(session.get("granted_bytes") or 0)
+    return sum(min(size, memory) for size in granted)
+
+
+def format_grant(granted: int, guaranteed: int) -> str:
+    """Return the size of a slice: ``"9 GiB, 4 guaranteed"`` if it has grown, else ``"4 GiB"``.
+
+    JupyterLab prints the same (``labextension/src/__tests__/sizes.json``).
+    """
+    text, least = format_bytes(granted), format_bytes(guaranteed)
+    if guaranteed >= granted or text == least:
+        return text
+    if text.split()[1] == least.split()[1]:
+        least = least.split()[0]
+    return f"{text}, {least} guaranteed"
 
 
 def typed_bytes(value: int) -> str:

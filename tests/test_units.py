@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jupyter_gpupool.units import (
     format_bytes,
+    format_grant,
     format_seconds,
     format_wait,
     parse_bytes,
@@ -66,6 +67,11 @@ def test_only_text_and_whole_numbers_are_sizes(value):
 @pytest.mark.parametrize(("value", "text"), SIZES["printed"])
 def test_sizes_are_printed_as_jupyterlab_prints_them(value, text):
     assert format_bytes(value) == text
+
+
+@pytest.mark.parametrize(("granted", "guaranteed", "text"), SIZES["granted"])
+def test_growth_is_printed_as_jupyterlab_prints_it(granted, guaranteed, text):
+    assert format_grant(granted, guaranteed) == text
 
 
 @pytest.mark.parametrize(("text", "value"), SIZES["read"])

@@ -70,9 +70,9 @@ class Raw:
         """Make the context and load the kernels."""
         call(driver.cuCtxSetCurrent, call(driver.cuDevicePrimaryCtxRetain, self.device))
         module = call(driver.cuModuleLoadData, PTX.encode() + b"\0")
+        names = ("emucuda_iota_u32", "emucuda_add_u32", "emucuda_sum_u32", "emucuda_spin_ns")
         self._functions = {
-            name: call(driver.cuModuleGetFunction, module, name.encode())
-            for name in ("emucuda_iota_u32", "emucuda_add_u32", "emucuda_sum_u32")
+            name: call(driver.cuModuleGetFunction, module, name.encode()) for name in names
         }
 
     def close(self) -> None:
@@ -97,6 +97,10 @@ class Raw:
         """Begin to add ``step`` to each element."""
         types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
         self.launch("emucuda_add_u32", (address, size // 4, step % _WORDS), types)
+
+    def spin(self, seconds: float) -> None:
+        """Begin to occupy the device for so long (one thread of it)."""
+        self.launch("emucuda_spin_ns", (int(seconds * 1e9),), (ctypes.c_uint64,))
 
     def right(self, address: int, size: int, first: int) -> bool:
         """Return whether the numbers at ``address`` count up from ``first``."""
@@ -136,6 +140,20 @@ class Raw:
 
     def check(self, name: str, first: int) -> bool:
         return self.right(*self.arrays[name], first)
+
+    def wrong(self, name: str, first: int) -> int:
+        """Read all of it back; return the number of bytes in words that are not as expected."""
+        address, size = self.arrays[name]
+        chunk = min(size, 1 << 23)
+        words, found = np.empty(chunk // 4, np.uint32), 0
+        for at in range(0, size, chunk):
+            part = words[: min(chunk, size - at) // 4]
+            call(driver.cuMemcpyDtoH, part.ctypes.data, address + at, part.nbytes)
+            begin = np.uint32((first + at // 4) % _WORDS)
+            found += 4 * int(
+                np.count_nonzero(part != np.arange(part.size, dtype=np.uint32) + begin)
+            )
+        return found
 
     def free(self, name: str) -> None:
         call(driver.cuMemFree, self.arrays.pop(name)[0])

@@ -23,9 +23,10 @@
 ``messages/provisioner``  open, launched, retire, close
 ``messages/agent``      hello, hold, drop, cancel, yielded, resting
 ``messages/guard``      attach, grow, home, page, land; answers to threads that wait
-``messages/people``     request, release, keep, status, journal, watch, ping
+``messages/people``     request, release, keep, status, why, journal, watch, ping
 ``messages/parsing``    what a message asks for, and whether its sender may ask it
 ``messages/snapshot``   the answer to status
+``messages/explanation``  the answer to why
 ``gpu/actions``         the pool's actions: attach, suspend, end
 ``gpu/landing``         processes that initialised CUDA on another GPU than their slice's
 ``gpu/monitor``         samples of devices and host memory -> events

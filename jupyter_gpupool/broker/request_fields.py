@@ -295,6 +295,8 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ---- any client
     # ok: the snapshot described in ``broker/messages/snapshot.py``
     "status": ({}, {}),
+    # why the session waits, or may lose its slice. ok: see ``broker/messages/explanation.py``
+    "why": ({}, {"session": Text()}),
     # ok: rows, oldest first, with ``seq`` above ``after``, at most ``limit`` and 1,000;
     # more: whether there are further ones; seq of the newest row of all
     "journal": ({}, {"after": Whole(), "limit": Whole(), "session": Text()}),
@@ -305,7 +307,7 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
 }
 
 #: Requests that change nothing and can be repeated.
-READS = frozenset({"status", "journal", "watch", "ping"})
+READS = frozenset({"status", "why", "journal", "watch", "ping"})
 
 
 def _whole(text: str) -> float:

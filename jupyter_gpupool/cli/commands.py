@@ -64,6 +64,17 @@ def _status(options: Options) -> int:
 
 
 @command(
+    "See the pool", "say why a kernel waits, or who may take its slice and when",
+    SOCKET, JSON,
+    argument("session", metavar="SESSION", help="session or kernel id, or the beginning of one"),
+)  # fmt: skip
+def _why(options: Options) -> int:
+    from .status import why
+
+    return why(options.socket, options.session, as_json=options.json)
+
+
+@command(
     "Act on it", "give a kernel's slice back, now or when its cell ends",
     SOCKET,
     argument("session", metavar="SESSION", help="session or kernel id, or the beginning of one"),

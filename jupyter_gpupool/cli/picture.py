@@ -11,7 +11,7 @@ import unicodedata
 from dataclasses import dataclass
 from typing import Any, Iterable, Mapping, Sequence
 
-from ..units import format_bytes, format_seconds, format_wait
+from ..units import format_bytes, format_grant, format_seconds, format_wait, guaranteed_bytes
 
 Snapshot = Mapping[str, Any]
 
@@ -272,7 +272,7 @@ def _row(session: Snapshot, letters: Mapping[str, str]) -> tuple[str, ...]:
         _short(session["id"]),
         str(session["owner"]),
         state,
-        _size(session.get("granted_bytes")) or "-",
+        _granted(session) or "-",
         _uses(session) if session.get("granted_bytes") else "",
         _size(session.get("suspended_bytes")),
         format_seconds(waited) if waited >= 0.5 else "",
@@ -289,6 +289,11 @@ def _uses(session: Snapshot) -> str:
     """Return the use that the guard counts now, or else the last measurement."""
     counted = session.get("used_bytes")
     return _size(session.get("footprint_bytes") if counted is None else counted)
+
+
+def _granted(session: Snapshot) -> str:
+    granted = session.get("granted_bytes")
+    return format_grant(granted, guaranteed_bytes(session)) if granted else ""
 
 
 def _size(value: int | None) -> str:

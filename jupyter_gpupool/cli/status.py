@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool status`` and ``release``: show the broker's snapshot, give a slice back."""
+"""``jupyter gpupool status``, ``why`` and ``release``: show the pool, and give a slice back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence, TextIO
@@ -18,7 +19,7 @@ from ..config import load_settings
 from ..config.differences import notice
 from ..endpoint import find_socket, is_machine_path
 from ..errors import BrokerUnavailable, Code, ConfigError, RefusedError
-from .picture import Style, draw
+from .picture import Style, draw, printable
 
 #: Leave or enter the terminal's second screen and hide or show the cursor (xterm control
 #: sequences), so that watching leaves no trace in the scrollback.
@@ -161,6 +162,36 @@ def release(socket: str, name: str, *, say: Callable[[str], None] = print) -> in
         answer = client.call("release", session=session)
     say(answer.get("note") or f"Session {session} gives its slice back.")
     return 0
+
+
+def why(socket: str, name: str, *, as_json: bool) -> int:
+    """Print why the session whose id begins with ``name`` waits, or who may take its slice.
+
+    Raises
+    ------
+    RefusedError
+        If no session or several sessions match, or it belongs to another user.
+    """
+    with _connect(socket_path(socket)) as client:
+        session = find_session(name, client.call("status")["sessions"])
+        answer = _clean(client.call("why", session=session))
+    if as_json:
+        print(json.dumps(answer, indent=2))
+        return 0
+    print("\n".join(why_lines(answer, style_for(sys.stdout).width)))
+    return 0
+
+
+def why_lines(answer: Mapping[str, Any], width: int) -> list[str]:
+    """Return the explanation of a session as lines of at most ``width`` columns."""
+    owner, group = printable(str(answer["owner"])), printable(str(answer["group"]))
+    whose = f"{owner}, group {group}" if group else owner
+    lines = [f"Session {answer['session']} ({whose}):"]
+    for part in (answer["lines"], answer["standing"]):
+        lines += [""] if part else []
+        for sentence in part:
+            lines += textwrap.wrap(printable(sentence), width, subsequent_indent="  ")
+    return lines
 
 
 def find_session(name: str, sessions: Sequence[Mapping[str, Any]]) -> str:

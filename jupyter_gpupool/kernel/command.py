@@ -29,6 +29,7 @@ SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
     "attach": ("%gpu attach", "wait for the slice now, and keep it until it is idle too long"),
     "release": ("%gpu release", "give the slice back; tensors stay, in host memory"),
     "keep": ("%gpu keep 10m", "keep the slice for this long, even when idle"),
+    "why": ("%gpu why", "why this kernel waits, or who may take its slice and when"),
     "pool": ("%gpu pool", "the devices and sessions of the whole pool"),
     "help": ("%gpu help", "this list"),
 }
@@ -36,7 +37,7 @@ SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
 #: Names of the options of ``memory``.
 OPTIONS = ("limit", "devices", "priority", "compute")
 
-_WITHOUT_ARGUMENTS = ("status", "attach", "release", "pool", "help")
+_WITHOUT_ARGUMENTS = ("status", "attach", "release", "why", "pool", "help")
 _GPU_LINE = re.compile(r"^(\?{0,2}%{1,2}gpu\?{0,2}(\s|$)|%gpu\?)")
 _HEADER = re.compile(r"^%%gpu(\s+[^?]*)?$")
 

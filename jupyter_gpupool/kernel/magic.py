@@ -20,7 +20,15 @@ from .command import OPTIONS, SUBCOMMANDS, parse_command
 from .guard_state import NO_GUARD
 from .holds import Slice
 from .link import SessionLink
-from .magic_display import STAYS, HelpDisplay, PoolDisplay, SessionDisplay, device_names, stays
+from .magic_display import (
+    STAYS,
+    HelpDisplay,
+    LinesDisplay,
+    PoolDisplay,
+    SessionDisplay,
+    device_names,
+    stays,
+)
 from .waits import TICK, WaitDisplay, describe, worth_showing
 
 _NOT_POOLED = (
@@ -52,6 +60,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         %gpu devices 2
         %gpu compute 50           a share of compute time, in per cent
         %gpu attach / %gpu release / %gpu keep 10m
+        %gpu why                  why it waits, or who may take its slice
         %gpu pool                 the whole pool
         %%gpu 16GiB               16 GiB for this cell only (first line of a cell)
         """
@@ -89,6 +98,9 @@ class GPUMagics(Magics):  # type: ignore[misc]
             self._status(self.link)
         elif command.name == "pool":
             display(PoolDisplay(self.link.call("status"), self.link.session))
+        elif command.name == "why":
+            answer = self.link.call("why")
+            display(LinesDisplay([*answer["lines"], *answer["standing"]]))
         elif command.name == "attach":
             self._attach(self.link, self.gate)
         elif command.name == "release":

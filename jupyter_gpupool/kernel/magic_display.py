@@ -8,7 +8,7 @@ import html
 import time
 from typing import Any, Mapping, Sequence
 
-from ..units import format_bytes, format_seconds, format_wait
+from ..units import format_bytes, format_grant, format_seconds, format_wait, guaranteed_bytes
 from .command import SUBCOMMANDS
 from .guard_state import MemoryFigures
 
@@ -106,7 +106,8 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
     granted = session.get("granted_bytes") or 0
     if granted:
         where = device_names(session.get("devices") or (), snapshot)
-        rows.append(("granted", f"{format_bytes(granted)} on {where}" if where else ""))
+        size = format_grant(granted, guaranteed_bytes(session))
+        rows.append(("granted", f"{size} on {where}" if where else ""))
     figures: MemoryFigures | None = session.get("figures")
     if figures is not None and figures.granted:
         rows.append(("in use", _used(figures)))
@@ -138,6 +139,8 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
         rows.append(("host memory", str(session["host_note"])))
     if granted:
         rows += _leaving_rows(session, snapshot)
+    if session.get("standing"):
+        rows.append(("share", " ".join(session["standing"])))
     if session.get("attach"):
         rows.append(("attaches", _ATTACH.get(str(session["attach"]), str(session["attach"]))))
     if "guard" in session:
@@ -303,6 +306,19 @@ def _session_row(session: Mapping[str, Any], own: str, snapshot: Mapping[str, An
 
 def _size(value: Any) -> str:
     return format_bytes(int(value)) if isinstance(value, (int, float)) else "?"
+
+
+class LinesDisplay(_Display):
+    """``%gpu why``: sentences, one per line."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self._lines = lines
+
+    def text(self) -> str:
+        return "\n".join(self._lines)
+
+    def html(self) -> str:
+        return "".join(f'<p style="margin: 2px 0">{html.escape(x)}</p>' for x in self._lines)
 
 
 class HelpDisplay(_Display):

@@ -22,7 +22,8 @@ In the order in which an event travels:
 ``unsuspendable``   what becomes of sessions that cannot be suspended while others wait
 ``residence``       how long an idle lease is protected
 ``transitions``     the states of a session, and every step between them
-``explain``         why a session waits or keeps its slice, as data and in lines
+``explain``         why a session waits or keeps its slice, as data
+``why``             the same in lines for its owner
 ``words``           the sentences for reasons, and the news for waiting sessions
 ``selfcheck``       the accounts, counted once more
 ``timeslice``       which session computes next on a contended device

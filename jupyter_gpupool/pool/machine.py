@@ -17,7 +17,7 @@ from ..states import ATTACHED
 from ..units import format_seconds
 from . import requests
 from .events import Action, Event, HostPressure, ReleaseAsked, RequestChanged, Tick, Wanted
-from .explain import Explanation, explain, told
+from .explain import Explanation, Standing, explain, standing
 from .facts import NEVER, Facts, Session, record
 from .model import (
     FOR_MEMORY,
@@ -37,6 +37,7 @@ from .shares import Shares
 from .transitions import Actions, grant, move, refuse_holds, resize
 from .unsuspendable import due, note, warn
 from .updates import update
+from .why import Told, standing_lines, told
 from .words import News, budget_refusal, eta, reason, seconds, stays_reason
 
 #: Most plans per event. One is nearly always enough, and a second one confirms it. More than this
@@ -176,8 +177,8 @@ class Pool:
         """Return why a session waits or keeps its slice, and what would change it."""
         return explain(self._facts, self._plan, self._facts.sessions[session])
 
-    def why(self, session: str) -> tuple[str, ...]:
-        """Return the same for the session's owner: a sentence per line."""
+    def why(self, session: str) -> Told:
+        """Return the same with the lines that the session's owner reads."""
         return told(self._facts, self._plan, self._facts.sessions[session])
 
     def preferred(self, session: str) -> tuple[str, ...]:
@@ -284,9 +285,11 @@ class Pool:
         facts = self._facts
         return facts.meters.view(max(facts.now, now or facts.now), facts.settings)
 
-    def fair_share(self, owner: Owner) -> tuple[tuple[str, float, float], ...]:
-        """Return (name, part used, part due) of an owner at each level of the tree of groups."""
-        return tuple(Shares(self._facts).parts(owner))
+    def standing(self, owner: Owner, now: float) -> tuple[Standing, tuple[str, ...]]:
+        """Return an owner's guarantees, shares and daily budgets at ``now``, and their lines."""
+        now = max(self._facts.now, now)
+        found = standing(Shares(self._facts), owner, now)
+        return found, tuple(standing_lines(found, now))
 
     def self_check(self) -> list[str]:
         """Return the errors in the accounts, as sentences with history."""

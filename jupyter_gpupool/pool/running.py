@@ -68,10 +68,13 @@ STOPPED = 5
 #: The rules by tier.
 RULES: Mapping[int, PreemptRule] = {1: "burst", 2: "guarantee", 3: "class", 4: "turns"}
 REASONS = {
-    1: "it has more memory than it is guaranteed, and another kernel needs what it is guaranteed",
-    2: "another kernel needs what its group is guaranteed",
-    3: "a kernel of a higher priority class needs the GPU",
-    4: "its time slice is over, and another kernel has its turn",
+    "burst": (
+        "it has more memory than it is guaranteed, and another kernel needs what it is guaranteed"
+    ),
+    "guarantee": "another kernel needs what its group is guaranteed",
+    "budget": "its GPU-seconds of today are used up, and another kernel needs the GPU",
+    "class": "a kernel of a higher priority class needs the GPU",
+    "turns": "its time slice is over, and another kernel has its turn",
 }
 
 
@@ -144,6 +147,19 @@ def modest(asked: Asking, s: Session) -> bool:
     return all(need.least <= memory for need in asked.needs)
 
 
+def _guaranteed(asker: Session, holder: Session, shares: Shares) -> bool:
+    """Return whether a group of ``asker`` that ``holder`` is not in is guaranteed what it needs."""
+    groups = shares.entitled.get(asker.id, frozenset())
+    return not groups <= set(shares.tree.path(holder.owner.group))
+
+
+def rule_of(tier: int, asker: Session, holder: Session, shares: Shares) -> str:
+    """Return the rule of a tier; ``budget`` where only the holder's spent budget allows it."""
+    if tier == 2 and not _guaranteed(asker, holder, shares):
+        return "budget"
+    return RULES[tier]
+
+
 def claims(
     asker: Session, holder: Session, shares: Shares, *, stuck: bool = False
 ) -> Iterator[tuple[int, float]]:
@@ -167,11 +183,9 @@ def claims(
     if within and "burst" in rules and holder.id in facts.grown:
         moved = holder.lease.resumed_at > NEVER
         yield 1, ends if moved else at
-    if "guarantee" in rules:
-        groups = shares.entitled.get(asker.id)
-        outside = groups and not groups <= set(shares.tree.path(holder.owner.group))
-        if outside or shares.spent(holder.owner) is not None:
-            yield 2, at
+    overdrawn = shares.spent(holder.owner) is not None
+    if "guarantee" in rules and (overdrawn or _guaranteed(asker, holder, shares)):
+        yield 2, at
     level, its = shares.level(asker), holder_level(holder, shares)
     if level > its:
         if within and "class" in rules:

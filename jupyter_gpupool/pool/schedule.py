@@ -92,7 +92,7 @@ from .preemption import (
     score,
     times,
 )
-from .running import REASONS, STOPPED, free_from, use_times
+from .running import REASONS, STOPPED, free_from, rule_of, use_times
 from .shares import RECHECK, Shares, budget_changes_at
 
 SPENT = "the GPU-seconds of today are used up"
@@ -448,7 +448,8 @@ class _Pass:
         plan, draft = self.plan, self.draft
         for v in offer.victims:
             tier = offer.tiers.get(v.id, 0)
-            self._suspend(v, REASONS[tier] if tier else offer.reason, tier)
+            why = REASONS[rule_of(tier, s, v, self.shares)] if tier else offer.reason
+            self._suspend(v, why, tier)
         if not offer.ready:
             made = self.facts.arrivals if made is None else made
             draft.promise(s, Promise(offer.takes, charge, made))

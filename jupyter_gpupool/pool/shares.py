@@ -294,7 +294,7 @@ class Shares:
             return None
         key = owner.name, owner.group
         if key not in self._spent:
-            found = [budget for budget in budgets(self.facts, owner) if budget.spent]
+            found = [b for b in budgets(self.facts, owner, self.facts.now) if b.spent]
             self._spent[key] = min(found, key=lambda b: _ENDS.index(b.daily.then), default=None)
         return self._spent[key]
 
@@ -325,9 +325,9 @@ class Budget:
     until: float
 
 
-def budgets(facts: Facts, owner: Owner) -> list[Budget]:
-    """Return the daily budgets of an owner and its groups."""
-    rules, meters, now = facts.settings, facts.meters, facts.now
+def budgets(facts: Facts, owner: Owner, now: float) -> list[Budget]:
+    """Return the daily budgets of an owner and its groups at ``now``."""
+    rules, meters = facts.settings, facts.meters
     found: list[Budget] = []
     accounts = [("", rules.quota_of(owner.name).daily, meters.users.get(owner.name))]
     for name in facts.tree.with_budget(owner.group):
@@ -342,4 +342,4 @@ def budgets(facts: Facts, owner: Owner) -> list[Budget]:
 
 def budget_changes_at(facts: Facts, owner: Owner) -> float:
     """Return when a daily budget of an owner is next used up or there again; infinity if never."""
-    return min((budget.until for budget in budgets(facts, owner)), default=math.inf)
+    return min((budget.until for budget in budgets(facts, owner, facts.now)), default=math.inf)

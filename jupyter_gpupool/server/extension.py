@@ -39,7 +39,7 @@ ROUTES: tuple[tuple[str, Any], ...] = (
     (_KERNEL, handlers.SessionRoute),
     (_KERNEL + "/release", handlers.ReleaseRoute),
     (_KERNEL + "/keep", handlers.KeepRoute),
-    (_KERNEL + "/wait", handlers.WaitRoute),
+    (_KERNEL + "/why", handlers.WhyRoute),
     ("/openapi.json", handlers.DocumentRoute),
     ("/events", stream.EventSocket),
     ("(?:/.*)?", handlers.NothingRoute),

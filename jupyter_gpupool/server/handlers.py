@@ -181,14 +181,14 @@ class KeepRoute(Route):
         self.finish(json.dumps({"note": answer["note"]}))
 
 
-class WaitRoute(Route):
-    """Why it waits."""
+class WhyRoute(Route):
+    """Why it waits, or may lose its slice."""
 
     @web.authenticated
     @authorized
     async def get(self, kernel_id: str) -> None:
-        view, session = await self.session(kernel_id)
-        self.finish(json.dumps(views.wait_of(view, session)))
+        _, session = await self.session(kernel_id)
+        self.finish(json.dumps(await self.watch.why(session["id"])))
 
 
 class DocumentRoute(Route):

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, Callable, Collection, Iterable, Mapping
 
 View = dict[str, Any]
@@ -25,9 +24,12 @@ _OF_OTHERS = (*("id", "state", "granted_bytes", "device", "devices", "queue_posi
 _CLOCKS = frozenset(
     {
         *("idle_seconds", "wait_seconds_total", "attached_seconds_total", "busy_seconds"),
-        *("messages", "usage", "group_usage", "share"),
+        *("messages", "usage", "group_usage", "share", "budgets", "standing"),
     }
 )
+
+#: A daily budget is published once more when this part of it has been used, and at its end.
+_STEP = 0.01
 
 #: A change of the machine's free memory by so many bytes, or by 5 % if less, is published.
 _MOVED = 1 << 30
@@ -95,28 +97,6 @@ def session_of(view: Mapping[str, Any], kernel_id: str) -> View | None:
     return found[-1] if found else None
 
 
-def wait_of(view: Mapping[str, Any], session: Mapping[str, Any]) -> View:
-    """Return why a session waits, and the number of sessions ahead of it by class."""
-    position = session.get("queue_position")
-    ahead = [
-        other
-        for other in view["sessions"]
-        if position is not None and (other.get("queue_position") or position) < position
-    ]
-    return {
-        "waiting": position is not None,
-        "position": position,
-        "length": view["queue_length"],
-        "eta_seconds": session.get("eta_seconds"),
-        "reason": session.get("wait_reason", ""),
-        "ahead": {
-            "total": max(0, position - 1) if position is not None else 0,
-            "mine": sum(1 for other in ahead if other["mine"]),
-            "by_priority": dict(Counter(other.get("priority", "unknown") for other in ahead)),
-        },
-    }
-
-
 def delta(
     old: Mapping[str, Any], new: Mapping[str, Any], available: int | None = None
 ) -> View | None:
@@ -142,6 +122,7 @@ def delta(
             for entry in new[part]
             if entry[key] not in before
             or _without(entry, _CLOCKS) != _without(before[entry[key]], _CLOCKS)
+            or _steps(entry) != _steps(before[entry[key]])
         ]
         if changed:
             changes[part] = changed
@@ -220,6 +201,20 @@ def _moved(before: int | None, now: int | None) -> bool:
 
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any], names: Iterable[str]) -> bool:
     return any(one.get(name) != other.get(name) for name in names)
+
+
+def _steps(session: Mapping[str, Any]) -> list[Any]:
+    """Return the share and the budgets of a session as coarse as their changes are published."""
+    return [
+        *(
+            (part["of"], round(part["used"] * 100), round(part["due"] * 100))
+            for part in session.get("share") or ()
+        ),
+        *(
+            (b["group"], b["seconds"], b["spent"], b["left"] // (b["seconds"] * _STEP or 1.0))
+            for b in session.get("budgets") or ()
+        ),
+    ]
 
 
 def _without(entry: Mapping[str, Any] | None, names: Collection[str]) -> View:

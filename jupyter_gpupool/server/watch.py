@@ -195,6 +195,11 @@ class Watch:
         shown = self._history.shown(round(now, 3), self._kernels(), devices=devices)
         return {**shown, "usage": self._usage.shown()}
 
+    async def why(self, session: str) -> View:
+        """Return why a session that :meth:`look` has shown waits, or may lose its slice."""
+        answer = await self._link.call("why", session=session)
+        return {name: value for name, value in answer.items() if name not in ("v", "type", "id")}
+
     async def act(self, kind: str, session: str, **fields: Any) -> Message:
         """Send a request about a session that :meth:`look` has shown to the broker."""
         answer = await self._link.call(kind, session=session, **fields)

@@ -70,6 +70,15 @@ export interface IAnySession {
   readonly here: boolean;
 }
 
+/** A daily budget of GPU-seconds. */
+export interface IBudget {
+  /** The group whose budget it is; empty: the user's own. */
+  readonly group: string;
+  readonly seconds: number;
+  readonly left: number;
+  readonly spent: boolean;
+}
+
 /** A session of this server's user. */
 export interface ISession extends IAnySession {
   readonly mine: true;
@@ -88,6 +97,9 @@ export interface ISession extends IAnySession {
   readonly wait_reason: string;
   /** Why its slice was taken in the middle of its work, a sentence; missing or empty if not. */
   readonly preempted?: string;
+  /** Guarantees, shares and daily budgets of its user and groups; older servers omit both. */
+  readonly standing?: readonly string[];
+  readonly budgets?: readonly IBudget[];
   readonly pinned_reason: string;
   readonly idle_seconds: number;
   /** When an idle slice goes back to the pool by itself; null if it does not. */
@@ -168,17 +180,12 @@ export type Delta = Partial<IPool> & {
   readonly removed?: readonly string[];
 };
 
-export interface IWait {
-  readonly waiting: boolean;
-  readonly position: number | null;
-  readonly length: number;
-  readonly eta_seconds: number | null;
-  readonly reason: string;
-  readonly ahead: {
-    readonly total: number;
-    readonly mine: number;
-    readonly by_priority: Readonly<Record<string, number>>;
-  };
+/** The broker's plan for a kernel; the fields that this extension uses. */
+export interface IExplanation {
+  /** Why it waits, or who may take its slice: a sentence each. */
+  readonly lines: readonly string[];
+  /** Guarantees, shares and daily budgets of its user and groups. */
+  readonly standing: readonly string[];
 }
 
 export interface IHistory {
@@ -258,8 +265,8 @@ export class PoolClient {
     return this._ask('history');
   }
 
-  wait(kernel: string): Promise<IWait> {
-    return this._ask(`${session(kernel)}/wait`);
+  why(kernel: string): Promise<IExplanation> {
+    return this._ask(`${session(kernel)}/why`);
   }
 
   change(

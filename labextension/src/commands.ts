@@ -14,7 +14,7 @@ import { Documents } from './panel/documents';
 import { explain, noBroker, tell, tellCalmly, tellRefusal } from './tell';
 import { IPoolModel, IPoolSettings } from './tokens';
 import { editable, readSize } from './toolbar/sizes';
-import { bytes, describeWait } from './words';
+import { bytes } from './words';
 
 export namespace CommandIDs {
   export const ask = 'gpupool:ask';
@@ -137,16 +137,14 @@ export function addCommands(options: IOptions): void {
   );
   add(
     CommandIDs.why,
-    () => trans.__('Why Am I Waiting for a GPU?'),
-    trans.__('Show the reason, the place in the queue, and who is ahead by class'),
+    () => trans.__('Why Does This Kernel Wait or Keep Its GPU?'),
+    trans.__(
+      'Show the reason, the rule, the shares, and what would change it and when'
+    ),
     async kernelId => {
       try {
-        const wait = await client.wait(kernelId);
-        const lines = describeWait(trans, wait);
-        if (wait.waiting) {
-          lines.push(trans.__('Interrupt the kernel to stop waiting.'));
-        }
-        await explain(trans, trans.__('Why am I waiting?'), lines);
+        const { lines, standing } = await client.why(kernelId);
+        await explain(trans, trans.__('This kernel’s GPU'), [...lines, ...standing]);
         return true;
       } catch (error) {
         tellRefusal(trans, error);

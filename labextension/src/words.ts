@@ -4,7 +4,7 @@
 /** States, sizes and times in words. Pure: the time now is an argument. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 
-import type { IDevice, ISession, IWait } from './api';
+import type { IBudget, IDevice, ISession } from './api';
 
 const GIB = 1024 ** 3;
 const UNITS = ['B', 'KiB', 'MiB', 'GiB', 'TiB'] as const;
@@ -31,6 +31,41 @@ export function part(trans: TranslationBundle, used: number, whole: number): str
   const other = bytes(whole).split(' ');
   const first = one[1] === other[1] || used === 0 ? (one[0] ?? '') : one.join(' ');
   return trans.__('%1 of %2', first, other.join(' '));
+}
+
+/** `9 GiB, 4 guaranteed` if a slice has grown: as Python's `format_grant` prints it. */
+export function grant(
+  trans: TranslationBundle,
+  granted: number,
+  guaranteed: number
+): string {
+  const whole = bytes(granted);
+  const least = bytes(guaranteed);
+  if (guaranteed >= granted || whole === least) {
+    return whole;
+  }
+  const same = whole.split(' ')[1] === least.split(' ')[1];
+  return trans.__('%1, %2 guaranteed', whole, same ? least.split(' ')[0] : least);
+}
+
+/** The bytes of a session's slices that its request guarantees to it. */
+export function guaranteedBytes(session: ISession): number {
+  const { memory } = session.request;
+  return session.slices.reduce(
+    (sum, slice) => sum + Math.min(slice.granted_bytes, memory),
+    0
+  );
+}
+
+/** The part of a daily budget below which the chip shows the rest of it. */
+const LOW = 0.1;
+
+/** The daily budget that ends first, if little of it is left; else null. */
+function lowBudget(session: ISession): IBudget | null {
+  const low = (session.budgets ?? []).filter(
+    budget => budget.left <= budget.seconds * LOW
+  );
+  return low.sort((a, b) => a.left - b.left)[0] ?? null;
 }
 
 /** `0:42`, `12:05`, `1:02:05`: a count-down. */
@@ -181,22 +216,33 @@ export function say(
           )
         : plain(trans.__('Attaching…'), 'move');
     case 'detaching':
-      return plain(trans.__('Moving to host memory…'), 'move', trans.__('Moving…'));
+      return session.preempted
+        ? plain(trans.__('Preempted, moving…'), 'move', trans.__('Preempted'))
+        : plain(trans.__('Moving to host memory…'), 'move', trans.__('Moving…'));
     case 'active': {
       const used = session.used_bytes ?? session.footprint_bytes;
+      const guaranteed = guaranteedBytes(session);
       const size =
-        used === null
-          ? bytes(session.granted_bytes)
+        used === null || bytes(guaranteed) !== bytes(session.granted_bytes)
+          ? grant(trans, session.granted_bytes, guaranteed)
           : part(trans, used, session.granted_bytes);
       const short =
         used === null
-          ? size
+          ? bytes(session.granted_bytes)
           : trans.__(
               '%1/%2 GiB',
               tenths(used / GIB),
               tenths(session.granted_bytes / GIB)
             );
-      return plain(trans.__('%1 on %2', size, where), 'busy', short);
+      const text = trans.__('%1 on %2', size, where);
+      const low = lowBudget(session);
+      return low === null
+        ? plain(text, 'busy', short)
+        : plain(
+            trans.__('%1, %2 GPU-seconds left today', text, Math.round(low.left)),
+            'busy',
+            short
+          );
     }
     case 'idle':
       if (session.pinned_reason) {
@@ -252,69 +298,30 @@ export function goingBack(trans: TranslationBundle, session: ISession): string {
 }
 
 /** `2nd · ~40 s`. */
-function place(trans: TranslationBundle, session: ISession): string | undefined {
+function place(
+  trans: TranslationBundle,
+  session: ISession,
+  between = ' · '
+): string | undefined {
   if (session.queue_position === null) {
     return undefined;
   }
   const at = ordinal(trans, session.queue_position);
   return session.eta_seconds === null
     ? at
-    : trans.__('%1 · %2', at, about(trans, session.eta_seconds));
+    : `${at}${between}${about(trans, session.eta_seconds)}`;
 }
 
 function waiting(trans: TranslationBundle, session: ISession): string {
-  if (session.queue_position === null) {
-    return trans.__('Waiting');
+  const at = place(trans, session, ', ');
+  if (session.preempted) {
+    return at === undefined ? trans.__('Preempted') : trans.__('Preempted: %1', at);
   }
-  const place = ordinal(trans, session.queue_position);
-  return session.eta_seconds === null
-    ? trans.__('Waiting: %1', place)
-    : trans.__('Waiting: %1, %2', place, about(trans, session.eta_seconds));
+  return at === undefined ? trans.__('Waiting') : trans.__('Waiting: %1', at);
 }
 
-/** Why a kernel waits, and how many kernels of which class are ahead: one line each. */
-export function describeWait(trans: TranslationBundle, wait: IWait): string[] {
-  if (!wait.waiting) {
-    return [trans.__('This kernel is not waiting for a GPU.')];
-  }
-  const lines: string[] = [];
-  if (wait.reason) {
-    // The broker's reasons are parts of sentences.
-    const reason = wait.reason.charAt(0).toUpperCase() + wait.reason.slice(1);
-    lines.push(/[.!?]$/.test(reason) ? reason : `${reason}.`);
-  }
-  if (wait.position !== null) {
-    lines.push(
-      wait.position === 1
-        ? trans.__('It is next in the queue.')
-        : trans.__(
-            'It is %1 of %2 in the queue.',
-            ordinal(trans, wait.position),
-            Math.max(wait.length, wait.position)
-          )
-    );
-  }
-  lines.push(
-    wait.eta_seconds === null
-      ? trans.__('There is no estimate yet.')
-      : trans.__('It will probably take %1.', about(trans, wait.eta_seconds))
-  );
-  const { total, mine, by_priority: classes } = wait.ahead;
-  if (total === 0) {
-    lines.push(trans.__('No kernel is ahead of it.'));
-    return lines;
-  }
-  const counts = Object.entries(classes)
-    .map(([name, count]) => trans.__('%1 of class %2', count, name))
-    .join(', ');
-  const ahead = trans._n(
-    'Ahead of it is %1 kernel',
-    'Ahead of it are %1 kernels',
-    total
-  );
-  lines.push(counts ? `${ahead}: ${counts}.` : `${ahead}.`);
-  if (mine > 0) {
-    lines.push(trans._n('%1 of them is yours.', '%1 of them are yours.', mine));
-  }
-  return lines;
+/** The broker's reason as a sentence; its reasons are parts of sentences. */
+export function sentence(reason: string): string {
+  const text = reason.charAt(0).toUpperCase() + reason.slice(1);
+  return !text || /[.!?]$/.test(text) ? text : `${text}.`;
 }

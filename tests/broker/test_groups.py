@@ -26,7 +26,7 @@ ME = pwd.getpwuid(os.getuid()).pw_name
 MY_GROUP = grp.getgrgid(os.getgid()).gr_name
 
 GROUPS = {
-    "lab": {"unix_groups": [MY_GROUP], "guarantee": "50%"},
+    "lab": {"unix_groups": [MY_GROUP], "guarantee": "50%", "gpu_seconds_per_day": 3600},
     "thesis": {"parent": "lab", "users": [ME], "guarantee": "1 device"},
     "others": {"users": ["nobody"]},
     "rest": {"users": "*"},
@@ -52,6 +52,23 @@ def parts():
 def test_the_first_group_of_its_user_counts(broker):
     assert opened(broker) == "thesis"
     assert broker.status()["groups"] == ["thesis", "lab", "rest"]
+
+
+def test_why_tells_where_its_owner_stands(broker):
+    with broker.client() as client:
+        session = client.call("open", kernel_id="k", request={"memory": 64 * MiB})["session"]
+        why = client.call("why", session=session)
+        (shown,) = client.call("status")["sessions"]
+    assert why["lines"] == ["It has no slice and waits for none."]
+    assert why["groups"] == ["lab", "thesis"]
+    assert [g["group"] for g in why["guarantees"]] == ["lab", "thesis"]
+    assert why["standing"][0] == "Your group is thesis, a part of lab."
+    assert why["standing"][1].startswith("Group lab has 0 B, below the ")
+    (budget,) = why["budgets"]
+    assert (budget["group"], budget["seconds"], budget["left"]) == ("lab", 3600, 3600)
+    assert why["standing"][-1] == "Group lab has 3600 of 3600 GPU-seconds left today."
+    assert shown["budgets"] == why["budgets"]
+    assert shown["standing"] == why["standing"]
 
 
 def test_status_asks_for_the_groups_of_its_reader(make_broker):

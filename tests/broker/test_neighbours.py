@@ -216,6 +216,8 @@ def test_status_omits_other_users_sessions_without_a_kernel(attacked):
         try:
             with attacked.client() as client:
                 seen = client.call("status")["sessions"]
+                with pytest.raises(RefusedError, match="belongs to another user"):
+                    client.call("why", session=opened[0])
         finally:
             os.seteuid(0)
         assert not {s["id"] for s in seen} & {*opened}

@@ -61,6 +61,17 @@ def opened(real_broker, monkeypatch):
     process.wait()
 
 
+def test_why(opened, capsys):
+    assert main(["why", opened[:10]]) == 0
+    first, _, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"Session {opened} (")
+    assert second == "It has no slice and waits for none."
+    assert main(["why", "abcdef", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["lines"] == [second]
+    assert main(["why", "zzz"]) == 1
+    assert "No session or kernel id begins with 'zzz'" in capsys.readouterr().err
+
+
 def test_status(opened, capsys):
     assert main(["status"]) == 0
     out = capsys.readouterr().out

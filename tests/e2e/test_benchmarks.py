@@ -13,18 +13,42 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import find
+
 ROOT = Path(__file__).parents[2]
 
+#: Those that take minutes, each with its arguments; they have a test of their own.
+SCENARIOS = {
+    "day_and_night": ["day_and_night"],
+    "half_time": ["half_time"],
+    **{
+        case: ["field_cases", "--case", case]
+        for case in ("services", "resident", "production", "people", "flood")
+    },
+}
 
-def run(*arguments):
+
+def start(*command, timeout):
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
+        [sys.executable, "-m", *command],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=1500,
+        timeout=timeout,
         check=False,
     )
+
+
+def run(*arguments):
+    return start("benchmarks", *arguments, timeout=1500)
+
+
+def check_anonymous(name, text):
+    secrets = [platform.node(), str(Path.home()), str(ROOT), sys.prefix]
+    if getpass.getuser() not in ("root", "user"):
+        secrets.append(getpass.getuser())
+    for secret in filter(None, secrets):
+        assert secret not in text, f"{name} names {secret}"
 
 
 def test_unknown_benchmark_is_refused_with_the_known_names():
@@ -37,19 +61,32 @@ def test_unknown_benchmark_is_refused_with_the_known_names():
 @pytest.mark.long
 @pytest.mark.timeout(1600)
 def test_every_benchmark_writes_anonymous_figures(tmp_path):
-    done = run("--quick", "--out", str(tmp_path))
+    long = {module for module, *_ in SCENARIOS.values()}
+    assert long <= set(find())
+    names = [name for name in find() if name not in long]
+    done = run("--quick", "--out", str(tmp_path), *names)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
     written = sorted(tmp_path.glob("*.json"))
-    names = {json.loads(path.read_text())["benchmark"] for path in written}
-    assert {"cell_latency", "kernel_start", "pool_decisions", "suspend_overhead"} <= names
-    secrets = [platform.node(), str(Path.home()), str(ROOT), sys.prefix]
-    if getpass.getuser() not in ("root", "user"):
-        secrets.append(getpass.getuser())
+    assert {json.loads(path.read_text())["benchmark"] for path in written} == set(names)
     for path in written:
         text = path.read_text()
-        for secret in filter(None, secrets):
-            assert secret not in text, f"{path.name} names {secret}"
+        check_anonymous(path.name, text)
         result = json.loads(text)
         assert result["machine"]["cores"] > 0
         assert result["budgets"], f"{path.name} compares nothing with a budget"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_people_scripts_and_services_share_devices_within_bounds(name):
+    module, *case = SCENARIOS[name]
+    done = start(f"benchmarks.{module}", "--quick", *case, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stderr)
+    check_anonymous(name, done.stdout)
+    result = json.loads(done.stdout)
+    missed = [line for line in result["budgets"] if not line["met"]]
+    assert result["budgets"]
+    assert not missed, done.stderr + json.dumps(missed, indent=2) + done.stdout

@@ -118,6 +118,20 @@ def test_two_kernels_take_turns_and_keep_their_data(pool_of: Callable[..., Pool]
     assert pool.session(first)["resumes"] == 1
 
 
+def test_gpu_why_tells_what_the_kernel_has_and_who_may_take_it(
+    pool_of: Callable[..., Pool],
+) -> None:
+    pool = pool_of()
+    kernel = pool.kernel()
+    assert kernel.run("%gpu why").text == "It has no slice and waits for none."
+    kernel.run(ALLOCATE.format(size=1 << 20))
+    pool.until(kernel, state="idle")
+    (shown,) = kernel.run("%gpu why").outputs
+    text = shown["data"]["text/plain"]
+    assert text.startswith("It keeps, without using it, 3 GiB on GPU 0.\nNo kernel waits")
+    assert "<p " in shown["data"]["text/html"]
+
+
 def test_cell_waits_for_a_busy_slice(pool_of: Callable[..., Pool]) -> None:
     pool = pool_of()
     first, second = pool.kernel(), pool.kernel()

@@ -53,6 +53,7 @@ ORDER = [
     "schedule",
     "words",
     "explain",
+    "why",
     "transitions",
     "unsuspendable",
     "requests",

@@ -35,7 +35,7 @@ QUERIES: dict[str, Callable[[Pool], Iterable[tuple[Any, ...]]]] = {
         ["device", "headroom", "leases"],
         lambda pool: [(uuid,) for uuid in (*[d.uuid for d in pool.devices()], "GPU-none", "")],
     ),
-    "fair_share": lambda pool: [(r.owner,) for r in pool.records()],
+    "standing": lambda pool: [(r.owner, now) for r in pool.records() for now in (0.0, 10.0**6)],
     "view": lambda _pool: [(0.0,), (10.0**6,)],
 }
 

@@ -213,6 +213,27 @@ def test_session_without_budget_borrows_what_is_free(make):
     got(lab.past[-8:], ev.Suspend, session="b")
 
 
+def test_victim_of_a_spent_budget_is_told_so(make):
+    lab = make(device(0), **budget(100.0), preempt=frozenset({"guarantee"}))
+    lab.running("a", 16, owner="ann")
+    lab.after(150)
+    lab.open("b", 16, owner="bob")
+    lab.hold("b")
+    assert got(lab.past, ev.Suspend, session="a").busy
+    assert lab.pool.record("a").preempted.startswith("its GPU-seconds of today are used up")
+
+
+def test_standing_tells_what_is_left_of_the_budget(make):
+    lab = make(device(0), **budget(100.0))
+    lab.running("a", 16, owner="ann")
+    found, lines = lab.pool.standing(Owner("ann"), lab.now + 30)
+    (left,) = found.budgets
+    assert (left.used, left.spent) == (pytest.approx(30), False)
+    assert lines == (
+        "You have 70 of 100 GPU-seconds left today; as things are, they are used up in 70 s.",
+    )
+
+
 def test_lone_session_stops_at_the_end_of_its_budget(make):
     lab = make(device(0), **budget(100.0, then="stop"))
     lab.running("a", 16, owner="ann")

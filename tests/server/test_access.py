@@ -24,7 +24,7 @@ ROUTES = [
     ("PATCH", "/sessions/KERNEL", {"memory": "64MiB"}),
     ("POST", "/sessions/KERNEL/release", None),
     ("POST", "/sessions/KERNEL/keep", {"seconds": 60}),
-    ("GET", "/sessions/KERNEL/wait", None),
+    ("GET", "/sessions/KERNEL/why", None),
     ("GET", "/openapi.json", None),
     ("GET", "/nothing", None),
 ]

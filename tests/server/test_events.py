@@ -47,10 +47,10 @@ def test_waiting_and_idle_notebooks_cause_events(server, kernel, full, events):
     told = events.kind("queue", kernel_id=two)["data"]
     assert (told["position"], told["length"]) == (2, 2)
     assert "in use" in told["reason"] or "next kernel in the queue" in told["reason"]
-    why = server.api(f"/sessions/{two}/wait")
-    assert why["waiting"]
-    assert why["position"] == 2
-    assert why["ahead"]["total"] == why["ahead"]["mine"] == 1
+    why = server.api(f"/sessions/{two}/why")
+    assert (why["position"], len(why["ahead"])) == (2, 1)
+    assert why["lines"][0].startswith("It is 2nd of 2 in the queue: ")
+    assert "Ahead of it is 1 kernel of yours, of class notebook." in why["lines"]
     assert server.metrics()['jupyter_gpupool_sessions{state="queued"}'] == 2
 
     full.close()

@@ -39,14 +39,8 @@ def test_routes_follow_a_kernel_from_start_to_end(server, kernel):
     asked = server.api(f"/sessions/{one}", "PATCH", memory=256 * MiB, limit=float(256 * MiB))
     assert asked["request"]["memory"] == asked["request"]["limit"] == 256 * MiB
 
-    assert server.api(f"/sessions/{one}/wait") == {
-        "waiting": False,
-        "position": None,
-        "length": 0,
-        "eta_seconds": None,
-        "reason": "",
-        "ahead": {"total": 0, "mine": 0, "by_priority": {}},
-    }
+    why = server.api(f"/sessions/{one}/why")
+    assert (why["lines"], why["position"]) == (["It has no slice and waits for none."], None)
     cells = server.cells(one)
     cells.run(USE_GPU)
     wait_until(lambda: server.api(f"/sessions/{one}")["state"] == "idle", "an idle session")

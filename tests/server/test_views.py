@@ -116,23 +116,17 @@ def test_the_newest_session_of_a_kernel_counts():
     assert views.session_of(view, "k-a")["id"] == "b"
 
 
-def test_sessions_ahead_are_counted_by_class():
-    view = snapshot(
-        session("a", queue_position=3, eta_seconds=4.5, wait_reason="all in use"),
-        session("b", queue_position=1, priority="batch"),
-        other("x", queue_position=2),
-        other("y", queue_position=4),
-        other("z"),
-        queue_length=4,
-    )
-    assert views.wait_of(view, view["sessions"][0]) == {
-        "waiting": True,
-        "position": 3,
-        "length": 4,
-        "eta_seconds": 4.5,
-        "reason": "all in use",
-        "ahead": {"total": 2, "mine": 1, "by_priority": {"batch": 1, "unknown": 1}},
-    }
+def test_a_share_and_a_budget_are_published_in_steps():
+    def at(left, used, spent=False):
+        budgets = [{"group": "", "seconds": 3600, "left": left, "spent": spent, "until": None}]
+        share = [{"of": "ada", "used": used, "due": 0.5}]
+        return snapshot(session("a", budgets=budgets, share=share, standing=[f"{left}"]))
+
+    assert views.delta(at(1800.0, 0.251), at(1799.0, 0.252)) is not None  # below 50 %
+    assert views.delta(at(1799.0, 0.251), at(1770.0, 0.252)) is None
+    assert views.delta(at(1770.0, 0.251), at(1763.0, 0.252)) is not None
+    assert views.delta(at(1770.0, 0.254), at(1770.0, 0.256)) is not None
+    assert views.delta(at(0.0, 0.251), at(0.0, 0.251, spent=True)) is not None
 
 
 def test_changed_clock_alone_is_no_change():

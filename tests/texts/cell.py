@@ -204,6 +204,10 @@ def magic(sheet: Sheet) -> None:
         sheet.put(f"%gpu {situation}", SessionDisplay({**SESSION, **changes}, SNAPSHOT).text())
 
     put("of a kernel that computes")
+    put("of a kernel in a group, with a grown slice",
+        slices=[{"device": SESSION["devices"][0], "granted_bytes": SESSION["granted_bytes"]}],
+        request={**SESSION["request"], "memory": 4 * GiB},
+        standing=["Your group is bio.", "You have 70 of 100 GPU-seconds left today."])  # fmt: skip
     put("of an idle kernel", state="idle", idle_seconds=40.0)
     put("of an idle kernel that stays", state="idle", idle_seconds=400.0,
         stays_reason="The driver refused to suspend it.")  # fmt: skip

@@ -112,7 +112,8 @@ def why(sheet: Sheet) -> None:
     """Write ``Pool.why`` for kernels that wait, and for kernels that have a slice."""
 
     def put(situation: str, pool: Lab, name: str) -> None:
-        sheet.put(situation, "\n".join(pool.pool.why(name)))
+        told = pool.pool.why(name)
+        sheet.put(situation, "\n".join((*told.lines, *told.standing)))
 
     groups = {
         "bio": Group(guarantee=Portion(percent=50)),

@@ -25,6 +25,7 @@ from ..store.records import request_to_json
 from ..transport.auth import owner_of
 from ..transport.connection import Connection
 from ..transport.dispatch import POINTS_PER_SECOND
+from .explanation import explanation
 from .guard import GuardMessages
 from .parsing import acting, note_refusal, read_request
 from .snapshot import Snapshots, StatusAnswers
@@ -40,7 +41,11 @@ MAX_LOOKS = 16
 
 
 class PeopleMessages:
-    """Handles ``request``, ``release``, ``keep``, ``status``, ``journal``, ``watch``, ``ping``."""
+    """Handles the requests of people.
+
+    These are ``request``, ``release``, ``keep``, ``status``, ``why``, ``journal``, ``watch`` and
+    ``ping``.
+    """
 
     def __init__(
         self,
@@ -175,6 +180,14 @@ class PeopleMessages:
                 frugal=frugal,
             )
         )
+
+    def why(self, connection: Connection, message: Message) -> None:
+        session = self._acting(connection, message)
+        # The plan of this moment: its times are counted from the last event.
+        self._core.handle(e.Tick(now=self._core.now()))
+        record = self._lifecycle.record(session)
+        told = self._core.pool.why(session.id)
+        connection.answer(message.get("id"), explanation(told, record))
 
     def journal(self, connection: Connection, message: Message) -> None:
         if "id" not in message:

@@ -81,6 +81,7 @@ class Router:
             "release": people.release,
             "keep": people.keep,
             "status": people.status,
+            "why": people.why,
             "journal": people.journal,
             "watch": people.watch,
             "ping": people.ping,

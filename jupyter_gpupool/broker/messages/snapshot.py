@@ -40,6 +40,7 @@ from ..pages.setup import GuardSetup
 from ..sessions import LiveSession
 from ..store.records import request_to_json
 from ..transport.auth import Peer
+from .explanation import budget, shares
 
 
 class Snapshots:
@@ -285,19 +286,23 @@ class Snapshots:
 class Standings:
     """What users and their groups have used, and what of it is due to them; found once for each.
 
-    The part that is due is found for the sessions of the user ``viewer`` alone: it is one of all
-    that others have used.
+    Shares and budgets are found for the sessions of the user ``viewer`` alone: a share is a part
+    of all that others have used.
     """
 
     def __init__(self, pool: Pool, view: PoolView, viewer: str) -> None:
         self._pool = pool
         self._settings = view.settings
+        self._now = view.now
         self._usage = pool.usage(view.now)
         self._viewer = viewer
         self._known: dict[Owner, dict[str, Any]] = {}
 
     def of(self, owner: Owner) -> dict[str, Any]:
-        """Return ``usage``, ``group_usage`` (null without a group) and ``share`` (or null)."""
+        """Return ``usage`` and ``group_usage`` (null without a group), and of the viewer more.
+
+        That is ``share``, ``budgets`` and the same in lines (``standing``).
+        """
         found = self._known.get(owner)
         if found is None:
             found = self._known[owner] = self._find(owner)
@@ -309,14 +314,16 @@ class Standings:
             daily = groups[owner.group].daily
             group = _figures(self._usage.groups.get(owner.group, _NO_USAGE), daily)
         daily = self._settings.quota_of(owner.name).daily
-        share = None
-        if owner.name == self._viewer:
-            share = [
-                {"of": name, "used": round(used, 4), "due": round(due, 4)}
-                for name, used, due in self._pool.fair_share(owner)
-            ]
         usage = _figures(self._usage.users.get(owner.name, _NO_USAGE), daily)
-        return {"usage": usage, "group_usage": group, "share": share}
+        about: dict[str, Any] = {"share": None, "budgets": [], "standing": []}
+        if owner.name == self._viewer:
+            standing, lines = self._pool.standing(owner, self._now)
+            about = {
+                "share": shares(standing.shares),
+                "budgets": [budget(b) for b in standing.budgets],
+                "standing": [*lines],
+            }
+        return {"usage": usage, "group_usage": group, **about}
 
 
 _NO_USAGE = Usage()

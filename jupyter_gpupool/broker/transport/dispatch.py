@@ -303,6 +303,7 @@ PRICES: Mapping[str, float] = {
     "keep": 10.0,
     "maintain": 20.0,
     "status": 8.0,
+    "why": 8.0,
     "journal": 16.0,
     "watch": 4.0,
     "ping": 1.0,

@@ -7,56 +7,13 @@ import { CommandRegistry } from '@lumino/commands';
 import { addCommands, CommandIDs } from '../commands';
 import { PoolModel } from '../model';
 import { followPool, REFUSAL } from '../tell';
-import { describeWait } from '../words';
 import { aPool, aSession, trans } from './defaults';
 import { answer, asked, FakeServices, FakeSocket, reset } from './fake';
 
-const WAIT = {
-  waiting: true,
-  position: 2,
-  length: 5,
-  eta_seconds: 40,
-  reason: 'no GPU has 8 GiB free',
-  ahead: { total: 1, mine: 0, by_priority: { interactive: 1 } }
+const WHY = {
+  lines: ['It is 2nd of 5 in the queue: no GPU has 8 GiB free.'],
+  standing: ['Your group is bio.']
 };
-
-describe('the reason of a wait', () => {
-  test('is given in sentences, with classes and without names', () => {
-    expect(describeWait(trans, WAIT)).toEqual([
-      'No GPU has 8 GiB free.',
-      'It is 2nd of 5 in the queue.',
-      'It will probably take ~40 s.',
-      'Ahead of it is 1 kernel: 1 of class interactive.'
-    ]);
-  });
-
-  test('counts which kernels ahead are yours', () => {
-    const by_priority = { interactive: 1, batch: 2 };
-    const lines = describeWait(trans, {
-      ...WAIT,
-      position: 4,
-      eta_seconds: null,
-      reason: '',
-      ahead: { total: 3, mine: 2, by_priority }
-    });
-    expect(lines).toEqual([
-      'It is 4th of 5 in the queue.',
-      'There is no estimate yet.',
-      'Ahead of it are 3 kernels: 1 of class interactive, 2 of class batch.',
-      '2 of them are yours.'
-    ]);
-  });
-
-  test('says if no kernel is ahead, or if the kernel does not wait', () => {
-    const first = { total: 0, mine: 0, by_priority: {} };
-    expect(describeWait(trans, { ...WAIT, position: 1, ahead: first })).toContain(
-      'No kernel is ahead of it.'
-    );
-    expect(describeWait(trans, { ...WAIT, waiting: false })).toEqual([
-      'This kernel is not waiting for a GPU.'
-    ]);
-  });
-});
 
 describe('the commands', () => {
   let services: FakeServices;
@@ -292,14 +249,14 @@ describe('the commands', () => {
     expect(asked).toEqual([]);
   });
 
-  test('the reason of a wait opens in a dialog', async () => {
+  test('the broker’s lines open in a dialog', async () => {
     services.start('a');
-    answer.body = WAIT;
+    answer.body = WHY;
     const done = commands.execute(CommandIDs.why);
     const open = await dialog();
-    expect(asked).toEqual(['GET sessions/kernel-a/wait']);
-    expect(open.textContent).toContain('It is 2nd of 5 in the queue.');
-    expect(open.textContent).toContain('Interrupt the kernel to stop waiting.');
+    expect(asked).toEqual(['GET sessions/kernel-a/why']);
+    expect(open.textContent).toContain(WHY.lines[0]);
+    expect(open.textContent).toContain('Your group is bio.');
     press(open, 'button');
     expect(await done).toBe(true);
   });

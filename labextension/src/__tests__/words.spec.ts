@@ -10,6 +10,7 @@ import {
   goesBack,
   goingBack,
   gpus,
+  grant,
   localTime,
   ordinal,
   part,
@@ -24,6 +25,13 @@ describe('sizes', () => {
   test.each(SIZES.printed as [number, string][])('%p bytes', (value, text) => {
     expect(bytes(value)).toBe(text);
   });
+
+  test.each(SIZES.granted as [number, number, string][])(
+    '%p bytes, of which %p are guaranteed',
+    (granted, guaranteed, text) => {
+      expect(grant(trans, granted, guaranteed)).toBe(text);
+    }
+  );
 
   test('share one unit if both have the same', () => {
     expect(part(trans, 6 * GIB, 8 * GIB)).toBe('6 of 8 GiB');
@@ -172,8 +180,35 @@ describe('a session', () => {
     [{ used_bytes: null, footprint_bytes: null }, '8 GiB on GPU 0', 'busy'],
     [
       { devices: ['GPU-0', 'GPU-1'], granted_bytes: 20 * GIB },
-      '6 of 20 GiB on GPUs 0, 1',
+      '20 GiB, 16 guaranteed on GPUs 0, 1',
       'busy'
+    ],
+    [{ granted_bytes: 9 * GIB }, '9 GiB, 8 guaranteed on GPU 0', 'busy'],
+    [
+      { budgets: [{ group: '', seconds: 3600, left: 360, spent: false }] },
+      '6 of 8 GiB on GPU 0, 360 GPU-seconds left today',
+      'busy'
+    ],
+    [
+      { budgets: [{ group: '', seconds: 3600, left: 400, spent: false }] },
+      '6 of 8 GiB on GPU 0',
+      'busy'
+    ],
+    [{ state: 'queued', preempted: 'its turn is over' }, 'Preempted', 'wait'],
+    [
+      {
+        state: 'queued',
+        preempted: 'its turn is over',
+        queue_position: 2,
+        eta_seconds: 40
+      },
+      'Preempted: 2nd, ~40 s',
+      'wait'
+    ],
+    [
+      { state: 'detaching', preempted: 'its turn is over' },
+      'Preempted, moving…',
+      'move'
     ],
     [{ state: 'detached' }, 'No GPU', 'none'],
     [{ state: 'detached', suspended_bytes: GIB }, 'In host memory 1 GiB', 'host'],

@@ -92,6 +92,11 @@ const Kernel = React.memo(function Kernel(props: IKernelProps): React.ReactEleme
           {goingBack(trans, session)} {trans.__('Keeping it cancels that.')}
         </div>
       )}
+      {session.preempted && (
+        <div className="jp-gpupool-why">
+          {trans.__('Preempted: %1', session.preempted)}
+        </div>
+      )}
       {session.pinned_reason && (
         <div className="jp-gpupool-why">
           {trans.__('Pinned: %1', session.pinned_reason)}

@@ -6,6 +6,7 @@ import * as React from 'react';
 
 import type { IPool } from '../api';
 import type { IBroker, IPoolModel } from '../tokens';
+import { isMine } from '../tokens';
 import type { IArranged } from './arrange';
 import { Devices } from './devices';
 import { Header } from './header';
@@ -15,7 +16,7 @@ import { Queue } from './queue';
 import { Section } from './section';
 import type { ITools } from './tools';
 import { Tools } from './tools';
-import { HostMemory, Usage } from './totals';
+import { HostMemory, Share, Usage } from './totals';
 
 export interface IPanelProps {
   readonly tools: ITools;
@@ -30,6 +31,8 @@ export interface IPanelProps {
 export function Panel(props: IPanelProps): React.ReactElement {
   const { view, arranged, broker, live, found } = props;
   const { trans } = props.tools;
+  // All sessions of one user have the same share.
+  const own = view?.sessions.filter(isMine).find(session => session.standing?.length);
   return (
     <Tools.Provider value={props.tools}>
       <Header
@@ -72,6 +75,11 @@ export function Panel(props: IPanelProps): React.ReactElement {
               devices={arranged.devices}
             />
           </Section>
+          {own?.standing && (
+            <Section name="share" title={trans.__('My share')}>
+              <Share lines={own.standing} budgets={own.budgets ?? []} />
+            </Section>
+          )}
           <Section name="host" title={trans.__('Host memory')}>
             <HostMemory host={view.host} suspended={arranged.suspended} />
           </Section>

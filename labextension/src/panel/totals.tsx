@@ -4,7 +4,7 @@
 /** Totals: suspended bytes in host memory, and the use of the devices. */
 import * as React from 'react';
 
-import type { IPool } from '../api';
+import type { IBudget, IPool } from '../api';
 import { bytes, part } from '../words';
 import { percent } from './geometry';
 import { useHistory, useTools } from './tools';
@@ -59,6 +59,43 @@ export const HostMemory = React.memo(function HostMemory(props: {
       <p className="jp-gpupool-plain jp-gpupool-figure">
         {trans.__('Free on this machine: %1', left === null ? '?' : bytes(left))}
       </p>
+    </>
+  );
+});
+
+/** Guarantees, shares and daily budgets of the user and its groups, in the broker's lines. */
+export const Share = React.memo(function Share(props: {
+  readonly lines: readonly string[];
+  readonly budgets: readonly IBudget[];
+}): React.ReactElement {
+  const { trans } = useTools();
+  return (
+    <>
+      {props.lines.map(line => (
+        <p key={line} className="jp-gpupool-plain">
+          {line}
+        </p>
+      ))}
+      {props.budgets.map(budget => {
+        const used = Math.min(budget.seconds, budget.seconds - budget.left);
+        return (
+          <Meter
+            key={budget.group}
+            label={
+              budget.group
+                ? trans.__('GPU-seconds of group %1 used today', budget.group)
+                : trans.__('My GPU-seconds used today')
+            }
+            text={trans.__(
+              '%1 of %2 GPU-seconds',
+              Math.round(used),
+              Math.round(budget.seconds)
+            )}
+            mine={budget.seconds > 0 ? used / budget.seconds : 1}
+            others={0}
+          />
+        );
+      })}
     </>
   );
 });

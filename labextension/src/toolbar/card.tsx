@@ -12,9 +12,15 @@ import { Actions } from './actions';
 import { Ask } from './ask';
 import { Bar } from './bar';
 import { useSituation } from './hooks';
-import { hasSlice, lastHeard, truth, type ISituation } from './situation';
+import {
+  hasSlice,
+  lastHeard,
+  preemptedReason,
+  truth,
+  type ISituation
+} from './situation';
 import type { KernelWatch } from './watch';
-import { Why } from './why';
+import { Standing, Why } from './why';
 
 interface IProps {
   readonly watch: KernelWatch;
@@ -60,7 +66,9 @@ export function Card(props: IProps): React.JSX.Element {
       {it.kind === 'ours' && session && hasSlice(session) ? (
         <Bar trans={trans} session={session} devices={view?.devices ?? []} />
       ) : null}
-      {it.kind === 'ours' && session?.state === 'queued' ? (
+      {it.kind === 'ours' &&
+      session &&
+      (session.state === 'queued' || hasSlice(session)) ? (
         <Why
           trans={trans}
           client={model.client}
@@ -68,6 +76,9 @@ export function Card(props: IProps): React.JSX.Element {
           session={session}
           queueLength={view?.queue_length ?? 0}
         />
+      ) : null}
+      {it.kind === 'ours' && session?.standing?.length ? (
+        <Standing trans={trans} lines={session.standing} />
       ) : null}
       {/* Also shown while the pool is away: typed text stays, and the server tells why. */}
       {asks && view && it.kind !== 'no-device' ? (
@@ -157,6 +168,13 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
   }
   const size = bytes(session.request.memory);
   switch (session.state) {
+    case 'queued':
+      return session.preempted
+        ? [
+            preemptedReason(session),
+            trans.__('Its state is in host memory, and nothing is lost.')
+          ]
+        : [];
     case 'idle':
       if (session.pinned_reason) {
         return [

@@ -10,7 +10,7 @@ import * as React from 'react';
 import { goesBack, goingBack } from '../words';
 import { Glyph } from './glyph';
 import type { IPlace, IPoolPopovers } from './popovers';
-import { staysReason, type ISituation } from './situation';
+import { preemptedReason, staysReason, type ISituation } from './situation';
 import type { KernelWatch } from './watch';
 
 export class Chip extends ReactWidget {
@@ -126,8 +126,10 @@ export function ChipButton(props: IButtonProps): React.JSX.Element {
       className={`jp-gpupool-chip jp-mod-${said.tone} ${className ?? ''}`}
       title={[
         trans.__('GPU of this notebook: %1', mark(said.text)),
+        preemptedReason(session),
         staysReason(session),
-        back
+        back,
+        ...(session?.standing ?? [])
       ]
         .filter(Boolean)
         .join('\n')}

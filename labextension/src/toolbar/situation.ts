@@ -7,7 +7,7 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IPool, ISession } from '../api';
 import { byAdmin, pauseOf } from '../maintenance';
 import type { IBroker, IPoolModel } from '../tokens';
-import { bytes, gpus, ordinal, part, plain, say, type ISaid } from '../words';
+import { bytes, gpus, ordinal, part, plain, say, sentence, type ISaid } from '../words';
 
 export interface ISituation {
   /** `asking`: nothing is known yet. `ours`: the pool answers and has devices. */
@@ -121,6 +121,11 @@ export function lastHeard(trans: TranslationBundle, it: ISituation): string {
   return trans.__('%1 on %2', bytes(session.granted_bytes), where);
 }
 
+/** Why its slice was taken in the middle of its work, a sentence; empty if it was not. */
+export function preemptedReason(session: ISession | null): string {
+  return session ? sentence(session.preempted ?? '') : '';
+}
+
 /** Why an idle slice stays; empty if it does not. */
 export function staysReason(session: ISession | null): string {
   return session?.state === 'idle' ? session.pinned_reason || session.stays_reason : '';
@@ -166,6 +171,9 @@ function news(trans: TranslationBundle, session: ISession | null, view: IPool): 
   const where = gpus(trans, session.devices, view.devices);
   switch (session.state) {
     case 'queued':
+      if (session.preempted) {
+        return trans.__('Preempted: %1', session.preempted);
+      }
       return session.queue_position === null
         ? trans.__('Waiting for a GPU')
         : trans.__('Waiting for a GPU: %1', ordinal(trans, session.queue_position));
@@ -209,7 +217,9 @@ function headline(
   const used = usedBytes(session);
   switch (session.state) {
     case 'queued':
-      return trans.__('This notebook waits for a GPU.');
+      return session.preempted
+        ? trans.__('The GPU was taken from this notebook; it goes on by itself.')
+        : trans.__('This notebook waits for a GPU.');
     case 'attaching':
       return session.suspended_bytes > 0
         ? trans.__(

@@ -1,34 +1,43 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Why a kernel waits, and behind which ones; fetched again when its place changes. */
+/** Why a kernel waits, or who may take its slice: the broker's lines, fetched when they change. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
-import type { ISession, IWait, PoolClient } from '../api';
+import type { ISession, PoolClient } from '../api';
 import { refusal } from '../tell';
-import { describeWait } from '../words';
+import { about } from '../words';
+
+/** Milliseconds after which the lines are fetched again: they have times in them. */
+export const AGAIN = 10_000;
 
 interface IProps {
   readonly trans: TranslationBundle;
   readonly client: PoolClient;
   readonly kernelId: string;
   readonly session: ISession;
-  /** The length of the pool's queue: if it changes, others may be ahead. */
+  /** The length of the pool's queue: if it changes, other kernels may need this slice. */
   readonly queueLength: number;
 }
 
 export function Why(props: IProps): React.JSX.Element {
   const { trans, client, kernelId, session, queueLength } = props;
-  const [wait, setWait] = React.useState<IWait | null>(null);
+  const [lines, setLines] = React.useState<readonly string[]>([]);
   const [fault, setFault] = React.useState('');
-  const { queue_position: position, wait_reason: reason, eta_seconds: eta } = session;
+  const [round, setRound] = React.useState(0);
+  React.useEffect(() => {
+    const timer = setInterval(() => setRound(number => number + 1), AGAIN);
+    return () => clearInterval(timer);
+  }, []);
+  const { state, queue_position: position, wait_reason: reason } = session;
+  const left = session.eta_seconds === null ? '' : about(trans, session.eta_seconds);
   React.useEffect(() => {
     let wanted = true;
-    client.wait(kernelId).then(
+    client.why(kernelId).then(
       found => {
         if (wanted) {
-          setWait(found);
+          setLines(found.lines);
           setFault('');
         }
       },
@@ -41,25 +50,53 @@ export function Why(props: IProps): React.JSX.Element {
     return () => {
       wanted = false;
     };
-  }, [client, trans, kernelId, session.id, position, reason, queueLength]);
+  }, [
+    client,
+    trans,
+    kernelId,
+    session.id,
+    state,
+    session.granted_bytes,
+    position,
+    reason,
+    left,
+    queueLength,
+    round
+  ]);
   const id = React.useId();
-  // Only the counts ahead are used: the rest is newer in the session.
-  const lines =
-    wait && position !== null
-      ? describeWait(trans, { ...wait, position, reason, eta_seconds: eta })
-      : [];
+  const waits = state === 'queued';
   return (
     <section className="jp-gpupool-Popover-why" aria-labelledby={id}>
       <h3 id={id} className="jp-gpupool-Popover-title">
-        {trans.__('Why am I waiting?')}
+        {waits ? trans.__('Why am I waiting?') : trans.__('Who may take this slice?')}
       </h3>
       {lines.map(line => (
         <p key={line}>{line}</p>
       ))}
       {fault ? <p className="jp-mod-refused">{fault}</p> : null}
-      <p className="jp-gpupool-Popover-note">
-        {trans.__('Interrupt the kernel to stop waiting.')}
-      </p>
+      {waits ? (
+        <p className="jp-gpupool-Popover-note">
+          {trans.__('Interrupt the kernel to stop waiting.')}
+        </p>
+      ) : null}
+    </section>
+  );
+}
+
+/** Guarantees, shares and daily budgets of the user and its groups, in the broker's lines. */
+export function Standing(props: {
+  readonly trans: TranslationBundle;
+  readonly lines: readonly string[];
+}): React.JSX.Element {
+  const id = React.useId();
+  return (
+    <section className="jp-gpupool-Popover-why" aria-labelledby={id}>
+      <h3 id={id} className="jp-gpupool-Popover-title">
+        {props.trans.__('My share')}
+      </h3>
+      {props.lines.map(line => (
+        <p key={line}>{line}</p>
+      ))}
     </section>
   );
 }

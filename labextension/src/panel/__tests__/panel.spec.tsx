@@ -457,6 +457,14 @@ describe('the queue', () => {
 });
 
 describe('my kernels', () => {
+  it('show that one was preempted, and why', () => {
+    const preempted = 'a kernel of a higher priority class needs the GPU';
+    show(pool([device(0)], [mine('a', { ...queued, preempted, queue_position: 1 })]));
+    const kernels = region('My kernels on this server');
+    kernels.getByText('Preempted: 1st');
+    kernels.getByText(`Preempted: ${preempted}`);
+  });
+
   const kernels = () => region('My kernels on this server');
   /** Press a button, and let the answer come. */
   const press = (name: RegExp) =>
@@ -700,6 +708,30 @@ describe('the totals', () => {
     act(() => past.change(history({ usage: nothing })));
     region('Use').getByText(/started \(\?\)$/);
     expect(region('Use').queryByRole('meter')).toBeNull();
+  });
+});
+
+describe('my share', () => {
+  const standing = [
+    'Your group is bio.',
+    'Group bio has 70 of 100 GPU-seconds left today.'
+  ];
+  const budgets = [{ group: 'bio', seconds: 100, left: 70, spent: false }];
+
+  it('has the lines of the broker, and a meter for each budget', () => {
+    show(pool([device(0)], [mine('a'), mine('b', { standing, budgets })]));
+    const share = region('My share');
+    standing.forEach(line => share.getByText(line));
+    const meter = share.getByRole('meter', {
+      name: 'GPU-seconds of group bio used today'
+    });
+    expect(meter.getAttribute('aria-valuenow')).toBe('30');
+    expect(meter.getAttribute('aria-valuetext')).toBe('30 of 100 GPU-seconds');
+  });
+
+  it('is left out where there are no groups and budgets', () => {
+    show(pool([device(0)], [mine('a', { standing: [], budgets: [] })]));
+    expect(screen.queryByRole('region', { name: 'My share' })).toBeNull();
   });
 });
 

@@ -9,6 +9,7 @@ import { Card } from '../card';
 import { OLD, READ } from '../hooks';
 import { Ticker } from '../../ticker';
 import { KernelWatch } from '../watch';
+import { AGAIN } from '../why';
 import {
   anOrder,
   detached,
@@ -427,40 +428,70 @@ describe('a release or a keep', () => {
   });
 });
 
-describe('the reason of a wait', () => {
-  const answer = {
-    waiting: true,
-    position: 2,
-    length: 3,
-    eta_seconds: 40,
-    reason: 'all 39 GiB in use by running cells',
-    ahead: { total: 1, mine: 0, by_priority: { batch: 1 } }
-  };
+describe('the lines of the broker', () => {
+  const lines = ['It is 2nd of 3 in the queue: all 39 GiB in use by running cells.'];
 
-  it('has the rule, the estimate, and the classes ahead', async () => {
+  it('tell why a kernel waits', async () => {
     const model = new FakeModel(session(queued));
-    model.client.wait.mockResolvedValue(answer);
+    model.client.why.mockResolvedValue({ lines });
     card(model);
+    screen.getByRole('heading', { name: 'Why am I waiting?' });
     screen.getByText('Interrupt the kernel to stop waiting.');
-    await screen.findByText('Ahead of it is 1 kernel: 1 of class batch.');
-    screen.getByText('All 39 GiB in use by running cells.');
-    screen.getByText('It will probably take ~40 s.');
+    await screen.findByText(lines[0]!);
   });
 
-  it('is fetched again only when the queue moves', async () => {
-    const model = new FakeModel(session(queued));
-    model.client.wait.mockResolvedValue(answer);
+  it('tell who may take a slice', async () => {
+    const model = new FakeModel(session());
+    model.client.why.mockResolvedValue({ lines: ['No kernel waits for this GPU.'] });
     card(model);
-    await screen.findByText(/class batch/);
-    act(() => model.becomes({ ...queued, eta_seconds: 30 }));
-    screen.getByText('It will probably take ~30 s.');
-    expect(model.client.wait).toHaveBeenCalledTimes(1);
-    model.client.wait.mockResolvedValue({
-      ...answer,
-      ahead: { total: 0, mine: 0, by_priority: {} }
+    screen.getByRole('heading', { name: 'Who may take this slice?' });
+    await screen.findByText('No kernel waits for this GPU.');
+    expect(screen.queryByText(/Interrupt the kernel/)).toBeNull();
+  });
+
+  it('are not asked for without a slice and without a wait', () => {
+    const model = new FakeModel(session(detached));
+    card(model);
+    expect(model.client.why).not.toHaveBeenCalled();
+  });
+
+  it('are fetched again when the queue moves, and after a while', async () => {
+    jest.useFakeTimers();
+    const model = new FakeModel(session(queued));
+    model.client.why.mockResolvedValue({ lines });
+    card(model);
+    await act(() => jest.advanceTimersByTimeAsync(1));
+    expect(model.client.why).toHaveBeenCalledTimes(1);
+    act(() => model.becomes({ ...queued, idle_seconds: 3 }));
+    expect(model.client.why).toHaveBeenCalledTimes(1);
+    model.client.why.mockResolvedValue({ lines: ['It is 1st of 3 in the queue.'] });
+    await act(() => {
+      model.becomes({ ...queued, queue_position: 1 });
+      return jest.advanceTimersByTimeAsync(1);
     });
-    act(() => model.becomes({ ...queued, queue_position: 1 }));
-    await screen.findByText('No kernel is ahead of it.');
-    expect(model.client.wait).toHaveBeenCalledTimes(2);
+    screen.getByText('It is 1st of 3 in the queue.');
+    expect(model.client.why).toHaveBeenCalledTimes(2);
+    await act(() => jest.advanceTimersByTimeAsync(AGAIN));
+    expect(model.client.why).toHaveBeenCalledTimes(3);
+  });
+
+  it('tell shares and budgets', () => {
+    const standing = [
+      'Your group is bio.',
+      'You have 70 of 100 GPU-seconds left today.'
+    ];
+    card(new FakeModel(session({ ...detached, standing })));
+    screen.getByRole('heading', { name: 'My share' });
+    standing.forEach(line => screen.getByText(line));
+  });
+
+  it('of a preempted kernel: why, and that it goes on by itself', () => {
+    const preempted = 'a kernel of a higher priority class needs the GPU';
+    card(new FakeModel(session({ ...queued, preempted, suspended_bytes: GIB })));
+    screen.getByRole('heading', {
+      name: 'The GPU was taken from this notebook; it goes on by itself.'
+    });
+    screen.getByText('A kernel of a higher priority class needs the GPU.');
+    screen.getByText('Its state is in host memory, and nothing is lost.');
   });
 });

@@ -128,6 +128,28 @@ describe('the chip', () => {
     );
   });
 
+  it('says that the kernel was preempted, and why', async () => {
+    const preempted = 'its time slice is over, and another kernel has its turn';
+    const model = new FakeModel(session({ ...queued, preempted }));
+    const { button } = await chip(model);
+    expect(button().textContent).toBe('Preempted: 2nd, ~40 s');
+    expect(button().title.split('\n')[1]).toBe(
+      'Its time slice is over, and another kernel has its turn.'
+    );
+    expect(screen.getAllByRole('status').map(node => node.textContent)).toContain(
+      `Preempted: ${preempted}`
+    );
+  });
+
+  it('has group, share and budget in its tooltip', async () => {
+    const standing = [
+      'Your group is bio.',
+      'You have 70 of 100 GPU-seconds left today.'
+    ];
+    const { button } = await chip(new FakeModel(session({ standing })));
+    expect(button().title.split('\n').slice(-2)).toEqual(standing);
+  });
+
   it('has in its name and tooltip that a release is still to come', async () => {
     const { button } = await chip(new FakeModel(session({ release_asked: true })));
     const back = 'Goes back to the pool when its work on the GPU is done.';
@@ -182,7 +204,7 @@ describe('the chip', () => {
     expect(heard(widget)).toBe('At work on GPU 1');
     await until(
       () => model.becomes({ used_bytes: 7 * GIB, granted_bytes: 9 * GIB }),
-      () => expect(button().textContent).toContain('7 of 9')
+      () => expect(button().textContent).toContain('9 GiB, 8 guaranteed')
     );
     expect(heard(widget)).toBe('At work on GPU 1');
     await until(

@@ -53,7 +53,7 @@ export class FakeModel {
   found = { found: true, reason: '' };
   time = 1000;
   readonly client = {
-    wait: jest.fn<Promise<unknown>, []>(() => new Promise(() => undefined)),
+    why: jest.fn<Promise<unknown>, []>(() => new Promise(() => undefined)),
     change: jest.fn(),
     release: jest.fn(),
     keep: jest.fn()

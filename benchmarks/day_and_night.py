@@ -1,0 +1,268 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A day and a night of a small department, on two emulated devices of 4 GiB.
+
+Twelve notebooks (six of the group ``research``, weight 3; six of ``students``, weight 1) that think
+between their cells, two inference services with a guarantee of their own, and two trainings, one of
+each group, that compute without end. All are real kernels and real commands under ``jupyter gpupool
+run``; a schedule lets the class of the trainings run by night only. The notebooks ask for more than
+the machine has, and at night both trainings want the same device. One service holds its slice, the
+other gets it at its requests.
+
+The day begins when all are ready and ends at a full minute, as schedules do; three quarters of
+``--minutes`` are night. Copies take as long as those of states 32 times as large at 4 GB/s, the
+rate that others report of NVIDIA's driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import budget, summary, table
+from benchmarks.kernels import private_pool
+from benchmarks.programs import Client as Caller
+from benchmarks.programs import Notebook, Player, Program, Service, end, start, swap_seconds
+from benchmarks.watch import Watch
+from jupyter_gpupool.client import Client
+
+MiB = 1 << 20
+
+#: Slices in MiB of the devices' 4096: no training fits beside the service that holds its slice.
+SLICE, TRAINING = 820, 3260
+
+#: MiB of state, all of it written and checked.
+STATE = 48
+
+WEIGHTS = {"research": 3, "students": 1}
+
+#: Seconds for the start of all kernels and programs, before the day.
+STARTING = 90.0
+
+#: Means of the thinking by day, of a cell's computing, and of the pauses between two requests.
+THINK, CELL, PAUSE = 3.0, 0.4, 0.7
+
+#: Seconds that a request computes, and within which a service that has its slice answers: its
+#: computing, and the turns of others on its device.
+REQUEST, LATENCY = 0.02, 0.5
+
+#: Greatest difference of a group's part of the usage from the configured one, as a part of that.
+SHARE = 0.05
+
+#: The least turn of the pool: over a short night, one more or less is a difference as well.
+TURN = 10.0
+
+
+@dataclass
+class Record:
+    """What was seen."""
+
+    begun: float
+    night: float
+    ended: float
+    rows: list[dict[str, Any]]
+    used: dict[str, float]
+    players: list[Player]
+    #: By training: its result, and when each step ended.
+    trained: dict[str, dict[str, Any]]
+    steps: dict[str, list[float]]
+    problems: list[str]
+
+    def waits(self, kind: type[Player], since: float, until: float) -> list[float]:
+        return [t for p in self.players if isinstance(p, kind) for t in p.taken(since, until)]
+
+    def pause(self, steps: Iterable[float]) -> float:
+        """Return the longest time of the night without a step."""
+        at = [self.night, *sorted(s for s in steps if self.night < s < self.ended), self.ended]
+        return max(b - a for a, b in pairwise(at))
+
+
+def main(argv: Sequence[str] = ()) -> dict[str, Any]:
+    """Run, and return the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a night of 80 seconds")
+    parser.add_argument("--minutes", type=float, default=6.0, help="of day and night; 30 for all")
+    options = parser.parse_args(argv)
+    day, night = (15.0, 80.0) if options.quick else (15.0 * options.minutes, 45.0 * options.minutes)
+    with tempfile.TemporaryDirectory(prefix="gpb", ignore_cleanup_errors=True) as folder:
+        names, seen = live(Path(folder), day, night)
+    total = sum(seen.used[name] for name in WEIGHTS)
+    return {
+        "what": "12 notebooks, 2 services and 2 trainings through a day and a night",
+        "emulated": True,
+        "device_names": names,
+        "day_seconds": seen.night - seen.begun,
+        "night_seconds": seen.ended - seen.night,
+        "schedule": [row["reason"] for row in seen.rows if row["kind"] == "schedule"],
+        "swap_seconds": swap_seconds(seen.rows),
+        "suspends": sum(row["kind"] == "suspend" for row in seen.rows),
+        "cell_wait_by_day": summary(seen.waits(Notebook, seen.begun, seen.night)),
+        "cell_wait_by_night": summary(seen.waits(Notebook, seen.night, seen.ended)),
+        "answers": {
+            one.service.name: summary(one.taken(seen.begun))
+            for one in seen.players
+            if isinstance(one, Caller)
+        },
+        "trainings": {
+            name: {
+                **seen.trained[name],
+                "steps_by_day": sum(at < seen.night for at in steps),
+                "longest_pause": seen.pause(steps),
+            }
+            for name, steps in seen.steps.items()
+        },
+        "gpu_seconds_by_night": seen.used,
+        "part_by_night": {name: seen.used[name] / total for name in WEIGHTS},
+        "problems": seen.problems,
+        "budgets": budgets(seen),
+    }
+
+
+def configuration(night_at: float, night: float) -> dict[str, Any]:
+    """Return the department's configuration."""
+    clock = [
+        datetime.fromtimestamp(at, timezone.utc).strftime("%H:%M")
+        for at in (night_at, night_at + 12 * 3600)
+    ]
+    # Everybody here is one user, who is in all groups and chooses one for each kernel.
+    me = [getpass.getuser()]
+    groups: dict[str, Any] = {"services": {"guarantee": "2GiB", "users": me, "order": 9}}
+    for order, (name, weight) in enumerate(WEIGHTS.items()):
+        groups[name] = {"weight": weight, "users": me, "order": order}
+    return {
+        "emulate": "2x4GiB,context=32MiB,bandwidth=125MB/s",
+        "groups": groups,
+        "fair_share_half_life": max(30.0, night / 4),
+        "classes_allowed": ["interactive", "notebook"],
+        "quiet_after": 0.3,
+        "sample_interval": 0.25,
+        "schedules": [
+            {
+                "name": "night",
+                "hours": "-".join(clock),
+                "time_zone": "UTC",
+                # A notebook that nobody uses makes room sooner.
+                "set": {"classes_allowed": None, "idle_timeout": "1s"},
+            }
+        ],
+    }
+
+
+def live(folder: Path, day: float, night: float) -> tuple[list[str], Record]:
+    """Let the day and the night pass."""
+    night_at = 60.0 * math.ceil((time.time() + STARTING + day) / 60)
+    with ExitStack() as stack:
+        names = stack.enter_context(private_pool(**configuration(night_at, night)))
+        socket = os.environ["GPUPOOL_SOCKET"]
+        client = stack.enter_context(Client(socket))
+        size = ["--memory", f"{SLICE}MiB", "--limit", f"{SLICE}MiB", "--compute", "20"]
+        size += ["--group", "services", "--class", "interactive"]
+        players: list[Player] = []
+        for name, attach in (("resident", "hold"), ("occasional", "lazy")):
+            service = Service(folder, name, [*size, "--attach", attach], STATE * MiB)
+            stack.enter_context(service)
+            players.append(Caller(service, PAUSE, len(players), seconds=REQUEST))
+            start(players[-1:])
+        notebooks: list[Player] = [
+            Notebook(
+                THINK, 100 + n, size=STATE * MiB, seconds=CELL, memory=SLICE * MiB,
+                limit=SLICE * MiB, group=list(WEIGHTS)[n % 2],
+            )
+            for n in range(12)
+        ]  # fmt: skip
+        players += notebooks
+        options = ["--memory", f"{TRAINING}MiB", "--limit", f"{TRAINING}MiB", "--class", "batch"]
+        trainings = {
+            name: stack.enter_context(
+                Program(
+                    folder, f"train-{name}", [*options, "--group", name],
+                    ["train", str(folder / f"{name}.log"), str(STATE * MiB)],
+                )
+            )
+            for name in WEIGHTS
+        }  # fmt: skip
+        start(notebooks)
+        watch = Watch(socket)
+        watch.start()
+        begun = time.time()
+        text = f"all are ready; {night_at - begun:.0f} s of day, then {night:.0f} s of night"
+        print(text, file=sys.stderr, flush=True)
+        time.sleep(max(0.0, night_at - time.time()))
+        for one in notebooks:
+            one.pause *= 6
+        time.sleep(max(0.0, night_at + night - time.time()))
+        ended = time.time()
+        watch.stop()
+        rows = client.journal(after=0)
+        problems = [*watch.problems, *end(players)]
+        trained = {name: one.result(stop=True) for name, one in trainings.items()}
+        steps = {
+            name: [float(x) for x in (folder / f"{name}.log").read_text().split()]
+            for name in WEIGHTS
+        }
+        used = watch.used(night_at, ended)
+    return names, Record(
+        begun, night_at, ended, rows, used, players, trained, steps, problems
+    )  # fmt: skip
+
+
+def budgets(seen: Record) -> list[dict[str, Any]]:
+    """Return what was asked for, and what was seen."""
+    swap, length = swap_seconds(seen.rows), seen.ended - seen.night
+    total = sum(seen.used[name] for name in WEIGHTS)
+    wrong = sum(found["wrong"] for found in seen.trained.values()) + len(seen.problems)
+    changes = [row["reason"] for row in seen.rows if row["kind"] == "schedule"]
+    lines = [
+        budget("wrong bytes, failed cells and requests, grants beyond a device", wrong, 0, ""),
+        budget("changes of the schedule, beyond the one", len(changes) - 1, 0, ""),
+        budget(
+            "training steps by day, whose class is closed",
+            sum(at < seen.night - 1 for steps in seen.steps.values() for at in steps),
+            0,
+            "steps",
+        ),
+    ]
+    for one in seen.players:
+        if isinstance(one, Caller):
+            held = one.service.name == "resident"
+            bound = LATENCY if held else LATENCY + swap
+            text = "" if held else f" ({LATENCY:g} s and the longest swap)"
+            name = f"longest answer of the {one.service.name} service{text}"
+            lines.append(budget(name, max(one.taken(seen.begun)), bound, "s"))
+    # Notebooks that come back, and one change of turns with its move.
+    every = [at for steps in seen.steps.values() for at in steps]
+    lines.append(
+        budget("longest pause of all training by night", seen.pause(every), 2 * swap + 5, "s")
+    )
+    for name, steps in seen.steps.items():
+        # All the others' turns, and one of each more.
+        most = (sum(WEIGHTS.values()) / WEIGHTS[name] + 2) * (TURN + 2 * swap)
+        lines.append(
+            budget(f"longest pause of {name}' training by night", seen.pause(steps), most, "s")
+        )
+    for name, weight in WEIGHTS.items():
+        due = weight / sum(WEIGHTS.values())
+        off = abs(seen.used[name] / total / due - 1)
+        allowed = SHARE + (TURN / length / due if length < 20 * 60 else 0.0)
+        lines.append(budget(f"use of {name} by night, off its share", off, allowed, ""))
+    return lines
+
+
+if __name__ == "__main__":
+    outcome = main(sys.argv[1:])
+    print(table(outcome["budgets"]), file=sys.stderr)
+    json.dump(outcome, sys.stdout, indent=2)
+    print()

@@ -1,0 +1,356 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Cases from the field, each with its own broker, real kernels and commands, and a baseline.
+
+``services``   four services of 20 % each on one card
+``resident``   a resident service of 12 GiB and a second task on a card of 16 GiB
+``production`` a protected production job, and opportunistic ones that fill what it leaves
+``people``     two people whose cells alternate, each of whom needs the whole card
+``flood``      one person with 50 notebooks against ten with one each
+
+``python -m benchmarks.field_cases --case flood`` runs one of them. Cards are emulated, of 16 GiB.
+Programs use a 32nd of what they ask for, and copies are 32 times slower than 4 GB/s, the rate that
+others report of NVIDIA's driver: moves take as long as those of the whole slice. Computing is a
+kernel of so many seconds. Two that compute at the same time do not slow each other down on an
+emulated card, unless they take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import budget, percentile, summary, table
+from benchmarks.kernels import private_pool
+from benchmarks.programs import Client as Caller
+from benchmarks.programs import Notebook, Player, Program, Service, end, start, swap_seconds
+from jupyter_gpupool.client import Client
+
+GiB, MiB = 1 << 30, 1 << 20
+
+#: A state is this part of its slice.
+SCALE = 32
+
+CARD = "1x16GiB,context=256MiB,bandwidth=125MB/s"
+#: In the short form moves take a quarter of that.
+QUICK = "1x16GiB,context=256MiB,bandwidth=500MB/s"
+
+#: Seconds that a request computes; a turn of the pool; the least time slice of the pool.
+REQUEST, TURN, SLICE = 0.02, 0.1, 10.0
+
+Case = dict[str, Any]
+
+
+def state(memory: float) -> int:
+    """Return the bytes of state in a slice of so many GiB."""
+    return int(memory * GiB) // SCALE
+
+
+@dataclass
+class Place:
+    """Where a case runs."""
+
+    folder: Path
+    client: Client
+    stack: ExitStack
+    quick: bool
+
+    def seconds(self, long: float) -> float:
+        return long / 4 if self.quick else long
+
+    def service(self, name: str, memory: float, *options: str) -> Service:
+        """Start a service with so many GiB."""
+        words = ["--memory", f"{memory}GiB", "--limit", f"{memory}GiB", *options]
+        found = Service(self.folder, name, words, state(memory))
+        self.stack.enter_context(found)
+        return found
+
+    def program(self, name: str, memory: float, options: Sequence[str], *role: str) -> Program:
+        """Start another program with so many GiB."""
+        words = ["--memory", f"{memory}GiB", "--limit", f"{memory}GiB", *options]
+        return self.stack.enter_context(Program(self.folder, name, words, list(role)))
+
+    def suspends(self) -> int:
+        return sum(row["kind"] == "suspend" for row in self.client.journal(after=0))
+
+
+@contextmanager
+def place(quick: bool, **options: Any) -> Iterator[Place]:
+    """Run a broker for one case."""
+    with ExitStack() as stack:
+        folder = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="gpb", ignore_cleanup_errors=True)
+            )
+        )
+        settings: dict[str, Any] = {
+            "emulate": QUICK if quick else CARD,
+            "quiet_after": 0.3,
+            "sample_interval": 0.25,
+            "host_memory": "64GiB",  # states are small, slices are not
+        }
+        settings |= options
+        stack.enter_context(private_pool(**settings))
+        client = stack.enter_context(Client(os.environ["GPUPOOL_SOCKET"]))
+        yield Place(folder, client, stack, quick)
+
+
+def observe(players: Sequence[Player], seconds: float) -> list[list[float]]:
+    """Let players go on for so long; return the seconds of the turns of each."""
+    begun = time.time()
+    time.sleep(seconds)
+    return [one.taken(begun) for one in players]
+
+
+def finish(players: Sequence[Player], what: str = "") -> dict[str, Any]:
+    """End the players; return the line that nothing was wrong."""
+    problems = end(list(players))
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return budget(f"{what}wrong bytes, failed cells and requests", len(problems), 0, "")
+
+
+# --------------------------------------------------------------------------- the cases
+
+
+def services(quick: bool) -> Case:
+    """Four services that each ask for 20 % of a card's memory and time."""
+    with place(quick) as here:
+        fifth = ["--compute", "20", "--attach", "hold"]
+        callers = [
+            Caller(here.service(f"svc{n}", 3.1, *fifth), 0.0, n, seconds=REQUEST) for n in range(4)
+        ]
+        start(callers[:1])
+        alone = observe(callers[:1], here.seconds(20))[0]
+        callers[0].pause = 0.2
+        apart = observe(callers[:1], here.seconds(20))[0]
+        for one in callers:
+            one.pause = 0.0
+        start(callers[1:])
+        full = observe(callers, here.seconds(40))
+        for one in callers:
+            one.pause = 0.2
+        time.sleep(1)
+        light = observe(callers, here.seconds(40))
+        moved = here.suspends()
+        lines = [finish(callers, "services: ")]
+    rate = len(alone) / here.seconds(20)
+    parts = [len(times) / here.seconds(40) / rate for times in full]
+    waits = [percentile(times, 99) for times in light]
+    return {
+        "alone": {"busy": summary(alone), "light": summary(apart), "requests_per_second": rate},
+        "part_of_alone_when_all_are_busy": parts,
+        "answers_when_all_are_busy": [summary(times) for times in full],
+        "answers_at_light_load": [summary(times) for times in light],
+        "budgets": [
+            *lines,
+            budget("services: suspends", moved, 0, ""),
+            budget(
+                "services: the least part of its throughput alone, all four busy",
+                min(parts), 0.20, "", at_least=True,
+            ),
+            budget(
+                "services: p99 of answers at a tenth of the load each, beyond alone, in turns",
+                (max(waits) - percentile(apart, 99)) / TURN, 3, "turns",
+            ),
+        ],
+    }  # fmt: skip
+
+
+def resident(quick: bool) -> Case:
+    """A service of 12 GiB that answers now and then, and a training that fits beside it or not."""
+    found: Case = {"budgets": []}
+    for memory, fits in ((3.0, True), (8.0, False)):
+        with place(quick) as here:
+            what = "resident, a task that fits: " if fits else "resident, a task that does not: "
+            options = ["--class", "interactive", "--attach", "hold" if fits else "lazy"]
+            caller = Caller(here.service("service", 12.0, *options), 0.5, 1, seconds=REQUEST)
+            start([caller])
+            alone = observe([caller], here.seconds(20))[0]
+            caller.pause = 0.5 if fits else here.seconds(25.0)
+            log = here.folder / "log"
+            size = state(memory)
+            task = here.program("task", memory, ["--class", "batch"], "train", str(log), str(size))
+            begun = time.time()
+            beside = observe([caller], here.seconds(40 if fits else 240))[0]
+            length = time.time() - begun
+            steps = sum(float(at) < begun + length for at in log.read_text().split())
+            moves, swap = here.suspends(), swap_seconds(here.client.journal(after=0))
+            lines = [finish([caller], what)]
+            wrong = task.result(stop=True)["wrong"]
+        lines.append(budget(f"{what}wrong bytes of the training", wrong, 0, "bytes"))
+        used = 0.05 * steps / length
+        if fits:
+            lines.append(budget(f"{what}suspends", moves, 0, ""))
+            extra = percentile(beside, 50) - percentile(alone, 50)
+            lines.append(budget(f"{what}answer p50 beyond alone", extra, 0.02, "s"))
+        else:
+            name = f"{what}longest answer, bound: a swap and 0.5 s"
+            lines.append(budget(name, max(beside), swap + 0.5, "s"))
+        least = 0.8 if fits else 0.4
+        lines.append(budget(f"{what}training's part of the time", used, least, "", at_least=True))
+        found["fits" if fits else "takes turns"] = {
+            "alone": summary(alone), "beside": summary(beside), "suspends": moves,
+            "swap_seconds": swap, "training_part": used,
+        }  # fmt: skip
+        found["budgets"] += lines
+    return found
+
+
+def production(quick: bool) -> Case:
+    """A production job that computes half of the time, and three that fill what it leaves."""
+    rounds, phase = (3, 2.0) if quick else (8, 4.0)
+    size = str(state(6))
+    job = ["--class", "interactive"], "job", size, str(rounds), str(phase)
+    with place(quick) as here:
+        alone = here.program("alone", 6.0, *job).result()
+        logs = [here.folder / f"log{n}" for n in range(3)]
+        fillers = [
+            here.program(
+                f"filler{n}", 3.0, ["--class", "batch", "--compute", "1"],
+                "train", str(log), str(state(3)),
+            )
+            for n, log in enumerate(logs)
+        ]  # fmt: skip
+        while not all(log.exists() and log.stat().st_size for log in logs):
+            time.sleep(0.1)
+        begun = time.time()
+        beside = here.program("beside", 6.0, *job).result()
+        steps = [float(at) for log in logs for at in log.read_text().split()]
+        ended = time.time()
+        moves = here.suspends()
+        wrong = [filler.result(stop=True)["wrong"] for filler in fillers]
+    seconds = [found["ended"] - found["begun"] for found in (alone, beside)]
+    wrong += [alone["wrong"], beside["wrong"]]
+    filled = 0.05 * sum(begun < at < ended for at in steps) / (ended - begun)
+    return {
+        "alone_seconds": seconds[0],
+        "beside_seconds": seconds[1],
+        "fillers_part_of_the_time": filled,
+        "suspends": moves,
+        "budgets": [
+            budget("production: wrong bytes", sum(wrong), 0, "bytes"),
+            budget("production: its time beside three others, against alone",
+                   seconds[1] / seconds[0], 1.05, "x"),
+            budget("production: what the others computed, of the time",
+                   filled, 0.4, "", at_least=True),
+        ],
+    }  # fmt: skip
+
+
+def people(quick: bool) -> Case:
+    """Two people who need 90 % of the card each; one begins when the other's cell ends."""
+    turns = 5 if quick else 20
+    with place(quick, idle_timeout=3600.0) as here:
+        slice_ = int(14.4 * GiB)
+        both = [
+            Notebook(0.0, n, size=state(14.4), seconds=0.3, memory=slice_, limit=slice_)
+            for n in range(2)
+        ]
+        for one in both:
+            one.prepare()
+        both[1].turn()
+        own = statistics.median(both[1].turn() for _ in range(3))
+        waits = [one.turn() - own for _ in range(turns) for one in both]
+        rows = here.client.journal(after=0)
+        lost = []
+        for one in both:
+            try:
+                one.finish()
+            except RuntimeError as error:
+                lost.append(str(error))
+    out = [row["seconds"] for row in rows if row["kind"] == "suspend"]
+    back = [row["detail"]["driver_seconds"] for row in rows if row["kind"] == "resume"]
+    move = statistics.median(out) + statistics.median(back)
+    # The first turns teach the pool how long these two think.
+    known = waits[4:]
+    return {
+        "move_seconds": move,
+        "cell_without_a_wait_seconds": own,
+        "waits_seconds": waits,
+        "budgets": [
+            budget("people: wrong bytes", len(lost), 0, ""),
+            budget("people: p50 of a cell's wait, in moves",
+                   percentile(known, 50) / move, 2.5, "moves"),
+            budget("people: longest wait, in moves", max(known) / move, 4, "moves"),
+        ],
+    }  # fmt: skip
+
+
+def flood(quick: bool) -> Case:
+    """One person whose many notebooks compute without a pause, and others who think."""
+    many, others = (12, 4) if quick else (50, 10)
+    me = [getpass.getuser()]
+    # Each person is a group here: there is one user.
+    names = ["flooder", *(f"person{n}" for n in range(others))]
+    groups = {name: {"users": me, "order": n} for n, name in enumerate(names)}
+
+    def notebook(name: str, pause: float, number: int) -> Notebook:
+        memory = 2 * GiB  # the card has room for seven
+        return Notebook(
+            pause, number, size=state(2), seconds=0.3,
+            memory=memory, limit=memory, group=name,
+        )  # fmt: skip
+
+    with place(quick, groups=groups, fair_share_half_life=300.0) as here:
+        calm = [notebook(name, 2.0, n) for n, name in enumerate(names[1:])]
+        start(calm)
+        before = [t for times in observe(calm, here.seconds(60)) for t in times]
+        crowd = [notebook("flooder", 0.0, 100 + n) for n in range(many)]
+        start(crowd)
+        during = [t for times in observe(calm, here.seconds(160)) for t in times]
+        swap = swap_seconds(here.client.journal(after=0))
+        lines = [finish([*calm, *crowd], "flood: ")]
+    bound = max(before) + SLICE + 2 * swap
+    return {
+        "notebooks": {"flooder": many, "others": others},
+        "waits_before": summary(before),
+        "waits_during": summary(during),
+        "cells_of_the_flooder": sum(len(one.times) for one in crowd),
+        "swap_seconds": swap,
+        "budgets": [
+            *lines,
+            budget("flood: p50 of the others' waits, beyond before",
+                   percentile(during, 50) - percentile(before, 50), 2 * swap, "s"),
+            budget("flood: p99 of the others' waits, bound: before, a time slice and two swaps",
+                   percentile(during, 99), bound, "s"),
+        ],
+    }  # fmt: skip
+
+
+CASES: dict[str, Callable[[bool], Case]] = {
+    one.__name__: one for one in (services, resident, production, people, flood)
+}
+
+
+def main(argv: Sequence[str] = ()) -> dict[str, Any]:
+    """Run the cases, and return the figures of each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="shorter, with fewer notebooks")
+    parser.add_argument("--case", choices=CASES, action="append", help="only this one")
+    options = parser.parse_args(argv)
+    found: dict[str, Any] = {"emulated": True, "budgets": []}
+    for name in options.case or CASES:
+        print(f"-- {name}", file=sys.stderr, flush=True)
+        result = CASES[name](options.quick)
+        lines = result.pop("budgets")
+        print(table(lines), file=sys.stderr, flush=True)
+        found["budgets"] += lines
+        found[name] = {"asked": CASES[name].__doc__, **result}
+    return found
+
+
+if __name__ == "__main__":
+    json.dump(main(sys.argv[1:]), sys.stdout, indent=2)
+    print()

@@ -1,0 +1,122 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The GPU work of the scenarios, for cells and for programs under ``jupyter gpupool run``.
+
+``python -m benchmarks.workload serve SOCKET BYTES`` is an inference service: a line of JSON with
+the seconds that the device computes for it, a line back. ``train LOG BYTES`` computes in steps
+until SIGTERM and appends a line to LOG for each. ``job BYTES ROUNDS SECONDS`` waits and computes in
+turns. The last two print a JSON object with the number of wrong bytes. Computing is a kernel of so
+many seconds: it takes the emulated device that long, and no processor.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from benchmarks.gpu.raw import Raw
+
+#: Seconds of a kernel launch, and of a training step.
+LAUNCH, STEP = 0.02, 0.05
+
+#: The state of a training changes after so many steps.
+CHANGE = 20
+
+
+class Work(Raw):
+    """A state of ``size`` bytes on the device, all of them written."""
+
+    def __init__(self, size: int, first: int = 7) -> None:
+        super().__init__()
+        self.first = first
+        self.put("state", size, first)
+
+    def compute(self, seconds: float) -> None:
+        """Occupy the device for so long, in short kernels that follow each other."""
+        left = seconds
+        while left > 1e-6:
+            self.spin(min(LAUNCH, left))
+            self.sync()
+            left -= LAUNCH
+
+    def change(self) -> None:
+        """Add 1 to every word of the state."""
+        self.add("state", 1)
+        self.first += 1
+
+    def whole(self) -> bool:
+        """Return whether the state is right, by its sum and samples."""
+        return self.check("state", self.first)
+
+    def lost(self) -> int:
+        """Return the number of wrong bytes of the state; reads all of it."""
+        return self.wrong("state", self.first)
+
+
+def serve(path: str, size: int) -> None:
+    """Answer requests until the process is ended."""
+    work = Work(size)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        while True:
+            peer, _ = listener.accept()
+            with peer, peer.makefile("rw") as lines:
+                for line in lines:
+                    print(json.dumps(answer(work, json.loads(line))), file=lines)
+                    lines.flush()
+
+
+def answer(work: Work, request: dict[str, Any]) -> dict[str, Any]:
+    """Serve one request: compute, and check the state by samples or, with ``check``, all of it."""
+    work.compute(request.get("seconds", 0.0))
+    if request.get("check"):
+        return {"wrong": work.lost()}
+    return {"right": work.whole() if request.get("sum") else True}
+
+
+def train(log: str, size: int) -> dict[str, Any]:
+    """Compute until SIGTERM; return the steps and the number of wrong bytes."""
+    ended: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+    work, steps = Work(size), 0
+    with open(log, "a", buffering=1, encoding="ascii") as file:
+        while not ended:
+            work.spin(STEP)
+            work.sync()
+            steps += 1
+            if steps % CHANGE == 0:
+                work.change()
+            file.write(f"{time.time():.3f}\n")
+    return {"steps": steps, "wrong": work.lost()}
+
+
+def job(size: int, rounds: int, seconds: float) -> dict[str, Any]:
+    """Wait and compute in turns, each for so long; return begin, end and wrong bytes."""
+    begun = time.monotonic()
+    work = Work(size)
+    for _ in range(rounds):
+        time.sleep(seconds)
+        work.compute(seconds)
+        work.change()
+    ended = time.monotonic()
+    return {"begun": begun, "ended": ended, "wrong": work.lost()}
+
+
+def main(argv: list[str]) -> None:
+    """Run one role."""
+    role, *rest = argv
+    if role == "serve":
+        serve(rest[0], int(rest[1]))
+    elif role == "train":
+        print(json.dumps(train(rest[0], int(rest[1]))))
+    else:
+        print(json.dumps(job(int(rest[0]), int(rest[1]), float(rest[2]))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,220 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Why a session waits, or may lose what it has, in lines for its owner.
+
+``jupyter gpupool why``, ``%gpu why``, the server and JupyterLab all show these lines. Sessions of
+other users are told by size and class, never by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Iterable
+
+from ..units import format_bytes, format_seconds
+from .explain import Explanation, HeldLease, Standing, explain
+from .facts import Facts, Session
+from .schedule import Plan
+from .words import eta
+
+#: Leases of other users that are told one by one; the rest is summed up.
+MOST_TOLD = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An explanation as data and in words: one sentence per line, the most important first."""
+
+    found: Explanation
+    #: The seconds that a waiting session will probably wait; None without evidence.
+    eta: float | None
+    #: What it has or waits for, who holds what it needs, what would change that.
+    lines: tuple[str, ...]
+    #: Guarantees, shares and budgets of its owner and groups; () where there are none.
+    standing: tuple[str, ...]
+
+
+def told(facts: Facts, plan: Plan, s: Session) -> Told:
+    """Return :func:`~.explain.explain` with its lines for the owner of ``s``."""
+    found = explain(facts, plan, s)
+    left = None if found.position is None else eta(facts, plan, s, found.position)
+    lines = [*_state_lines(facts, plan, s, found, left)]
+    if found.reason is not None:
+        lines += _holder_lines(facts, found)
+        lines += _change_lines(facts, found)
+    elif s.lease.slices:
+        lines += _exposed_lines(facts, s, found)
+    return Told(found, left, tuple(lines), tuple(standing_lines(found.standing, facts.now)))
+
+
+def _state_lines(
+    facts: Facts, plan: Plan, s: Session, found: Explanation, left: float | None
+) -> Iterable[str]:
+    sizes = ", ".join(f"{format_bytes(x.bytes)} on {_gpu(facts, x.device)}" for x in s.lease.slices)
+    if found.position is not None:
+        rank = f"It is {_ordinal(found.position)} of {len(plan.queue)} in the queue"
+        yield f"{rank}: {found.text}."
+        if left is not None:
+            yield f"It will probably wait about {format_seconds(max(1.0, left))}."
+        if found.standing.entitled:
+            yield (
+                f"Its group {found.standing.entitled[0]} is guaranteed what it asks for, so it "
+                "goes before all kernels without a guarantee."
+            )
+        yield from _ahead_lines(facts, s, found)
+    elif found.reason is not None:
+        yield f"It has {sizes} and asks for more that is guaranteed to it; that must wait."
+    elif s.lease.slices:
+        use = {"active": "uses", "idle": "keeps, without using it,"}.get(s.state, "has")
+        yield f"It {use} {sizes}." + (f" {found.text}" if found.text else "")
+    else:
+        yield "It has no slice and waits for none."
+
+
+def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
+    """Yield how many sessions of which class are ahead in the queue."""
+    ahead = [facts.sessions[name] for name in found.ahead]
+    if not ahead:
+        return
+    classes = Counter(w.request.priority for w in ahead)
+    mine = sum(1 for w in ahead if w.owner.name == s.owner.name)
+    if len(ahead) == 1:
+        whose = "kernel of yours" if mine else "kernel"
+        yield f"Ahead of it is 1 {whose}, of class {ahead[0].request.priority}."
+        return
+    counts = ", ".join(f"{count} of class {name}" for name, count in sorted(classes.items()))
+    whose = f"; {mine} of them {'is' if mine == 1 else 'are'} yours" if mine else ""
+    yield f"Ahead of it are {len(ahead)} kernels: {counts}{whose}."
+
+
+def _holder_lines(facts: Facts, found: Explanation) -> Iterable[str]:
+    others = 0
+    for h in found.holders:
+        if not h.own:
+            others += 1
+            if others > MOST_TOLD:
+                continue
+        who = f"Your kernel {h.label or h.session}" if h.own else "A kernel of another user"
+        use = {"busy": "uses", "idle": "keeps", "leaving": "is giving back"}[h.use]
+        what = f"{who} (class {h.priority}) {use} {format_bytes(h.bytes)} on "
+        yield what + f"{_gpu(facts, h.device)}{_taken(facts, h)}."
+    if others > MOST_TOLD:
+        yield f"So do {others - MOST_TOLD} more kernels of other users."
+
+
+def _taken(facts: Facts, h: HeldLease) -> str:
+    """Return from when on the waiting session may preempt a lease, as the end of a sentence."""
+    if h.use == "leaving":
+        return ""
+    if h.covered:
+        return "; a guarantee of its group covers it"
+    times = [at for at in (h.yields_at, h.rule_at) if at is not None]
+    if not times or min(times) == math.inf:
+        return "; no rule lets this kernel take it"
+    at = min(times)
+    rule = f" ({_RULE_WORDS[h.rule]})" if h.rule and at == h.rule_at else ""
+    enough = ", if that makes enough room" if at <= facts.now else ""
+    return f"; this kernel may take it {_when(at, facts.now)}{rule}{enough}"
+
+
+_RULE_WORDS = {
+    "burst": "it has more than it is guaranteed",
+    "guarantee": "by the guarantee of your group",
+    "budget": "its GPU-seconds of today are used up",
+    "class": "its class is lower",
+    "turns": "its turn is over then",
+}
+
+
+def _change_lines(facts: Facts, found: Explanation) -> Iterable[str]:
+    words = [_CHANGE_WORDS[name] for name in found.changes if name in _CHANGE_WORDS]
+    if words:
+        yield f"It goes on when {' or '.join(words)}."
+    if found.changes_at is not None:
+        yield f"The earliest change by time alone comes {_when(found.changes_at, facts.now)}."
+
+
+_CHANGE_WORDS = {
+    "suspend-ends": "the suspend under way is done",
+    "lease-ends": "another kernel stops using its GPU",
+    "own-lease-ends": "another kernel of yours gives its slice back",
+    "group-lease-ends": "another kernel of the group gives its slice back",
+    "head-is-served": "the first of the queue has its slice",
+    "host-memory": "host memory becomes free",
+    "device-returns": "the GPU is back in service",
+    "outside-use-ends": "programs outside the pool free their memory",
+    "budget-renews": "there are GPU-seconds again",
+    "settings": "the schedule or the administrator lets its class run",
+}
+
+
+def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
+    """Yield what a holder is above or below, and who may take its lease."""
+    if s.id in facts.grown:
+        most = format_bytes(s.request.memory)
+        yield f"Only {most} of that is guaranteed to it; what is beyond goes first."
+    if found.claims:
+        rule, at, _ = min(found.claims, key=lambda claim: claim[1])
+        yield f"A waiting kernel may take it {_when(at, facts.now)}: {_CLAIM_WORDS[rule]}."
+    elif found.takers and s.state == "idle" and found.taken_from is not None:
+        if found.taken_from < math.inf:
+            yield f"A waiting kernel may take it {_when(found.taken_from, facts.now)}: it is idle."
+    elif found.takers:
+        yield "Other kernels wait for this GPU, and no rule lets them take this slice."
+    elif s.state == "idle" and found.taken_from is not None and found.taken_from < math.inf:
+        yield (
+            "No kernel waits for this GPU. One that does may take the slice "
+            f"{_when(found.taken_from, facts.now)}, while it is idle."
+        )
+    else:
+        yield "No kernel waits for this GPU."
+
+
+_CLAIM_WORDS = {
+    "burst": "it has grown beyond what it is guaranteed",
+    "guarantee": "the other one's group is guaranteed it",
+    "budget": "the GPU-seconds of today of this one are used up",
+    "class": "the other one's class is higher",
+    "turns": "its time slice is over, and the other one has used less for its weight",
+}
+
+
+def standing_lines(found: Standing, now: float) -> Iterable[str]:
+    """Yield what guarantees, shares and daily budgets an owner and its groups have at ``now``."""
+    if found.groups:
+        *outer, inner = found.groups
+        yield f"Your group is {inner}" + (f", a part of {outer[-1]}." if outer else ".")
+    for name, held, guaranteed in found.guarantees:
+        where = "below" if held < guaranteed else "above" if held > guaranteed else "just"
+        size = format_bytes(guaranteed)
+        yield f"Group {name} has {format_bytes(held)}, {where} the {size} that is guaranteed to it."
+    whole = "the pool"
+    for name, used, due in found.shares:
+        group = name.startswith("group ")
+        who, whose = (f"G{name[1:]} has", "its") if group else ("You have", "your")
+        if due < 1:
+            yield f"{who} {used:.0%} of the usage of {whole}; {whose} fair share is {due:.0%}."
+        whole = name
+    for budget in found.budgets:
+        whose = f"Group {budget.group} has" if budget.group else "You have"
+        left = max(0.0, budget.daily.seconds - budget.used)
+        line = f"{whose} {left:.0f} of {budget.daily.seconds:.0f} GPU-seconds left today"
+        if budget.until < math.inf:
+            what = "there are more" if budget.spent else "as things are, they are used up"
+            line += f"; {what} {_when(budget.until, now)}"
+        yield f"{line}."
+
+
+def _gpu(facts: Facts, uuid: str) -> str:
+    return f"GPU {facts.devices[uuid].device.index}"
+
+
+def _when(at: float, now: float) -> str:
+    return "now" if at <= now else f"in {format_seconds(at - now)}"
+
+
+def _ordinal(number: int) -> str:
+    teen = 10 < number % 100 < 20
+    return f"{number}{'th' if teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
