@@ -324,7 +324,8 @@ class Room:
         self.expect = self.avail + ledger.incoming
         self.promised = 0
         self.leases: list[tuple[Session, int]] = []
-        #: The leases that some session may preempt, and their bytes in all.
+        #: The leases that some session may preempt, and their bytes in all; see
+        #: :attr:`Draft.offers_known`.
         self.candidates: list[tuple[Session, int]] = []
         self.offered = 0
 
@@ -397,6 +398,8 @@ class Draft:
     promises: dict[str, Promise] = field(default_factory=dict)
     #: Sessions that this plan attaches or lets grow: no session has two parts in one plan.
     settled: set[str] = field(default_factory=set)
+    #: Whether the rooms have their leases that some session may preempt.
+    offers_known: bool = False
     _usage: dict[str, OwnerUsage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

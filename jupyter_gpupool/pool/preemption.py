@@ -157,6 +157,8 @@ class Trial:
         self.draft = draft
         self.asker = asker
         self.facts = draft.facts
+        if not draft.offers_known:
+            _find_offers(draft)
         #: Host bytes available for the victims' state.
         self.host = host
         self.chosen: list[Session] = []
@@ -323,6 +325,21 @@ class Trial:
             for v in self.facts.leases_of(self.asker.owner.name)
             if candidate(v, self.facts) and (tier := self.tier(v)) is not None
         ]
+
+
+def _find_offers(draft: Draft) -> None:
+    """Note in each room the leases that some session may preempt now.
+
+    Only a session that finds no free memory needs them. They follow from the facts alone, which do
+    not change during a pass, so it does not matter when the pass notes them.
+    """
+    draft.offers_known = True
+    for v in draft.facts.leased.values():
+        if candidate(v, draft.facts):
+            for x in v.lease.slices:
+                room = draft.rooms[x.device]
+                room.candidates.append((v, x.bytes))
+                room.offered += x.bytes
 
 
 def _offer(room: Room) -> tuple[int, int]:

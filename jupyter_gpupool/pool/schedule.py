@@ -65,7 +65,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Iterable
+from typing import Iterable, Iterator
 
 from .facts import Facts, Session
 from .model import FOR_MEMORY, FOR_QUOTA, Charge, Reason, Slice
@@ -76,8 +76,6 @@ from .preemption import (
     asker_kind,
     attempt,
     blocked_as,
-    candidate,
-    leaves_at,
     paused,
     reservation,
     score,
@@ -189,9 +187,26 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
 def plan(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
     """Return what to do now. ``before`` is the last plan; host memory is short for ``relieve``.
 
-    Changes nothing.
+    Changes nothing. If no session wants anything, host memory is not short and no idle lease's time
+    is over, the plan is empty without a pass: a pass keeps promises and reservations only for
+    sessions in the order, which is empty, and each of its other steps loops over the order, over
+    ``relieve`` or over the idle leases whose time is over. (Most events of a cell are like that.)
     """
+    if not (facts.waiting or facts.short or relieve or any(_overdue(facts))):
+        return Plan()
+    return whole_pass(facts, before, relieve)
+
+
+def whole_pass(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
+    """Return the plan of :func:`plan`, always with a pass."""
     return _Pass(facts, before).run(relieve)
+
+
+def _overdue(facts: Facts) -> Iterator[Session]:
+    """Yield the idle sessions whose time is over."""
+    for s in facts.leased.values():
+        if s.state == "idle" and times(s, facts)[1] <= facts.now:
+            yield s
 
 
 def outlook(facts: Facts, before: Plan, but: str = "") -> Draft:
@@ -222,12 +237,6 @@ class _Pass:
         self.oldest = min((p.made for p in before.promises.values()), default=facts.arrivals)
         #: Requests that found nothing behind the head, by kind of request; see :meth:`_hopeless`.
         self.failed: dict[object, list[tuple[int, int, Reason]]] = {}
-        for s in facts.leased.values():
-            if candidate(s, facts):
-                for x in s.lease.slices:
-                    room = self.draft.rooms[x.device]
-                    room.candidates.append((s, x.bytes))
-                    room.offered += x.bytes
         if before.promises:
             self._keep_promises(but)
         held = before.reservation
@@ -287,9 +296,7 @@ class _Pass:
     def _leave(self) -> None:
         """2. Suspend idle leases whose time is over, as far as host memory has room."""
         facts, draft = self.facts, self.draft
-        for s in facts.leased.values():
-            if s.state != "idle" or leaves_at(s, facts) > facts.now:
-                continue
+        for s in _overdue(facts):
             room = draft.host_left([x.device for x in s.lease.slices])
             if draft.host_fits([s], room):
                 self._suspend(s, paused(s, facts) or ("release" if s.release_asked else "idle"))
