@@ -24,15 +24,15 @@ from .world import World
 #: The methods of a pool that only answer, and their arguments: none, sessions, devices or a time.
 QUERIES: dict[str, Callable[[Pool], Iterable[tuple[Any, ...]]]] = {
     **dict.fromkeys(
-        ["next_wakeup", "devices", "suspended", "records", "self_check"],
+        ["next_wakeup", "devices", "device_views", "leases", "suspended", "records", "self_check"],
         lambda _pool: [()],
     ),
     **dict.fromkeys(
-        ["__contains__", "record", "preferred", "growable", "story", "explain"],
+        ["__contains__", "record", "request", "preferred", "growable", "story", "explain"],
         lambda pool: [(name,) for name in (*[r.id for r in pool.records()], "nobody")],
     ),
     **dict.fromkeys(
-        ["device", "headroom", "leases"],
+        ["device", "headroom"],
         lambda pool: [(uuid,) for uuid in (*[d.uuid for d in pool.devices()], "GPU-none", "")],
     ),
     "view": lambda _pool: [(0.0,), (10.0**6,)],

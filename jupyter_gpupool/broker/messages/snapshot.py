@@ -13,12 +13,12 @@ import asyncio
 import json
 import os
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 from ... import __version__, cgroups
 from ...devices import Devices
 from ...pool.limits import most_devices, most_memory
-from ...pool.model import DeviceView, Owner, PoolView, SessionRecord, SessionView
+from ...pool.model import DeviceView, Owner, PoolSettings, SessionRecord, SessionView
 from ...protocol import VERSION
 from ..configuration import Configuration
 from ..core import Core
@@ -59,13 +59,10 @@ class Snapshots:
 
     def limits(self, owner: Owner) -> dict[str, Any]:
         """Return a session's limits for ``owner``: ``memory`` per device, number of ``devices``."""
-        return self._limits(owner, self._core.recent_view())
-
-    def _limits(self, owner: Owner, view: PoolView) -> dict[str, Any]:
-        settings = view.settings
+        settings, devices = self._core.pool.settings, self._core.pool.device_views()
         return {
-            "memory": MostMemory(view).of(owner, 1),
-            "devices": most_devices(owner, settings, len(view.devices)),
+            "memory": MostMemory(settings, devices).of(owner, 1),
+            "devices": most_devices(owner, settings, len(devices)),
             "max_wait": settings.max_wait,
             "priorities": sorted(settings.priority_classes),
         }
@@ -85,7 +82,7 @@ class Snapshots:
     def status(self, peer: Peer) -> dict[str, Any]:
         """Return the snapshot as ``peer`` may see it, without :meth:`broker`."""
         view = self._core.view()
-        settings, most = view.settings, MostMemory(view)
+        settings, most = view.settings, MostMemory(view.settings, view.devices)
         attach, attach_reason = self._setup.attach
         emulate = self._configuration.settings.emulate
         return {
@@ -98,7 +95,7 @@ class Snapshots:
             "problem": self._no_device,
             "driver_warning": self._service.hazard,
             "limited": self._service.limit,
-            "limits": self._limits(owner_of(peer.uid), view),
+            "limits": self.limits(owner_of(peer.uid)),
             "devices": [self._device(v) for v in view.devices],
             "sessions": [
                 self._session(v, view.now, peer, most)
@@ -258,12 +255,12 @@ class Snapshots:
 
 
 class MostMemory:
-    """The most that sessions may ask for on each device, by one view's rules; computed once."""
+    """The most that sessions may ask for on each device; computed once for equal requests."""
 
-    def __init__(self, view: PoolView) -> None:
-        self._settings = view.settings
-        self._capacities = sorted((v.capacity for v in view.devices if v.capacity), reverse=True)
-        self._suspends = any(v.device.can_suspend for v in view.devices)
+    def __init__(self, settings: PoolSettings, devices: Sequence[DeviceView]) -> None:
+        self._settings = settings
+        self._capacities = sorted((v.capacity for v in devices if v.capacity), reverse=True)
+        self._suspends = any(v.device.can_suspend for v in devices)
         self._known: dict[tuple[str, int], int | None] = {}
 
     def of(self, owner: Owner, devices: int) -> int | None:
