@@ -179,7 +179,10 @@ def picture(pool: Pool) -> str:
         parts.append(
             f'<text x="16" y="{y + 21}" font-weight="600" fill="#202124">GPU {at}, 16 GiB</text>'
         )
-        for name, size in pool.leases(uuid).items():
+        for name, (slices, _) in pool.leases().items():
+            size = sum(piece.bytes for piece in slices if piece.device == uuid)
+            if not size:
+                continue
             leaves = pool.record(name).state == "detaching"
             text = f"{name}: {gib(size)}" + (", is suspended" if leaves else "")
             x = box(x, y, size, text, "leaves" if leaves else "busy")

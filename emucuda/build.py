@@ -78,7 +78,7 @@ def compile(  # noqa: A001 - the name that package builds and tests call
     """
     flags = [*compiler(), *_FLAGS, *(["-Werror"] if strict else [])]
     if sanitize:
-        flags += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"]
+        flags += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-O1"]
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
     directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY)

@@ -26,9 +26,6 @@ from .store.records import journaled, slices_to_json
 #: pool takes no slice before the session's agent has had time to reconnect (see ``recovery``).
 FLUSH_AFTER = 0.25
 
-#: Seconds for which one view serves new kernels: a hundred may start at the same time.
-VIEW_LASTS = 0.5
-
 #: Receives an answer: (refusal or None, note for people).
 Reply = Callable[[Refusal | None, str], None]
 
@@ -87,7 +84,6 @@ class Core:
         self._flush: asyncio.TimerHandle | None = None
         self._rows = RowBudget()
         self._readers: list[RowReader] = []
-        self._view: PoolView | None = None
         self._stopped = False
 
     # ------------------------------------------------------------------ the pool
@@ -99,14 +95,6 @@ class Core:
     def view(self) -> PoolView:
         """Return the pool as it is now: reads all sessions."""
         return self.pool.view(self.now())
-
-    def recent_view(self) -> PoolView:
-        """Return a view that may be VIEW_LASTS seconds old."""
-        view = self._view
-        stale = view is None or self.now() - view.now > VIEW_LASTS
-        if view is None or stale or view.settings is not self.pool.settings:
-            view = self._view = self.view()
-        return view
 
     def expect(self, rid: str, reply: Reply) -> None:
         """Call ``reply`` when the pool answers ``rid``."""

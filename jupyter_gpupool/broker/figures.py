@@ -106,7 +106,7 @@ class Figures:
         self.registry.register(self._accounts)
         ProcessCollector(namespace=f"{PREFIX}broker", registry=self.registry)
         # Each series begins at 0: without that, rates miss the first event.
-        for view in core.pool.view(core.now()).devices:
+        for view in core.pool.device_views():
             uuid = view.device.uuid
             for family in (*self.durations.all, self.resumes, self.migrations):
                 family.labels(uuid)
@@ -219,7 +219,7 @@ class Attached:
         #: By session: since when it has its slices, and on which devices.
         self._open: dict[str, tuple[float, tuple[str, ...]]] = {}
         now = core.now()
-        for view in core.pool.view(now).devices:
+        for view in core.pool.device_views():
             self._done[view.device.uuid] = 0.0
         for session in core.busy:
             self._look(session, now)

@@ -166,10 +166,11 @@ class Pressure:
         """Check once for each requested size whether the session could be suspended at all."""
         todo: list[tuple[LiveSession, ProcessId, int]] = []
         for name in self._core.busy:
-            session, record = self._core.sessions.find(name), self._core.record(name)
-            if session is None or record is None or session.process is None:
+            session = self._core.sessions.find(name)
+            if session is None or session.process is None or name not in self._core.pool:
                 continue
-            size = record.request.memory * record.request.devices
+            request = self._core.pool.request(name)
+            size = request.memory * request.devices
             if self._checked.get(name) != size:
                 self._checked[name] = size
                 todo.append((session, session.process, size))

@@ -129,7 +129,7 @@ def compile(  # noqa: A001 - the name that the package build and the tests call
     """
     command = [*compiler(), *_FLAGS, *(["-Werror"] if strict else [])]
     if sanitize:
-        command += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"]
+        command += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-O1"]
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
     directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY)

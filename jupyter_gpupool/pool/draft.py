@@ -45,7 +45,8 @@ class Room:
         self.expect = self.avail + ledger.incoming
         self.promised = 0
         self.leases: list[tuple[Session, int]] = []
-        #: The leases that some session may preempt, and their bytes in all.
+        #: The leases that some session may preempt, and their bytes in all; see
+        #: :attr:`Draft.offers_known`.
         self.candidates: list[tuple[Session, int]] = []
         self.offered = 0
 
@@ -121,6 +122,9 @@ class Draft:
     settled: set[str] = field(default_factory=set)
     #: Bytes by group that this plan suspends.
     going: dict[str, int] = field(default_factory=dict)
+    #: Whether the rooms have their leases that some session may preempt, and whether one is in use.
+    offers_known: bool = False
+    offers_in_use: bool = False
     _usage: dict[str, OwnerUsage] = field(default_factory=dict)
     #: Bytes by group with a cap.
     _groups: dict[str, int] = field(default_factory=dict)

@@ -167,6 +167,8 @@ class Trial:
         self.draft = draft
         self.asker = asker
         self.facts = draft.facts
+        if not draft.offers_known:
+            _find_offers(draft)
         #: Host bytes available for the victims' state.
         self.host = host
         self.chosen: list[Session] = []
@@ -345,6 +347,30 @@ class Trial:
             for v in self.draft.sharing(self.asker.owner)
             if candidate(v, self.facts) is not None and (tier := self.tier(v)) is not None
         ]
+
+
+def leases_in_use(draft: Draft) -> bool:
+    """Return whether a lease in use may be preempted for some session."""
+    if not draft.offers_known:
+        _find_offers(draft)
+    return draft.offers_in_use
+
+
+def _find_offers(draft: Draft) -> None:
+    """Note in each room the leases that some session may preempt now.
+
+    Only a session that finds no free memory needs them. They follow from the facts alone, which do
+    not change during a pass, so it does not matter when the pass notes them.
+    """
+    draft.offers_known = True
+    for v in draft.facts.leased.values():
+        tier = candidate(v, draft.facts)
+        if tier is not None:
+            draft.offers_in_use = draft.offers_in_use or tier > 0
+            for x in v.lease.slices:
+                room = draft.rooms[x.device]
+                room.candidates.append((v, x.bytes))
+                room.offered += x.bytes
 
 
 def _offer(room: Room) -> tuple[int, int]:

@@ -71,7 +71,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Iterable
+from typing import Iterable, Iterator
 
 from ..states import ATTACHED
 from .draft import Draft, Promise, Reservation
@@ -84,8 +84,7 @@ from .preemption import (
     asker_kind,
     attempt,
     blocked_as,
-    candidate,
-    leaves_at,
+    leases_in_use,
     not_before,
     paused,
     reservation,
@@ -225,7 +224,7 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
         found.append(s.retry_at)
         if most is not None:
             found.append(math.inf if s.preempted else s.queued_at + most)
-    if facts.tree.stops or facts.settings.classes_allowed is not None:
+    if facts.stops:
         shares = Shares(facts)
         found += (stops_at(s, facts) for s in facts.leased.values() if stopped(s, shares))
     if facts.tree.budgeted:
@@ -243,9 +242,27 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
 def plan(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
     """Return what to do now. ``before`` is the last plan; host memory is short for ``relieve``.
 
-    Changes nothing.
+    Changes nothing. If no session wants anything, host memory is not short, no rule stops running
+    sessions and no idle lease's time is over, the plan is empty without a pass: a pass keeps
+    promises and reservations only for sessions in the order, which is empty, and each of its other
+    steps loops over the order, over ``relieve``, over the sessions that must not run or over the
+    idle leases whose time is over. (Most events of a cell are like that.)
     """
+    if not (facts.waiting or facts.short or relieve or facts.stops or any(_overdue(facts))):
+        return Plan()
+    return whole_pass(facts, before, relieve)
+
+
+def whole_pass(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
+    """Return the plan of :func:`plan`, always with a pass."""
     return _Pass(facts, before).run(relieve)
+
+
+def _overdue(facts: Facts) -> Iterator[Session]:
+    """Yield the idle sessions whose time is over."""
+    for s in facts.leased.values():
+        if s.state == "idle" and times(s, facts)[1] <= facts.now:
+            yield s
 
 
 def outlook(facts: Facts, before: Plan, but: str = "") -> Draft:
@@ -273,8 +290,6 @@ class _Pass:
         self.plan = Plan(everybody, [s for s in everybody if s.state == "queued"])
         self.turn = {s.id: at for at, s in enumerate(everybody)}
         self.draft = Draft(facts, self.shares)
-        #: A lease in use may be preempted for some session.
-        self.in_use = False
         owners = {(s.owner.name, s.owner.group) for s in everybody}
         if len(owners) > 1 or (owners and facts.settings.preempt):
             self.plan.contended = self.shares.fair
@@ -282,14 +297,6 @@ class _Pass:
         self.oldest = min((p.made for p in before.promises.values()), default=facts.arrivals)
         #: Requests that found nothing behind the head, by kind of request; see :meth:`_hopeless`.
         self.failed: dict[object, list[tuple[int, int, float, Reason]]] = {}
-        for s in facts.leased.values():
-            tier = candidate(s, facts)
-            if tier is not None:
-                self.in_use = self.in_use or tier > 0
-                for x in s.lease.slices:
-                    room = self.draft.rooms[x.device]
-                    room.candidates.append((s, x.bytes))
-                    room.offered += x.bytes
         if before.promises:
             self._keep_promises(but)
         held = before.reservation
@@ -349,12 +356,12 @@ class _Pass:
     def _leave(self) -> None:
         """2. Suspend idle leases whose time is over, as far as host memory has room."""
         facts, draft = self.facts, self.draft
-        stops = facts.tree.stops or facts.settings.classes_allowed is not None
-        for s in facts.leased.values():
-            why = stopped(s, self.shares) if stops else ""
-            if why and self._stop(s, why):
-                continue
-            if s.state != "idle" or leaves_at(s, facts) > facts.now:
+        if facts.stops:
+            for s in facts.leased.values():
+                if why := stopped(s, self.shares):
+                    self._stop(s, why)
+        for s in _overdue(facts):
+            if s.id in draft.leaving:
                 continue
             room = draft.host_left([x.device for x in s.lease.slices])
             if draft.host_fits([s], room):
@@ -497,7 +504,7 @@ class _Pass:
         return [name for name in self._behind(s) if promises[name].made < number]
 
     def _kind(self, s: Session) -> object:
-        return asker_kind(s, self.shares, in_use=self.in_use)
+        return asker_kind(s, self.shares, in_use=leases_in_use(self.draft))
 
     def _hopeless(self, s: Session, found: Asking) -> Reason | None:
         """Return why ``s`` is blocked if an earlier, no larger request found nothing; else None.

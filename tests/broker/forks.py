@@ -34,9 +34,9 @@ from inspect import signature
 from pathlib import Path
 from unittest.mock import patch
 
-from emucuda import library_dir
 from jupyter_gpupool import starting
 from jupyter_gpupool.devices import child
+from tests.emulated import library_dir
 
 ROOT = Path(__file__).parents[2]
 

@@ -421,3 +421,20 @@ def test_deleted_journal_is_written_again(folder):
     assert after.records() == {"s": {"a": 1}}
     assert (after.meta("boot"), after.seq) == ("b", 2)
     after.close()
+
+
+def test_log_is_written_over_without_being_truncated(folder):
+    """To truncate the log, and to sync it afterwards, takes milliseconds of the event loop."""
+    path = folder / "journal.sqlite"
+    journal = Journal(path, LOG)
+    log, sizes = Path(f"{path}-wal"), []
+    for n in range(1500):
+        journal.append(Row(time=n, kind="open", session=f"s{n}", owner="ann", reason="x" * 900))
+        journal.put(f"s{n % 50}", {"record": "x" * 2000})
+        assert journal.commit()
+        if n % 300 == 299:
+            journal.tidy()  # the next commit begins the log again
+        sizes.append(log.stat().st_size)
+    assert sizes == sorted(sizes)
+    assert sizes[-1] < module.MAX_LOG
+    journal.close()

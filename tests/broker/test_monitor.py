@@ -165,6 +165,34 @@ def test_sample_is_attributed_by_the_brokers_accounts(monkeypatch, used, listed,
     assert (found.foreign, found.footprints, found.shown) == want
 
 
+def test_long_samples_leave_the_loop_to_others_for_longer():
+    """While leases change all the time, samples take at most a quarter of the time."""
+    took, ends = 0.1, []
+
+    async def run():
+        runner = Core()
+        runner.sessions = ("a",)
+        monitor, enough = a_monitor(runner), asyncio.Event()
+        begins = []
+
+        async def slow():
+            begins.append(asyncio.get_running_loop().time())
+            await asyncio.sleep(took)
+            ends.append(asyncio.get_running_loop().time())
+            runner.changed.set()
+            if len(ends) == 4:
+                enough.set()
+
+        monitor.look = slow
+        monitor.start()
+        await asyncio.wait_for(enough.wait(), 60)
+        await monitor.close()
+        return [begin - end for end, begin in zip(ends, begins[1:], strict=False)]
+
+    # On a busy machine they only become longer.
+    assert min(asyncio.run(run())) >= monitoring.BREATH * took * 0.95
+
+
 def test_restore_needs_room_for_all_of_its_state():
     """A restore with less room fails and costs the process."""
     pool = Pool(PoolSettings(resume_headroom=GiB))

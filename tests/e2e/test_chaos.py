@@ -33,7 +33,9 @@ from .kit import LOOK, MiB, Sampler, command_of, reap, until
 
 MACHINE = "2x640MiB,context=32MiB"
 NOTEBOOKS = 5
-DATA = 96
+
+#: MiB that each notebook has on its device, in the short and in the long form.
+SMALL, LARGE = 24, 96
 
 #: Two fit on a device, so four of the five, or three beside a victim.
 SLICE = 256 * MiB
@@ -64,8 +66,8 @@ POLICIES = {
 class Notebook:
     """A notebook that no kill may disturb: it works until told to stop, and counts its checks."""
 
-    def __init__(self, pool, number, rng):
-        self.pool, self.number, self.rng = pool, number, rng
+    def __init__(self, pool, number, rng, data):
+        self.pool, self.number, self.rng, self.data = pool, number, rng, data
         self.attach = pool.config["attach"]
         self.kernel = None
         self.checks = 0
@@ -77,7 +79,7 @@ class Notebook:
     async def start(self):
         self.kernel = await self.pool.kernel(f"notebook {self.number}", memory=SLICE)
         self.pid = self.kernel.pid
-        (await self.kernel.run(cells.setup(self.number + 1, DATA))).check()
+        (await self.kernel.run(cells.setup(self.number + 1, self.data))).check()
         return self
 
     async def work(self):
@@ -127,8 +129,8 @@ class Notebook:
 
 
 class Chaos:
-    def __init__(self, pool, seed):
-        self.pool, self.rng = pool, random.Random(seed)
+    def __init__(self, pool, seed, data):
+        self.pool, self.rng, self.data = pool, random.Random(seed), data
         self.round = 0
         self.figures = {}
 
@@ -137,7 +139,7 @@ class Chaos:
     async def begin(self):
         self.notebooks = await asyncio.gather(
             *(
-                Notebook(self.pool, i, random.Random(self.rng.random())).start()
+                Notebook(self.pool, i, random.Random(self.rng.random()), self.data).start()
                 for i in range(NOTEBOOKS)
             )
         )
@@ -243,7 +245,7 @@ class Chaos:
         await asyncio.gather(self.revive(), self.revive())
 
     async def attached_kernel(self):
-        kernel = await self.victim(cells.setup(900 + self.round, DATA))
+        kernel = await self.victim(cells.setup(900 + self.round, self.data))
         flag = self.pool.folder / "never"
         cell = asyncio.create_task(kernel.run(f"block.verify()\n{cells.busy(flag)}"))
         await until(lambda: (kernel.session() or {}).get("state") == "active", "an attached victim")
@@ -262,7 +264,7 @@ class Chaos:
                 "four busy notebooks",
                 show=self.pool.sessions,
             )
-            cell = asyncio.create_task(kernel.run(cells.setup(900, DATA), timeout=120))
+            cell = asyncio.create_task(kernel.run(cells.setup(900, self.data), timeout=120))
             await until(
                 lambda: (kernel.session() or {}).get("state") == "queued",
                 "a waiting victim",
@@ -276,20 +278,20 @@ class Chaos:
             flag.touch()
 
     async def suspended_kernel(self):
-        kernel = await self.victim(cells.setup(900 + self.round, DATA))
+        kernel = await self.victim(cells.setup(900 + self.round, self.data))
         self.pool.call("release", session=kernel.session()["id"])
         await until(
             lambda: (kernel.session() or {}).get("state") == "detached",
             "a suspended victim",
             show=kernel.session,
         )
-        assert kernel.session()["suspended_bytes"] >= DATA * MiB
+        assert kernel.session()["suspended_bytes"] >= self.data * MiB
         await self.moment(0.3)
         kernel.kill()
         await self.bury(kernel)
 
     async def kernel_at_any_moment(self):
-        kernel = await self.victim(cells.setup(900 + self.round, DATA))
+        kernel = await self.victim(cells.setup(900 + self.round, self.data))
         release = self.rng.random() < 0.7
         if release:
             self.pool.call("release", session=kernel.session()["id"])
@@ -301,7 +303,7 @@ class Chaos:
         await self.bury(kernel, cell)
 
     async def broker_and_kernel(self):
-        kernel = await self.victim(cells.setup(900 + self.round, DATA))
+        kernel = await self.victim(cells.setup(900 + self.round, self.data))
         if self.rng.random() < 0.5:
             self.pool.call("release", session=kernel.session()["id"])
         await self.moment(0.2)
@@ -313,7 +315,7 @@ class Chaos:
         await self.bury(kernel)
 
     async def server(self):
-        server = await Server(self.pool, self.round).start()
+        server = await Server(self.pool, self.round, self.data).start()
         try:
             await server.notebook(900 + self.round)
             if self.rng.random() < 0.5:
@@ -332,8 +334,8 @@ class Chaos:
 class Server:
     """A real Jupyter Server with one Pooled GPU kernel in it."""
 
-    def __init__(self, pool, number):
-        self.pool, self.number = pool, number
+    def __init__(self, pool, number, data):
+        self.pool, self.number, self.data = pool, number, data
 
     async def start(self):
         self.log = self.pool.folder / f"server-{self.number}.log"
@@ -388,7 +390,10 @@ class Server:
         try:
             await self.ready(client)
             reply = await client.execute_interactive(
-                cells.setup(seed, DATA), allow_stdin=False, timeout=60, output_hook=lambda _: None
+                cells.setup(seed, self.data),
+                allow_stdin=False,
+                timeout=60,
+                output_hook=lambda _: None,
             )
             assert reply["content"]["status"] == "ok", reply["content"]
         finally:
@@ -409,8 +414,8 @@ class Server:
         self.process.wait()
 
 
-async def chaos(pool, seed, kinds):
-    play = Chaos(pool, seed)
+async def chaos(pool, seed, kinds, data):
+    play = Chaos(pool, seed, data)
     await play.begin()
     try:
         for kind in kinds:
@@ -435,11 +440,11 @@ async def chaos(pool, seed, kinds):
     return sessions
 
 
-def run_chaos(pool, seed, kinds, attach):
+def run_chaos(pool, seed, kinds, attach, data):
     pool = pool(MACHINE, default_memory=SLICE, **POLICIES[attach][0])
     sampler = Sampler(pool, hertz=10)
     sampler.first()
-    sessions = asyncio.run(chaos(pool, seed, kinds))
+    sessions = asyncio.run(chaos(pool, seed, kinds, data))
     print(sampler.check(at_least=10))
     assert sum(s["suspends"] for s in sessions) > 0, "no kernel ever had to make room"
 
@@ -449,7 +454,7 @@ def test_notebooks_survive_one_kill_of_each_kind(pool, attach):
     seed = int(os.environ.get("GPUPOOL_CHAOS_SEED", "11"))
     kinds = list(KINDS)
     random.Random(seed).shuffle(kinds)
-    run_chaos(pool, seed, kinds, attach)
+    run_chaos(pool, seed, kinds, attach, SMALL)
 
 
 @pytest.mark.long
@@ -458,4 +463,4 @@ def test_notebooks_survive_one_kill_of_each_kind(pool, attach):
 def test_notebooks_survive_a_hundred_rounds_of_kills(pool, attach):
     seed = int(os.environ.get("GPUPOOL_CHAOS_SEED") or random.SystemRandom().randrange(1 << 30))
     rng = random.Random(seed)
-    run_chaos(pool, seed, [rng.choice(KINDS) for _ in range(100)], attach)
+    run_chaos(pool, seed, [rng.choice(KINDS) for _ in range(100)], attach, LARGE)

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Eight notebooks of 600 MiB on two devices of 1.6 GiB: each gets its turn, and no byte changes.
 
-The short form has a sixth of the bytes. Four fit at a time. Each kernel loops: it checks what the
-last round left on the device, frees it, allocates again, writes every byte, computes, checks.
-Between cells it is idle for a random time, as users are; then other kernels take its place.
+The short form has smaller slices with a few bytes. Four fit at a time. Each kernel loops: it checks
+what the last round left on the device, frees it, allocates again, writes every byte, computes,
+checks. Between cells it is idle for a random time, as users are; then other kernels take its place.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from .kit import MiB, Sampler
 
 KERNELS = 8
 
-#: Machine, and MiB of data. A slice has room for the data, the emulated context of 64 MiB, and the
-#: headroom of a resume; two slices fit on a device.
-LARGE = ("2x1638MiB,context=64MiB", 600)
-SMALL = ("2x384MiB,context=64MiB", 40)
-REST = 104
+#: Machine, and MiB of a slice and of the data in it. A slice has room for the data, the emulated
+#: context of 64 MiB, and the headroom of a resume; two slices fit on a device.
+LARGE = ("2x1638MiB,context=64MiB", 704, 600)
+SMALL = ("2x384MiB,context=64MiB", 144, 16)
 
 ROUND = """
 if block is not None:
@@ -46,8 +45,7 @@ async def person(kernel, data, rng, deadline, idle):
     return rounds
 
 
-async def soak(pool, data, seconds, seed, idle):
-    memory = (data + REST) * MiB
+async def soak(pool, memory, data, seconds, seed, idle):
     kernels = await asyncio.gather(*(pool.kernel(f"n{i}", memory=memory) for i in range(KERNELS)))
     for number, kernel in enumerate(kernels):
         (await kernel.run(f"SEED = {seed * 100 + number}\nblock = None\n{DEFINE}")).check()
@@ -67,18 +65,18 @@ async def soak(pool, data, seconds, seed, idle):
 
 
 def run_soak(pool, size, seconds, seed, idle, attach="lazy"):
-    machine, data = size
+    machine, memory, data = size[0], size[1] * MiB, size[2]
     # As often as possible: no protection after a move, and idle as soon as nothing runs.
     pool = pool(
         machine,
-        default_memory=(data + REST) * MiB,
+        default_memory=memory,
         attach=attach,
         quiet_after=0.1,
         max_swap_overhead=0.0,
     )
     sampler = Sampler(pool)
     sampler.first()
-    rounds, sessions = asyncio.run(soak(pool, data, seconds, seed, idle))
+    rounds, sessions = asyncio.run(soak(pool, memory, data, seconds, seed, idle))
     seen = sampler.check(at_least=int(seconds))
     suspends = sum(s["suspends"] for s in sessions)
     moves = sum(s["migrations"] for s in sessions)
@@ -94,7 +92,7 @@ def run_soak(pool, size, seconds, seed, idle, attach="lazy"):
 
 @pytest.mark.parametrize("attach", ["lazy", pytest.param("cell", marks=pytest.mark.long)])
 def test_eight_notebooks_share_two_devices(pool, attach):
-    run_soak(pool, SMALL, seconds=6, seed=1, idle=(0.0, 0.8), attach=attach)
+    run_soak(pool, SMALL, seconds=3, seed=1, idle=(0.0, 0.8), attach=attach)
 
 
 @pytest.mark.long

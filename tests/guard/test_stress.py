@@ -78,7 +78,7 @@ def test_suspends_under_load_lose_nothing(make_session, compiled, ptx, until):
 def test_suspends_of_two_processes_under_load_lose_nothing(make_session, compiled, ptx, until):
     program = compiled("stress", "-pthread", "-ldl")
     commands = [_command(program, ptx, seed=seed) for seed in (4, 5)]
-    _stress(make_session(), until, commands, 40)
+    _stress(make_session(), until, commands, 20)
 
 
 def test_garbage_is_collected_while_suspended(make_session, compiled, ptx, until, tmp_path):
@@ -95,7 +95,7 @@ def test_garbage_is_collected_while_suspended(make_session, compiled, ptx, until
         return int.from_bytes(counter.read_bytes(), "little")
 
     suspended = 0
-    for _ in range(40):
+    for _ in range(20):
         suspender.suspend([child.pid], until)
         before, charged = collected(), session.page.read().used
         time.sleep(suspender.chance.random() * 0.01)
@@ -160,7 +160,7 @@ def instrumented(tmp_path_factory, compiled):
     return get
 
 
-@pytest.mark.parametrize("kind", ["address", "thread"])
+@pytest.mark.parametrize("kind", [pytest.param("address", marks=pytest.mark.long), "thread"])
 def test_suspends_under_load_pass_the_sanitizers(make_session, instrumented, ptx, until, kind):
     program, variables = instrumented(kind)
     _stress(make_session(), until, [_command(program, ptx, "collect")], 10, **variables)

@@ -2,12 +2,31 @@
 # Distributed under the terms of the Modified BSD License.
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
+from jupyter_gpupool.pool import machine, schedule
+from jupyter_gpupool.pool.facts import Facts
+from jupyter_gpupool.pool.schedule import Plan
+
 from .builders import Lab
 from .checks import check_pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def skipped_passes_would_be_empty() -> Iterator[None]:
+    """Check each plan that was made without a pass: the pass must give the same plan."""
+
+    def checked(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
+        found = schedule.plan(facts, before, relieve)
+        if not found.order:
+            assert found == schedule.whole_pass(facts, before, relieve)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "plan", checked)
+        yield
 
 
 @pytest.fixture

@@ -24,15 +24,21 @@ from .world import World
 #: The methods of a pool that only answer, and their arguments: none, sessions, devices or a time.
 QUERIES: dict[str, Callable[[Pool], Iterable[tuple[Any, ...]]]] = {
     **dict.fromkeys(
-        ["next_wakeup", "devices", "suspended", "records", "self_check", "usage"],
+        [
+            *("next_wakeup", "devices", "device_views", "leases", "suspended", "records"),
+            *("self_check", "usage"),
+        ],
         lambda _pool: [()],
     ),
     **dict.fromkeys(
-        ["__contains__", "record", "preferred", "growable", "story", "explain", "why"],
+        [
+            *("__contains__", "record", "request", "preferred", "growable", "story", "explain"),
+            "why",
+        ],
         lambda pool: [(name,) for name in (*[r.id for r in pool.records()], "nobody")],
     ),
     **dict.fromkeys(
-        ["device", "headroom", "leases"],
+        ["device", "headroom"],
         lambda pool: [(uuid,) for uuid in (*[d.uuid for d in pool.devices()], "GPU-none", "")],
     ),
     "standing": lambda pool: [(r.owner, now) for r in pool.records() for now in (0.0, 10.0**6)],

@@ -30,8 +30,10 @@ from .accounting import DriverShares, Overheads, OveruseWatch
 from .health import Health
 from .samples import QUIET, Samples
 
-#: Seconds between a change and the sample after it.
-SETTLE = 0.05
+#: Seconds between a change and the sample after it; at least so many times the time that the last
+#: sample took, but at most the usual interval. While kernels come and go all the time on a machine
+#: with hundreds of them, samples would otherwise take a tenth of the event loop.
+SETTLE, BREATH = 0.05, 3
 
 #: Least seconds between two searches for better home devices: each reads all sessions.
 HOMES = 2.0
@@ -131,6 +133,7 @@ class Monitor:
             await asyncio.wait({self._task}, timeout=CLOSE)
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
         after = 0  # samples begun since the last session ended
         changed = self._core.changed
         while not self._closed:
@@ -139,13 +142,15 @@ class Monitor:
                 await self._woken.wait()
                 continue
             after = 0 if self._wanted() else after + 1
+            began = loop.time()
             await self._try(self.look)
+            interval = self._configuration.settings.sample_interval
+            settle = max(SETTLE, min(BREATH * (loop.time() - began), interval))
             quiet = QUIET if not self._core.busy else 1
             for left in reversed(range(quiet)):
                 with suppress(asyncio.TimeoutError):
-                    interval = self._configuration.settings.sample_interval
                     await asyncio.wait_for(changed.wait(), interval)
-                    await asyncio.sleep(SETTLE)  # changes come in groups
+                    await asyncio.sleep(settle)  # changes come in groups
                     break
                 if left:
                     # Idle devices change little, but any process may take host memory.
@@ -185,8 +190,7 @@ class Monitor:
         await self._identify(samples)
         pace = Pace()
         # An attach or a release during these reads shows in ``changes``.
-        granted = await self._granted(pace)
-        idle = await self._idle(began, pace)
+        granted, idle = self._leases(began)
         counted = await self._counted(pace)
         shown: dict[str, dict[str, int]] = {}
         old = {sample.uuid for sample in samples}
@@ -309,26 +313,21 @@ class Monitor:
             await pace.step()
         return found
 
-    async def _idle(self, before: float, pace: Pace) -> dict[str, list[tuple[str, float]]]:
-        """Return by device the sessions idle since ``before`` or longer, and since when."""
-        found: dict[str, list[tuple[str, float]]] = {}
-        for name, state in [*self._core.busy.items()]:
-            await pace.step()
-            record = self._core.record(name) if state == "idle" else None
-            if record is not None and record.idle_since <= before:
-                for piece in record.slices:
-                    found.setdefault(piece.device, []).append((name, record.idle_since))
-        return found
+    def _leases(
+        self, before: float
+    ) -> tuple[dict[str, dict[str, int]], dict[str, list[tuple[str, float]]]]:
+        """Return by device the granted bytes of each session, and the idle ones since when.
 
-    async def _granted(self, pace: Pace) -> dict[str, dict[str, int]]:
-        """Return the granted bytes by device and session."""
+        Idle ones: the sessions that have been idle since ``before`` or longer.
+        """
         granted: dict[str, dict[str, int]] = {}
-        for name in [*self._core.busy]:
-            await pace.step()
-            record = self._core.record(name)
-            for piece in record.slices if record else ():
+        idle: dict[str, list[tuple[str, float]]] = {}
+        for name, (slices, since) in self._core.pool.leases().items():
+            for piece in slices:
                 granted.setdefault(piece.device, {})[name] = piece.bytes
-        return granted
+                if since is not None and since <= before:
+                    idle.setdefault(piece.device, []).append((name, since))
+        return granted, idle
 
     # ------------------------------------------------------------------ foreign processes
 

@@ -117,10 +117,10 @@ class ProvisionerMessages:
             )
         fields = message.get("request", {})
         asked = named(fields)
-        view = core.recent_view()
+        rules = core.pool.settings
         request = fit_unasked(
-            read_request(default_request(view.settings), fields), asked, view.settings, owner.name,
-            [device.capacity for device in view.devices],
+            read_request(default_request(rules), fields), asked, rules, owner.name,
+            [device.capacity for device in core.pool.device_views()],
         )  # fmt: skip
         session, token = core.sessions.new(owner, peer.uid, message["kernel_id"][:MAX_NAME])
         session.home = self._homes.first(request)

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 from ... import __version__, cgroups
 from ...devices import Devices
@@ -24,6 +24,7 @@ from ...pool.model import (
     Daily,
     DeviceView,
     Owner,
+    PoolSettings,
     PoolView,
     SessionRecord,
     SessionView,
@@ -73,13 +74,10 @@ class Snapshots:
 
     def limits(self, owner: Owner) -> dict[str, Any]:
         """Return a session's limits for ``owner``: ``memory`` per device, number of ``devices``."""
-        return self._limits(owner, self._core.recent_view())
-
-    def _limits(self, owner: Owner, view: PoolView) -> dict[str, Any]:
-        settings = view.settings
+        settings, devices = self._core.pool.settings, self._core.pool.device_views()
         return {
-            "memory": MostMemory(view).of(owner, 1),
-            "devices": most_devices(owner, settings, len(view.devices)),
+            "memory": MostMemory(settings, devices).of(owner, 1),
+            "devices": most_devices(owner, settings, len(devices)),
             "max_wait": settings.max_wait,
             "priorities": sorted(settings.priority_classes),
         }
@@ -100,7 +98,7 @@ class Snapshots:
         """Return the snapshot as ``peer`` may see it, without :meth:`broker`."""
         self._memberships.learn_soon(peer.uid)
         view = self._core.view()
-        settings, most = view.settings, MostMemory(view)
+        settings, most = view.settings, MostMemory(view.settings, view.devices)
         standings = Standings(self._core.pool, view, self._memberships.owner(peer.uid).name)
         attach, attach_reason = self._setup.attach
         emulate = self._configuration.settings.emulate
@@ -114,7 +112,7 @@ class Snapshots:
             "problem": self._no_device,
             "driver_warning": self._service.hazard,
             "limited": self._service.limit,
-            "limits": self._limits(self._memberships.owner(peer.uid), view),
+            "limits": self.limits(self._memberships.owner(peer.uid)),
             "groups": [*self._memberships.groups(peer.uid)],
             "devices": [self._device(v) for v in view.devices],
             "sessions": [
@@ -340,12 +338,12 @@ def _figures(usage: Usage, daily: Daily | None) -> dict[str, Any]:
 
 
 class MostMemory:
-    """The most that sessions may ask for on each device, by one view's rules; computed once."""
+    """The most that sessions may ask for on each device; computed once for equal requests."""
 
-    def __init__(self, view: PoolView) -> None:
-        self._settings = view.settings
-        self._capacities = sorted((v.capacity for v in view.devices if v.capacity), reverse=True)
-        self._suspends = any(v.device.can_suspend for v in view.devices)
+    def __init__(self, settings: PoolSettings, devices: Sequence[DeviceView]) -> None:
+        self._settings = settings
+        self._capacities = sorted((v.capacity for v in devices if v.capacity), reverse=True)
+        self._suspends = any(v.device.can_suspend for v in devices)
         self._known: dict[tuple[str, int], int | None] = {}
 
     def of(self, owner: Owner, devices: int) -> int | None:

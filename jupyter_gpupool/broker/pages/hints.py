@@ -32,8 +32,11 @@ class Rooms:
         self._core = core
         self._pages = pages
         self._activity = activity
-        #: By attached session: its slices and limit as last seen, and the figure in its page.
-        self._slices: dict[str, tuple[tuple[Slice, ...], int]] = {}
+        #: By attached session: its slices as last seen; and its limit too if it could grow: the
+        #: figure of any other session depends on no lease.
+        self._slices: dict[str, tuple[Slice, ...]] = {}
+        self._growing: dict[str, tuple[tuple[Slice, ...], int]] = {}
+        #: By session: the figure in its page.
         self._told: dict[str, tuple[int, ...]] = {}
         #: Sessions whose figure may have changed, the next one to check first.
         self._due: dict[str, None] = {}
@@ -47,9 +50,12 @@ class Rooms:
         elif self._told.pop(session.id, ()):
             # It is unknown how much a future lease could grow.
             self._pages.set_room(session, ())
-        before, _ = self._slices.pop(session.id, ((), 0))
+        before = self._slices.pop(session.id, ())
+        self._growing.pop(session.id, None)
         if slices:
-            self._slices[session.id] = slices, record.request.limit
+            self._slices[session.id] = slices
+            if _can_grow(slices, record.request.limit):
+                self._growing[session.id] = slices, record.request.limit
         if before != slices:
             self.refresh_soon()
 
@@ -57,15 +63,13 @@ class Rooms:
         """Forget a session that has ended."""
         self._told.pop(session.id, None)
         self._due.pop(session.id, None)
+        self._growing.pop(session.id, None)
         if self._slices.pop(session.id, None):
             self.refresh_soon()
 
     def refresh_soon(self) -> None:
         """Write every changed figure soon, in short parts."""
-        for name, (slices, limit) in self._slices.items():
-            # The figure of a session that cannot grow depends on no other.
-            if any(piece.bytes < limit for piece in slices):
-                self._due[name] = None
+        self._due.update(dict.fromkeys(self._growing))
         if self._due and self._later is None:
             self._later = asyncio.get_running_loop().call_later(REST, self._refresh)
 
@@ -75,7 +79,7 @@ class Rooms:
         while self._due and time.perf_counter() < until:
             name = next(iter(self._due))
             del self._due[name]
-            session, found = self._activity.attached.get(name), self._slices.get(name)
+            session, found = self._activity.attached.get(name), self._growing.get(name)
             if session is not None and found is not None:
                 self._tell(session, *found)
         if self._due:
@@ -89,14 +93,15 @@ class Rooms:
             self._later = None
 
     def _tell(self, session: LiveSession, slices: tuple[Slice, ...], limit: int) -> None:
-        if all(piece.bytes >= limit for piece in slices):
-            # It cannot grow, as the guard knows without this figure.
-            room: tuple[int, ...] = ()
-        else:
-            room = self._core.pool.growable(session.id)
+        # If it cannot grow, the guard knows that without this figure.
+        room = self._core.pool.growable(session.id) if _can_grow(slices, limit) else ()
         if room != self._told.get(session.id):
             self._told[session.id] = room
             self._pages.set_room(session, room)
+
+
+def _can_grow(slices: tuple[Slice, ...], limit: int) -> bool:
+    return any(piece.bytes < limit for piece in slices)
 
 
 class Homes:
@@ -110,7 +115,7 @@ class Homes:
     def first(self, request: Request) -> tuple[str, ...]:
         """Return the devices that a new kernel sees; its first attach corrects them."""
         return home_devices(
-            self._core.recent_view().devices,
+            self._core.pool.device_views(),
             self._kernels(),
             memory=request.memory,
             count=request.devices,
@@ -120,13 +125,13 @@ class Homes:
         """Return the devices for a kernel that sees ``seen`` and is about to call cuInit."""
         planned = self._core.pool.preferred(record.id)
         return home_devices(
-            self._core.recent_view().devices, self._kernels(),
+            self._core.pool.device_views(), self._kernels(),
             memory=record.request.memory, count=record.request.devices, seen=seen, planned=planned,
         )  # fmt: skip
 
     async def refresh(self) -> None:
         """Let kernels that have not called cuInit see devices with room for them."""
-        devices, kernels = self._core.recent_view().devices, self._kernels()
+        devices, kernels = self._core.pool.device_views(), self._kernels()
         pace = Pace()
         for session in [*self._core.sessions]:
             await pace.step()

@@ -308,7 +308,10 @@ class Journal:
             db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect for a new file
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             db.execute("PRAGMA synchronous = NORMAL")
-            db.execute(f"PRAGMA journal_size_limit = {MAX_LOG // 4}").fetchall()
+            # SQLite truncates a longer log on the event loop. That alone takes milliseconds, and so
+            # does the sync of the next log: writes beyond a file's end change the file system's
+            # own data. So it truncates only a log that a long read has let grow.
+            db.execute(f"PRAGMA journal_size_limit = {2 * MAX_LOG}").fetchall()
             # tidy() does this without delaying the event loop.
             db.execute("PRAGMA wal_autocheckpoint = 0").fetchall()
             version = db.execute("PRAGMA user_version").fetchone()[0]
