@@ -238,10 +238,12 @@ def _legend(snapshot: Snapshot, style: Style) -> list[str]:
 def _table(sessions: Sequence[Snapshot], letters: Mapping[str, str], style: Style) -> list[str]:
     if not sessions:
         return ["", "No kernel is in the pool."]
-    titles = ("", "SESSION", "OWNER", "STATE", "SLICE", "USES", "ON HOST", "WAITED", "KERNEL")
+    titles = (
+        *("", "SESSION", "OWNER", "GROUP", "STATE", "SLICE"),
+        *("USES", "ON HOST", "WAITED", "KERNEL"),
+    )
     rows = [titles, *(_row(session, letters) for session in sessions)]
-    # Empty columns are left out.
-    keep = [n for n in range(len(titles)) if n < 5 or any(row[n] for row in rows[1:])]
+    keep = [n for n, title in enumerate(titles) if title not in _OPTIONAL or _used(rows[1:], n)]
     widths = {n: max(len(row[n]) for row in rows) for n in keep}
     lines = [""]
     for number, row in enumerate(rows):
@@ -260,8 +262,18 @@ def _table(sessions: Sequence[Snapshot], letters: Mapping[str, str], style: Styl
     return lines
 
 
+#: Columns that are left out while they are empty.
+_OPTIONAL = frozenset({"GROUP", "USES", "ON HOST", "WAITED", "KERNEL"})
+
+
+def _used(rows: Sequence[Sequence[str]], column: int) -> bool:
+    return any(row[column] for row in rows)
+
+
 def _row(session: Snapshot, letters: Mapping[str, str]) -> tuple[str, ...]:
     state = str(session["state"])
+    if state == "queued" and session.get("preempted"):
+        state = "preempted"
     if state == "detached" and session.get("suspended_bytes"):
         state = "suspended"
     if state == "idle" and session.get("idle_seconds") is not None:
@@ -271,6 +283,7 @@ def _row(session: Snapshot, letters: Mapping[str, str]) -> tuple[str, ...]:
         letters.get(session["id"], " "),
         _short(session["id"]),
         str(session["owner"]),
+        printable(str(session.get("group") or "")),
         state,
         _granted(session) or "-",
         _uses(session) if session.get("granted_bytes") else "",

@@ -19,7 +19,7 @@ from .facts import Facts, Session
 from .schedule import Plan
 from .words import eta
 
-#: Leases of other users that are told one by one; the rest is summed up.
+#: Lines about leases of the same owner, and of others; the rest is summed up.
 MOST_TOLD = 6
 
 
@@ -85,38 +85,69 @@ def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
         yield f"Ahead of it is 1 {whose}, of class {ahead[0].request.priority}."
         return
     counts = ", ".join(f"{count} of class {name}" for name, count in sorted(classes.items()))
+    if len(classes) == 1:
+        counts = f"all of class {ahead[0].request.priority}"
     whose = f"; {mine} of them {'is' if mine == 1 else 'are'} yours" if mine else ""
     yield f"Ahead of it are {len(ahead)} kernels: {counts}{whose}."
 
 
 def _holder_lines(facts: Facts, found: Explanation) -> Iterable[str]:
-    others = 0
-    for h in found.holders:
-        if not h.own:
-            others += 1
-            if others > MOST_TOLD:
-                continue
-        who = f"Your kernel {h.label or h.session}" if h.own else "A kernel of another user"
-        use = {"busy": "uses", "idle": "keeps", "leaving": "is giving back"}[h.use]
-        what = f"{who} (class {h.priority}) {use} {format_bytes(h.bytes)} on "
-        yield what + f"{_gpu(facts, h.device)}{_taken(facts, h)}."
-    if others > MOST_TOLD:
-        yield f"So do {others - MOST_TOLD} more kernels of other users."
+    """Yield the leases in the way: its owner's own, then others', those first that may be taken."""
+    alike: dict[tuple[int, str, str], list[HeldLease]] = {}
+    own: list[HeldLease] = []
+    for h in sorted(found.holders, key=_may_take_at):
+        if h.own:
+            own.append(h)
+            continue
+        key = facts.devices[h.device].device.index, _holds(facts, h, 1), _taken(facts, h)
+        alike.setdefault(key, []).append(h)
+    for h in own[:MOST_TOLD]:
+        yield f"Your kernel {h.label or h.session}{_holds(facts, h, 1)}{_taken(facts, h)}."
+    others = [*alike.values()]
+    for leases in others[:MOST_TOLD]:
+        number, first = len(leases), leases[0]
+        who = "A kernel of another user" if number == 1 else f"{number} kernels of other users"
+        yield f"{who}{_holds(facts, first, number)}{_taken(facts, first, number)}."
+    left = len(own[MOST_TOLD:]) + sum(map(len, others[MOST_TOLD:]))
+    if left:
+        kernels = "1 more slice is" if left == 1 else f"{left} more slices are"
+        yield f"{kernels} on GPUs that it could use."
 
 
-def _taken(facts: Facts, h: HeldLease) -> str:
+_USES = {
+    "busy": ("uses", "use"),
+    "idle": ("keeps", "keep"),
+    "leaving": ("is giving back", "are giving back"),
+}
+
+
+def _holds(facts: Facts, h: HeldLease, number: int) -> str:
+    """Return what a session, or each of ``number`` alike, has: the middle of a sentence."""
+    each = " each" if number > 1 else ""
+    use = _USES[h.use][number > 1]
+    size = format_bytes(h.bytes)
+    return f" (class {h.priority}) {use} {size}{each} on {_gpu(facts, h.device)}"
+
+
+def _may_take_at(h: HeldLease) -> float:
+    times = [at for at in (h.yields_at, h.rule_at) if at is not None]
+    return math.inf if h.covered or not times else min(times)
+
+
+def _taken(facts: Facts, h: HeldLease, number: int = 1) -> str:
     """Return from when on the waiting session may preempt a lease, as the end of a sentence."""
     if h.use == "leaving":
         return ""
+    it = "it" if number == 1 else "them"
     if h.covered:
-        return "; a guarantee of its group covers it"
-    times = [at for at in (h.yields_at, h.rule_at) if at is not None]
-    if not times or min(times) == math.inf:
-        return "; no rule lets this kernel take it"
-    at = min(times)
+        its = "its group covers it" if number == 1 else "their group covers each"
+        return f"; a guarantee of {its}"
+    at = _may_take_at(h)
+    if at == math.inf:
+        return f"; no rule lets this kernel take {it}"
     rule = f" ({_RULE_WORDS[h.rule]})" if h.rule and at == h.rule_at else ""
     enough = ", if that makes enough room" if at <= facts.now else ""
-    return f"; this kernel may take it {_when(at, facts.now)}{rule}{enough}"
+    return f"; this kernel may take {it} {_when(at, facts.now)}{rule}{enough}"
 
 
 _RULE_WORDS = {

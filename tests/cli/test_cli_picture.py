@@ -76,6 +76,18 @@ def test_picture_shows_devices_kernels_and_host_memory():
     assert "\n".join(draw(BUSY, Style(width=100))) == WIDE
 
 
+def test_groups_preemption_and_growth_are_in_the_table():
+    sessions = [
+        attached("3f2a1b", "active", 9 * GiB, label="", group="bio",
+                 slices=[{"device": "GPU-5d1c", "granted_bytes": 9 * GiB}]),
+        session("77aa33", state="queued", label="", preempted="its turn is over"),
+    ]  # fmt: skip
+    lines = draw(pool(sessions=sessions), Style(width=100))
+    assert "   SESSION  OWNER  GROUP  STATE      SLICE" in lines
+    assert "A  3f2a1b   ada    bio    active     9 GiB, 4 guaranteed" in lines
+    assert "   77aa33   ada           preempted  -" in lines
+
+
 def test_a_wait_without_an_estimate_shows_how_long_it_has_lasted():
     waiting = session(
         "77aa33", state="queued", queue_position=1, queued_at=100.0, request={"memory": GiB},

@@ -203,3 +203,18 @@ def test_kernels_do_not_use_quota_that_a_wait_reserves(make):
     assert (
         lab.reason("next") == "another waiting kernel of yours has reserved your quota of 1 slice"
     )
+
+
+def test_leases_of_others_that_are_alike_are_one_line(make):
+    lab = make(device(0))
+    for n in range(3):
+        lab.running(f"v{n}", 4, owner="bob")
+    lab.running("mine", 4, owner="ann", label="a.ipynb")
+    lab.open("w", 8, owner="ann")
+    lab.hold("w")
+    lines = lab.pool.why("w").lines
+    assert [line.partition(";")[0] for line in lines[1:3]] == [
+        "Your kernel a.ipynb (class notebook) uses 4 B on GPU 0",
+        "3 kernels of other users (class notebook) use 4 B each on GPU 0",
+    ]
+    assert len({*lines}) == len(lines)

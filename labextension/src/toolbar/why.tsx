@@ -70,8 +70,8 @@ export function Why(props: IProps): React.JSX.Element {
       <h3 id={id} className="jp-gpupool-Popover-title">
         {waits ? trans.__('Why am I waiting?') : trans.__('Who may take this slice?')}
       </h3>
-      {lines.map(line => (
-        <p key={line}>{line}</p>
+      {lines.map((line, i) => (
+        <p key={i}>{line}</p>
       ))}
       {fault ? <p className="jp-mod-refused">{fault}</p> : null}
       {waits ? (
@@ -94,8 +94,8 @@ export function Standing(props: {
       <h3 id={id} className="jp-gpupool-Popover-title">
         {props.trans.__('My share')}
       </h3>
-      {props.lines.map(line => (
-        <p key={line}>{line}</p>
+      {props.lines.map((line, i) => (
+        <p key={i}>{line}</p>
       ))}
     </section>
   );

@@ -83,7 +83,7 @@ test('pictures', async ({ browser }) => {
   await chip(late, 'waiting', /^Waiting: /);
   await late.chip.click();
   await expect(popover).toContainText('Why am I waiting?');
-  await expect(popover).toContainText('Ahead of it');
+  await expect(popover).toContainText('in the queue');
   await shoot(lab, 'why', [`${BAR} .jp-KernelName`, '.jp-gpupool-Popover']);
   await page.keyboard.press('Escape');
   await lab.execute('gpupool:show-panel');
