@@ -482,8 +482,6 @@ class Facts:
     def _grow_tree(self) -> None:
         users = (quota.daily for quota in self.settings.quotas.values())
         self.tree = Tree(self.settings.groups, self.capacities, users=users)
-        #: Whether a rule may stop running sessions: a daily budget, or the classes allowed.
-        self.stops = self.tree.stops or self.settings.classes_allowed is not None
 
     def settle(self) -> None:
         """Let usage be counted by the leases as they are, from now on."""

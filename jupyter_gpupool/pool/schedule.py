@@ -71,7 +71,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Iterable, Iterator
+from typing import Iterable
 
 from ..states import ATTACHED
 from .draft import Draft, Promise, Reservation
@@ -224,7 +224,7 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
         found.append(s.retry_at)
         if most is not None:
             found.append(math.inf if s.preempted else s.queued_at + most)
-    if facts.stops:
+    if facts.tree.stops or facts.settings.classes_allowed is not None:
         shares = Shares(facts)
         found += (stops_at(s, facts) for s in facts.leased.values() if stopped(s, shares))
     if facts.tree.budgeted:
@@ -248,21 +248,19 @@ def plan(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
     steps loops over the order, over ``relieve``, over the sessions that must not run or over the
     idle leases whose time is over. (Most events of a cell are like that.)
     """
-    if not (facts.waiting or facts.short or relieve or facts.stops or any(_overdue(facts))):
+    stops = facts.tree.stops or facts.settings.classes_allowed is not None
+    if not (facts.waiting or facts.short or relieve or stops or _overdue(facts)):
         return Plan()
-    return whole_pass(facts, before, relieve)
-
-
-def whole_pass(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
-    """Return the plan of :func:`plan`, always with a pass."""
     return _Pass(facts, before).run(relieve)
 
 
-def _overdue(facts: Facts) -> Iterator[Session]:
-    """Yield the idle sessions whose time is over."""
+def _overdue(facts: Facts) -> list[Session]:
+    """Return the idle sessions whose time is over."""
+    found = []
     for s in facts.leased.values():
         if s.state == "idle" and times(s, facts)[1] <= facts.now:
-            yield s
+            found.append(s)
+    return found
 
 
 def outlook(facts: Facts, before: Plan, but: str = "") -> Draft:
@@ -356,7 +354,7 @@ class _Pass:
     def _leave(self) -> None:
         """2. Suspend idle leases whose time is over, as far as host memory has room."""
         facts, draft = self.facts, self.draft
-        if facts.stops:
+        if facts.tree.stops or facts.settings.classes_allowed is not None:
             for s in facts.leased.values():
                 if why := stopped(s, self.shares):
                     self._stop(s, why)
