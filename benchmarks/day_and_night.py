@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """A day and a night of a small department, on two emulated devices of 4 GiB.
 
-Twelve notebooks (six of the group ``research``, weight 3; six of ``students``, weight 1) that think
+Twelve notebooks (nine of the group ``research``, weight 3; three of ``students``) that think
 between their cells, two inference services with a guarantee of their own, and two trainings, one of
 each group, that compute without end. All are real kernels and real commands under ``jupyter gpupool
 run``; a schedule lets the class of the trainings run by night only. The notebooks ask for more than
@@ -10,8 +10,8 @@ the machine has, and at night both trainings want the same device. One service h
 other gets it at its requests.
 
 The day begins when all are ready and ends at a full minute, as schedules do; three quarters of
-``--minutes`` are night. Copies take as long as those of states 32 times as large at 4 GB/s, the
-rate that others report of NVIDIA's driver.
+``--minutes`` are night. Copies take as long as those of states 16 times as large (about a slice) at
+4 GB/s, the rate that others report of NVIDIA's driver.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ MiB = 1 << 20
 SLICE, TRAINING = 820, 3260
 
 #: MiB of state, all of it written and checked.
-STATE = 48
+STATE, TRAINED = 48, 96
 
 WEIGHTS = {"research": 3, "students": 1}
 
 #: Seconds for the start of all kernels and programs, before the day.
-STARTING = 90.0
+STARTING = 60.0
 
 #: Means of the thinking by day, of a cell's computing, and of the pauses between two requests.
-THINK, CELL, PAUSE = 3.0, 0.4, 0.7
+THINK, CELL, PAUSE = 5.0, 0.4, 0.7
 
 #: Seconds that a request computes, and within which a service that has its slice answers: its
 #: computing, and the turns of others on its device.
@@ -62,8 +62,9 @@ REQUEST, LATENCY = 0.02, 0.5
 #: Greatest difference of a group's part of the usage from the configured one, as a part of that.
 SHARE = 0.05
 
-#: The least turn of the pool: over a short night, one more or less is a difference as well.
-TURN = 10.0
+#: The least turn of the pool, and the part of it that moving may take. Over a short night, one turn
+#: more or less is a difference as well: with weights 3:1, turns are about 40 s and 13 s long.
+TURN, MOVING = 10.0, 0.1
 
 
 @dataclass
@@ -93,10 +94,10 @@ class Record:
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     """Run, and return the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a night of 80 seconds")
+    parser.add_argument("--quick", action="store_true", help="a night of 160 seconds")
     parser.add_argument("--minutes", type=float, default=6.0, help="of day and night; 30 for all")
     options = parser.parse_args(argv)
-    day, night = (15.0, 80.0) if options.quick else (15.0 * options.minutes, 45.0 * options.minutes)
+    day, night = (5.0, 160.0) if options.quick else (15.0 * options.minutes, 45.0 * options.minutes)
     with tempfile.TemporaryDirectory(prefix="gpb", ignore_cleanup_errors=True) as folder:
         names, seen = live(Path(folder), day, night)
     total = sum(seen.used[name] for name in WEIGHTS)
@@ -143,9 +144,9 @@ def configuration(night_at: float, night: float) -> dict[str, Any]:
     for order, (name, weight) in enumerate(WEIGHTS.items()):
         groups[name] = {"weight": weight, "users": me, "order": order}
     return {
-        "emulate": "2x4GiB,context=32MiB,bandwidth=125MB/s",
+        "emulate": "2x4GiB,context=32MiB,bandwidth=250MB/s",
         "groups": groups,
-        "fair_share_half_life": max(30.0, night / 4),
+        "fair_share_half_life": max(60.0, night / 4),
         "classes_allowed": ["interactive", "notebook"],
         "quiet_after": 0.3,
         "sample_interval": 0.25,
@@ -179,7 +180,7 @@ def live(folder: Path, day: float, night: float) -> tuple[list[str], Record]:
         notebooks: list[Player] = [
             Notebook(
                 THINK, 100 + n, size=STATE * MiB, seconds=CELL, memory=SLICE * MiB,
-                limit=SLICE * MiB, group=list(WEIGHTS)[n % 2],
+                limit=SLICE * MiB, group="students" if n % 4 == 0 else "research",
             )
             for n in range(12)
         ]  # fmt: skip
@@ -189,7 +190,7 @@ def live(folder: Path, day: float, night: float) -> tuple[list[str], Record]:
             name: stack.enter_context(
                 Program(
                     folder, f"train-{name}", [*options, "--group", name],
-                    ["train", str(folder / f"{name}.log"), str(STATE * MiB)],
+                    ["train", str(folder / f"{name}.log"), str(TRAINED * MiB)],
                 )
             )
             for name in WEIGHTS
@@ -242,14 +243,15 @@ def budgets(seen: Record) -> list[dict[str, Any]]:
             text = "" if held else f" ({LATENCY:g} s and the longest swap)"
             name = f"longest answer of the {one.service.name} service{text}"
             lines.append(budget(name, max(one.taken(seen.begun)), bound, "s"))
-    # Notebooks that come back, and one change of turns with its move.
+    # Until the notebooks have left that are there when the night begins; later a change of turns.
     every = [at for steps in seen.steps.values() for at in steps]
     lines.append(
-        budget("longest pause of all training by night", seen.pause(every), 2 * swap + 5, "s")
+        budget("longest pause of all training by night", seen.pause(every), TURN + 2 * swap, "s")
     )
     for name, steps in seen.steps.items():
         # All the others' turns, and one of each more.
-        most = (sum(WEIGHTS.values()) / WEIGHTS[name] + 2) * (TURN + 2 * swap)
+        turn = max(TURN, swap / MOVING) + 2 * swap
+        most = (sum(WEIGHTS.values()) / WEIGHTS[name] + 2) * turn
         lines.append(
             budget(f"longest pause of {name}' training by night", seen.pause(steps), most, "s")
         )
