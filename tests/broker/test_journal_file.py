@@ -424,7 +424,7 @@ def test_deleted_journal_is_written_again(folder):
     after.close()
 
 
-def test_long_log_is_moved_into_the_file_once_and_not_with_each_check(folder):
+def test_long_log_is_moved_once_and_not_with_each_check(folder):
     """The log's file stays long after the log has begun again."""
     long = []
     journal = Journal(folder / "journal.sqlite", LOG, on_long=lambda: long.append(written))
