@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Mapping, TypeVar
@@ -28,7 +29,7 @@ from .client import Client, ClientAgain
 from .config import load_settings
 from .config.differences import not_logged, notice
 from .endpoint import SOCKET_VARIABLE, check_socket
-from .errors import ConfigError, GPUPoolError, RefusedError
+from .errors import BrokerUnavailable, Code, ConfigError, GPUPoolError, RefusedError
 from .guard.install import without_guard
 from .launcher import (
     NOTICE_VARIABLE,
@@ -347,9 +348,17 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         self._disconnect()
 
     def _current_request(self) -> Mapping[str, Any]:
-        assert self._socket is not None
-        with Client(self._socket) as client:
+        with closing(ClientAgain(self._find_again, timeout=START_TIMEOUT)) as client:
             return dict(client.call("request", session=self._session)["request"])
+
+    def _find_again(self) -> Path:
+        """Return the socket of this session's broker; restart that broker if it has died."""
+        assert self._socket is not None
+        if not answers(self._socket) and not revive(self._socket):
+            raise BrokerUnavailable(
+                f"No GPU pool broker listens at {self._socket}.", code=Code.NO_BROKER
+            )
+        return self._socket
 
     def _close(self, session: str, reason: str) -> None:
         assert self._socket is not None

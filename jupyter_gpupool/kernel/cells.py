@@ -26,9 +26,11 @@ import inspect
 import itertools
 import logging
 import time
+from concurrent.futures import Future
 from typing import Any, Awaitable, Callable, Literal, Mapping
 
 from ..errors import BrokerUnavailable, Code, GPUPoolError, RefusedError
+from ..protocol import Message
 from ..units import format_bytes
 from .advice import explain, may_be_refused, no_broker
 from .call_waits import CallWaits
@@ -43,7 +45,7 @@ from .command import (
 from .frameworks import FrameworkCaps, show_devices
 from .guard_state import Guard
 from .holds import Slice
-from .link import SessionLink
+from .link import REPEAT, SessionLink
 from .waits import (
     TICK,
     Alarm,
@@ -459,17 +461,18 @@ class RequestForOneCell:
     async def ask_for(self, asked: CellRequest, before: dict[str, Any]) -> None:
         """Change the request for one cell; put the fields that undo it into ``before``."""
         old = {name: self._link.request.get(name) for name in asked.fields}
-        try:
-            answer = await self._call("request", **asked.fields)
-        except BrokerUnavailable:
-            await self.broker_expected(TICK)  # a broker that has just died may be back in a moment
-            answer = await self._call("request", **asked.fields)
+        # Before the answer: a broker may change the request and die.
         before.update({name: value for name, value in old.items() if value is not None})
+        try:
+            answer = await self._call("request", asked.fields)
+        except RefusedError:
+            before.clear()
+            raise
         self._link.note_request(answer)
         smallest = min((s.bytes for s in self._link.slices), default=0)
         if self._link.attached and not self._link.holds and smallest < asked.memory:
             # Its GPU has too little room: detach, so that the cell waits for the new size.
-            await self._call("release")
+            await self._call("release", {})
             await self._until_detached(asked.memory)
 
     async def _until_detached(self, wanted: int) -> None:
@@ -491,7 +494,7 @@ class RequestForOneCell:
 
     async def give_back(self, before: dict[str, Any]) -> None:
         try:
-            answer = await self._call("request", **before)
+            answer = await self._call("request", before, repeat=False)
         except BrokerUnavailable:
             self._link.owe_request(before)
         except GPUPoolError as error:
@@ -512,26 +515,43 @@ class RequestForOneCell:
                 if alarm.interrupted:
                     raise interrupted()
 
-    async def _call(self, kind: str, **fields: Any) -> Mapping[str, Any]:
+    async def _call(
+        self, kind: str, fields: Mapping[str, Any], *, repeat: bool = True
+    ) -> Mapping[str, Any]:
         """Send a request and return its answer, which comes soon.
+
+        If the broker dies before it answers, this asks the next one, unless told not to.
+        """
+        give_up = time.monotonic() + REPEAT
+        while True:
+            try:
+                future = self._link.start_call(kind, **fields)
+                if await self._done(future):
+                    return future.result()
+            except BrokerUnavailable:
+                if not (repeat and self._link.expected_back(give_up)):
+                    raise
+            else:
+                raise BrokerUnavailable(
+                    f"The GPU pool broker at {self._link.path} did not answer in {ANSWER:g} s.",
+                    code=Code.BROKER_SILENT,
+                    next_step="See `jupyter gpupool doctor`.",
+                )
+            await self.broker_expected(TICK)
+
+    async def _done(self, future: Future[Message]) -> bool:
+        """Wait for an answer; return whether it came within ANSWER seconds.
 
         An interrupt does not end this wait. Nor may it reach the event loop, which would end by a
         KeyboardInterrupt.
         """
         alarm = Alarm()
         with self._interrupts.watch(alarm.ring):
-            future = self._link.start_call(kind, **fields)
             future.add_done_callback(lambda _: alarm.ring())
             deadline = time.monotonic() + ANSWER
             while not future.done() and time.monotonic() < deadline:
                 await alarm.wait()
-        if future.done():
-            return future.result()
-        raise BrokerUnavailable(
-            f"The GPU pool broker at {self._link.path} did not answer in {ANSWER:g} s.",
-            code=Code.BROKER_SILENT,
-            next_step="See `jupyter gpupool doctor`.",
-        )
+        return future.done()
 
 
 async def _result(value: Awaitable[Any] | Any) -> Any:

@@ -18,6 +18,7 @@ import threading
 import time
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
@@ -35,6 +36,9 @@ LONGEST_PAUSE = 1.0
 
 #: The pause while a broker is being started, and between two checks of that start.
 LOOK = 0.2
+
+#: Seconds for which a request is repeated if brokers die before they answer it.
+REPEAT = 90.0
 
 log = logging.getLogger("jupyter_gpupool.kernel")
 
@@ -89,6 +93,8 @@ class SessionLink:
         self._cuda_seen: bool | None = cuda() if member else False
         self._lock = threading.RLock()
         self._client: Client | None = None
+        #: The number of the latest attempt to connect: the end of an earlier connection is no news.
+        self._attempt = 0
         self._greeted = False
         self._ready = threading.Event()
         self._stopped = False
@@ -167,6 +173,13 @@ class SessionLink:
     def given_up(self, wait: HoldWait) -> bool:
         """Return whether the broker has been missing for too long, and the last attempt failed."""
         return self.unreachable_for() > self.reviver.patience and self._failures > wait.failures
+
+    def expected_back(self, give_up: float) -> bool:
+        """Return whether a request whose connection has ended may be repeated.
+
+        ``give_up``: the monotonic time after which it is not, even if each broker dies at once.
+        """
+        return time.monotonic() < give_up and self.unreachable_for() < self.reviver.patience
 
     def wait_ready(self) -> None:
         """Wait as long as a broker is expected: at a kernel's start, or after a broker died."""
@@ -249,23 +262,31 @@ class SessionLink:
     def call(self, kind: str, /, *, timeout: float = CALL_TIMEOUT, **fields: Any) -> Message:
         """Send a request about this session and return the answer.
 
-        This waits for a broker that is expected back, or that a new kernel is still greeting.
+        This waits for a broker that is expected back, or that a new kernel is still greeting. If
+        the broker dies before it answers, this asks the next one, so ``kind`` must be a request
+        that may be carried out twice.
 
         Raises
         ------
         GPUPoolError
             The broker's refusal, or :class:`BrokerUnavailable`.
         """
-        self.wait_ready()
-        future = self.start_call(kind, **fields)
-        try:
-            answer = future.result(timeout)
-        except FutureTimeout:
-            raise BrokerUnavailable(
-                f"The GPU pool broker at {self.path} did not answer {kind!r} in {timeout:g} s.",
-                code=Code.BROKER_SILENT,
-                next_step="See `jupyter gpupool doctor`.",
-            ) from None
+        give_up = time.monotonic() + REPEAT
+        while True:
+            self.wait_ready()
+            try:
+                answer = self.start_call(kind, **fields).result(timeout)
+                break
+            except FutureTimeout:
+                raise BrokerUnavailable(
+                    f"The GPU pool broker at {self.path} did not answer {kind!r} in {timeout:g} s.",
+                    code=Code.BROKER_SILENT,
+                    next_step="See `jupyter gpupool doctor`.",
+                ) from None
+            except BrokerUnavailable:
+                if not self.expected_back(give_up):
+                    raise
+                time.sleep(FIRST_PAUSE)  # the end of the connection may not be noticed yet
         self.note_request(answer)
         if isinstance(answer.get("devices"), list):
             self.devices.update((str(d.get("uuid")), d) for d in answer["devices"])
@@ -292,9 +313,11 @@ class SessionLink:
         pause = FIRST_PAUSE
         while not self._stopped:
             self._poke.clear()
-            self._ended.clear()
+            with self._lock:
+                self._attempt += 1
+                self._ended.clear()
             try:
-                self._connect()
+                self._connect(self._attempt)
             except Exception as error:
                 if not isinstance(error, GPUPoolError):
                     # A bug in the agent must not leave this kernel without a broker.
@@ -303,7 +326,7 @@ class SessionLink:
                     self._hang_up()
                 if error.code != Code.BROKER_SILENT:
                     error = self.reviver.away(error)
-                self._went_down(error)
+                self._went_down(error, self._attempt)
                 self._poke.wait(pause)
                 longest = LOOK if self.reviver.expected else LONGEST_PAUSE
                 pause = min(2 * pause, longest)
@@ -317,12 +340,10 @@ class SessionLink:
         if client is not None:
             client.close()
 
-    def _connect(self) -> None:
-        def closed(error: BrokerUnavailable) -> None:
-            self._went_down(error)
-            self._ended.set()
-
-        client = Client(self.path, on_push=self._push, on_close=closed)
+    def _connect(self, attempt: int) -> None:
+        client = Client(
+            self.path, on_push=self._push, on_close=lambda error: self._went_down(error, attempt)
+        )
         with self._lock:
             hello: Future[Message] | None = None
             if not self._stopped:
@@ -369,11 +390,13 @@ class SessionLink:
             self.down = None
             self.policy = answer.get("attach") or self.policy
             self.limits = dict(answer.get("limits") or {})
+            self.reviver.came_back()
             if self._owed is None:
                 self.note_request(answer)
             else:
-                owed, self._owed = self._owed, None
-                self._client.start("request", **owed).add_done_callback(self._owed_answered)
+                with suppress(BrokerUnavailable):  # it has died: the next hello sends it again
+                    future = self._client.start("request", **self._owed)
+                    future.add_done_callback(partial(self._owed_answered, self._owed))
             self._take_state(answer)
             # A copy: an answer that comes within the call changes this dict.
             for wait in list(self._waits.values()):
@@ -384,12 +407,24 @@ class SessionLink:
                     self._ask(HoldWait(hold, kind, lambda: None))
         self._changed()
 
-    def _owed_answered(self, future: Future[Message]) -> None:
-        if not future.cancelled() and future.exception() is None:
-            self.note_request(future.result())
-
-    def _went_down(self, error: GPUPoolError) -> None:
+    def _owed_answered(self, owed: Mapping[str, Any], future: Future[Message]) -> None:
+        answer: Message = {}
+        try:
+            answer = future.result()
+        except (BrokerUnavailable, CancelledError):
+            return  # sent again after the next hello
+        except GPUPoolError as error:
+            log.warning("The request of this kernel could not be restored: %s", error)
         with self._lock:
+            if self._owed is owed:
+                self._owed = None
+        self.note_request(answer)
+
+    def _went_down(self, error: GPUPoolError, attempt: int) -> None:
+        with self._lock:
+            if attempt != self._attempt:
+                return  # the reader of an earlier connection is late
+            self._ended.set()
             self._client = None
             self._greeted = False
             self._ready.clear()

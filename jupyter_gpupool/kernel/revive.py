@@ -48,24 +48,29 @@ class Reviver:
         # Here, because each kernel's start would pay for it, and few kernels lose their broker.
         from .. import startrecord as record
 
-        self.expected = self._service or record.being_started(self._path)
-        self.patience = record.START_TIMEOUT if self.expected else GRACE
-        command = self._environ.get(record.REVIVE_VARIABLE, "")
-        if self.expected or not command:
+        # Other threads read the results at any time, so none of them is set for a moment only.
+        if self._service or record.being_started(self._path):
+            self.expected, self.patience = True, record.START_TIMEOUT
             return error
+        command = self._environ.get(record.REVIVE_VARIABLE, "")
         copy = self._environ.get(record.COPY_VARIABLE, "")
-        if not record.can_revive(self._path) and not record.can_restore(self._path, copy):
+        can = record.can_revive(self._path) or record.can_restore(self._path, copy)
+        if not command or not can:
+            self.expected, self.patience = False, GRACE
             return error
         known = record.read_failures(self._path)
         if known.given_up and known.pause(time.time()):
-            self.patience = 0.0
+            self.expected, self.patience = False, 0.0
             return BrokerUnavailable(
                 known.sentence, code=Code.START_FAILED, next_step=known.next_step
             )
-        self.expected = True
-        self.patience = record.START_TIMEOUT
+        self.expected, self.patience = True, record.START_TIMEOUT
         self._start(command)
         return error
+
+    def came_back(self) -> None:
+        """Note that a broker serves: what was known of the last one does not hold for it."""
+        self.expected, self.patience = False, GRACE
 
     def describe(self) -> str:
         """Return one line for a cell that waits for the broker."""

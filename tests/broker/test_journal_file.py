@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sqlite3
@@ -423,6 +424,22 @@ def test_deleted_journal_is_written_again(folder):
     after.close()
 
 
+def test_long_log_is_moved_once_and_not_with_each_check(folder):
+    """The log's file stays long after the log has begun again."""
+    long = []
+    journal = Journal(folder / "journal.sqlite", LOG, on_long=lambda: long.append(written))
+    for written in range(3000):
+        journal.append(Row(time=0, kind="open", session="s", owner="ann", reason="x" * 3000))
+        journal.put(f"s{written % 50}", {"record": "x" * 2000})
+        assert journal.commit()
+        if long and long[-1] == written:
+            journal.tidy()
+    assert long
+    gaps = [after - before for before, after in itertools.pairwise(long)]
+    assert min(gaps, default=1000) > 2 * module.LOOK_AT_LOG
+    journal.close()
+
+
 def test_log_is_written_over_without_being_truncated(folder):
     """To truncate the log, and to sync it afterwards, takes milliseconds of the event loop."""
     path = folder / "journal.sqlite"
@@ -437,4 +454,5 @@ def test_log_is_written_over_without_being_truncated(folder):
         sizes.append(log.stat().st_size)
     assert sizes == sorted(sizes)
     assert sizes[-1] < module.MAX_LOG
+    assert journal._log_size() < sizes[-1]
     journal.close()

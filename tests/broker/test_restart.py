@@ -53,6 +53,14 @@ def test_running_cell_keeps_its_slice_over_a_restart(broker, kernels):
     assert one.do("check") == 16 * MiB
 
 
+def test_answered_request_holds_when_the_broker_dies_at_once(broker, kernels):
+    (one,) = kernels("one")
+    one.server.call("request", session=one.session, memory=64 * MiB, limit=96 * MiB)
+    restart(broker, one)
+    request = broker.session(one.session)["request"]
+    assert (request["memory"], request["limit"]) == (64 * MiB, 96 * MiB)
+
+
 def test_idle_kernel_stays_idle_over_a_restart(broker, kernels):
     (one,) = kernels("one")
     one.attach()

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -163,13 +164,12 @@ def test_process_that_keeps_a_device_file_open_is_named(driver, kernel):
 def test_pause_names_the_suspend_that_it_waits_for(driver, kernel):
     k = kernel(memory=BIG)
     (seen,) = k.do("ask")
-    driver.faults.set("hang", op="checkpoint", pid=k.process.pid)
+    k.process.send_signal(signal.SIGSTOP)  # the driver cannot suspend it before it goes on
     maintain(driver, "pause", seen)
     what = "kernels that have called cuInit and nothing else to be suspended"
     wait_until(lambda: what in order(driver, seen)["step"], "what it waits for", PATIENCE)
     assert progress(order(driver, seen)) == [f"Waiting for {what}."]
-    driver.faults.clear()
-    driver.faults.set("init-suffices")
+    k.process.send_signal(signal.SIGCONT)
     for _ in range(600):
         row = order(driver, seen)
         if row["closed"]:

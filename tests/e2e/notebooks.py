@@ -17,6 +17,7 @@ import re
 import sys
 import tempfile
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
@@ -92,7 +93,8 @@ def _client(name: str, connection: Path, think: Callable[[], float]) -> Any:
         kernel_name="gpupool-python3", transport="ipc", connection_file=str(connection)
     )
     return NotebookClient(
-        _emptied(name), km=manager, timeout=CELL_TIMEOUT, allow_errors=True, record_timing=False,
+        _emptied(name), km=manager, timeout=CELL_TIMEOUT, startup_timeout=CELL_TIMEOUT,
+        iopub_timeout=CELL_TIMEOUT, allow_errors=True, record_timing=False,
         resources={"metadata": {"path": str(FOLDER)}}, on_cell_executed=read_on,
     )  # fmt: skip
 
@@ -145,6 +147,7 @@ async def by_papermill(
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "papermill", str(FOLDER / f"{name}.ipynb"), str(written),
         "--kernel", "gpupool-python3", "--no-progress-bar", "--cwd", str(FOLDER),
+        "--start-timeout", str(CELL_TIMEOUT),
         env=_named(label), stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     _, said = await process.communicate()
@@ -163,6 +166,20 @@ async def _nudge(client: Any) -> None:
             with suppress(queue.Empty):
                 await listen(timeout=1)
                 heard.add(name)
+
+
+def _keep(outputs: list[Any], displays: dict[str, Any], message: Any) -> None:
+    """Apply a kernel's message to the outputs of a cell, as front ends do."""
+    kind, content = message["msg_type"], message["content"]
+    display = content.get("transient", {}).get("display_id")
+    if kind == "clear_output":
+        outputs.clear()
+    elif kind == "update_display_data" and display in displays:
+        displays[display].data = content["data"]
+    elif kind in ("stream", "display_data", "execute_result", "error"):
+        outputs.append(nbformat.v4.output_from_msg(message))
+        if display is not None:
+            displays[display] = outputs[-1]
 
 
 async def by_argv(
@@ -190,13 +207,7 @@ async def by_argv(
         await _nudge(client)
         for cell in notebook.cells:
             if cell.cell_type == "code":
-
-                def keep(message: Any, outputs: list[Any] = cell.outputs) -> None:
-                    if message["msg_type"] == "clear_output":
-                        outputs.clear()
-                    with suppress(ValueError):  # neither an output nor an error
-                        outputs.append(nbformat.v4.output_from_msg(message))
-
+                keep = partial(_keep, cell.outputs, {})
                 await client.execute_interactive(
                     cell.source, timeout=CELL_TIMEOUT, allow_stdin=False, output_hook=keep
                 )

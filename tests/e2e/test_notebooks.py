@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
 from contextlib import suppress
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from jupyter_gpupool.errors import BrokerUnavailable
 
 from . import notebooks
-from .kit import PATIENCE, until
+from .kit import LOOK
 
 #: Notebooks that differ most in what a kill can disturb; the long form runs all.
 SHORT = (
@@ -43,29 +44,36 @@ def answers(pool):
         return pool.status()["pid"]
 
 
-async def killer(pool, every, killed):
-    """End the broker with SIGKILL, again and again; count in ``killed``."""
-    while True:
-        await asyncio.sleep(every)
-        await until(lambda: answers(pool), "the broker to be back", PATIENCE)
-        await asyncio.to_thread(pool.kill_broker)
-        killed.append(pool)
+def killer(pool, every, stop):
+    """End the broker with SIGKILL, again and again; return how often.
+
+    Each broker lives for ``every`` seconds: ten that die before they serve a kernel are too many.
+    """
+    killed = 0
+    while not stop.wait(LOOK):
+        if answers(pool) and not stop.wait(every):
+            with suppress(BrokerUnavailable):
+                pool.kill_broker()
+                killed += 1
+    return killed
 
 
 async def crowd(pool, names, at_once, kill_every):
-    room, killed = asyncio.Semaphore(at_once), []
+    room, stop = asyncio.Semaphore(at_once), threading.Event()
     runs = [asyncio.create_task(one(pool, name, label, room)) for label, name in names]
-    enemy = asyncio.create_task(killer(pool, kill_every, killed))
+    # In a thread: the event loop is that of the notebooks' clients.
+    enemy = asyncio.create_task(asyncio.to_thread(killer, pool, kill_every, stop))
     try:
         done = await asyncio.gather(*runs)
     finally:
-        enemy.cancel()
+        stop.set()
         for run in runs:
             run.cancel()
-        await asyncio.gather(enemy, *runs, return_exceptions=True)
+        await asyncio.gather(*runs, return_exceptions=True)
+        killed = await enemy
     # After the end of all notebooks no kernel is left to start a killed broker again.
     await asyncio.to_thread(pool.start_broker)
-    return done, len(killed)
+    return done, killed
 
 
 def differences(done):

@@ -39,6 +39,12 @@ class Execution:
                     return message
             self.kernel.read(deadline, self)
 
+    def shows(self, text: str, timeout: float = 60) -> None:
+        """Wait until the outputs contain ``text``; a wait may first be shown without its place."""
+        deadline = time.monotonic() + timeout
+        while text not in self.text:
+            self.kernel.read(deadline, self)
+
     def done(self, timeout: float = 60) -> Execution:
         """Read until the kernel has answered and is idle again."""
         deadline = time.monotonic() + timeout

@@ -72,7 +72,7 @@ class ScriptedBroker:
         ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(ready,), daemon=True)
         self._thread.start()
-        assert ready.wait(10)
+        assert ready.wait(60)
         return self
 
     def _serve(self, ready: threading.Event) -> None:
@@ -83,11 +83,15 @@ class ScriptedBroker:
             ready.set()
             await self._stop.wait()
             server.close()
-            for writer in list(self._writers):
-                writer.transport.abort()
+            self.hang_up()
             await asyncio.sleep(0)
 
         asyncio.run(serve())
+
+    def hang_up(self) -> None:
+        """Cut all connections. A script may call this, to die and be back at once."""
+        for writer in list(self._writers):
+            writer.transport.abort()
 
     def die(self) -> None:
         """End like a killed process: cut the connections, leave the socket file."""
@@ -95,7 +99,7 @@ class ScriptedBroker:
             return
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         self._thread = None
         self._agents.clear()
@@ -160,7 +164,7 @@ class ScriptedBroker:
             ]
 
     def wait_for(
-        self, kind: str, /, *, count: int = 1, timeout: float = 20, **fields: Any
+        self, kind: str, /, *, count: int = 1, timeout: float = 60, **fields: Any
     ) -> Message:
         """Wait for the ``count``-th message of this kind with these fields; return it."""
         deadline = time.monotonic() + timeout
@@ -201,7 +205,7 @@ class ScriptedBroker:
 
         assert self._loop is not None
         self._loop.call_soon_threadsafe(run)
-        assert finished.wait(10)
+        assert finished.wait(60)
         if done[0] is not None:
             raise done[0]
 

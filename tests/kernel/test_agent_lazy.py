@@ -54,9 +54,9 @@ def kinds(broker: ScriptedBroker) -> list[str]:
 
 
 def queued(broker: ScriptedBroker, position: int = 1, reason: str = "") -> None:
-    """Push the message that the broker sends when a thread at the gate has to queue."""
-    broker.push("lease", state="queued", epoch=0, slices=[], reason="", pinned_reason="")
+    """Push the messages that the broker sends when a thread at the gate has to queue."""
     broker.push("queue", position=position, length=3, eta=40.0, reason=reason)
+    broker.push("lease", state="queued", epoch=0, slices=[], reason="", pinned_reason="")
 
 
 def granted(broker: ScriptedBroker, device: str = DEVICE, epoch: int = 1) -> None:
@@ -80,7 +80,7 @@ def read_pushes(kernel: Kernel) -> None:
     assert kernel.run("%gpu pool").status == "ok"
 
 
-def gone(cell: Execution, what: str, timeout: float = 20) -> None:
+def gone(cell: Execution, what: str, timeout: float = 60) -> None:
     """Wait until no output of the cell has this text."""
     deadline = time.monotonic() + timeout
     while what in cell.text:

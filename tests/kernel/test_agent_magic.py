@@ -157,7 +157,7 @@ def test_attach_shows_its_wait_and_can_be_interrupted(
     cell = kernel.start("%gpu attach")
     hold = broker.wait_for("hold")["hold"]
     broker.push("queue", position=1, length=1, eta=5.0, reason="")
-    assert "position 1 of 1" in cell.until("display_data")["content"]["data"]["text/plain"]
+    cell.shows("position 1 of 1")
     kernel.manager.interrupt_kernel()
     assert "was interrupted" in error_of(cell.done())
     broker.wait_for("cancel", hold=hold)

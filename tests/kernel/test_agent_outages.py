@@ -112,6 +112,62 @@ def test_agent_sends_the_old_request_when_the_broker_returns(
         assert time.monotonic() < deadline, text
 
 
+@pytest.mark.parametrize(
+    ("code", "kind", "text"),
+    [
+        ("%gpu 8GiB", "request", "Asked for 8 GiB of device memory"),
+        ("%gpu release", "release", "The slice goes back to the pool now."),
+        ("%gpu pool", "status", "GPU pool (EMULATED devices)"),
+        ("%%gpu 8GiB\nprint('hi')", "request", "hi\n"),
+    ],
+)
+def test_unanswered_request_goes_to_the_next_broker(
+    broker: ScriptedBroker, start: Callable[..., Kernel], code: str, kind: str, text: str
+) -> None:
+    kernel = start()
+    broker.hold_back(kind)
+    cell = kernel.start(code)
+    for count in (1, 2):  # the second broker dies, too
+        broker.wait_for(kind, count=count)
+        broker.die()
+        if count == 2:
+            del broker.scripts[kind]
+        broker.start()
+    assert cell.done().text.startswith(text)
+    assert broker.wait_for(kind, count=3).get("memory") == broker.seen(kind)[0].get("memory")
+
+
+def test_old_request_is_sent_until_a_broker_answers_it(
+    broker: ScriptedBroker, start: Callable[..., Kernel]
+) -> None:
+    kernel = start()
+    cell = kernel.start("%%gpu 16GiB\nimport threading; print('in'); threading.Event().wait(60)")
+    cell.until("stream")
+    broker.hold_back("request")
+    broker.die()
+    kernel.manager.interrupt_kernel()
+    assert cell.done().status == "error"
+    broker.start()
+    assert broker.wait_for("request", count=2)["memory"] == 4 * GiB
+    broker.die()
+    broker.start()
+    assert broker.wait_for("request", count=3)["memory"] == 4 * GiB
+
+
+def test_request_of_a_cell_that_got_no_answer_is_taken_back(
+    broker: ScriptedBroker, start: Callable[..., Kernel]
+) -> None:
+    """The dead broker may have changed the request before it could answer."""
+    kernel = start()
+    broker.hold_back("request")
+    cell = kernel.start("%%gpu 16GiB\nprint('hi')")
+    assert broker.wait_for("request")["memory"] == 16 * GiB
+    broker.die()
+    assert cell.done().status == "error"
+    broker.start()
+    assert broker.wait_for("request", count=2)["memory"] == 4 * GiB
+
+
 def test_manual_policy_reports_a_released_state_once(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:

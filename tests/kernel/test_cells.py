@@ -36,9 +36,10 @@ def test_an_attached_cell_makes_no_round_trip(broker: ScriptedBroker, kernel: Ke
 
 def test_wait_in_a_cell_is_shown_and_removed(broker: ScriptedBroker, kernel: Kernel) -> None:
     broker.hold_back()
+    broker.push("queue", position=2, length=3, eta=40.0, reason="Alice has it.")
+    kernel.run("%gpu pool")  # the agent has read the push when this is answered
     cell = kernel.start("print('hi')")
     hold = broker.wait_for("hold")["hold"]
-    broker.push("queue", position=2, length=3, eta=40.0, reason="Alice has it.")
     shown = cell.until("display_data")["content"]
     assert shown["data"]["text/plain"].startswith(
         "Waiting for a GPU slice of 4 GiB: position 2 of 3, about 40 s. Alice has it."

@@ -10,6 +10,7 @@ import pytest
 from scripted_broker import ScriptedBroker
 
 from jupyter_gpupool.client import Client
+from jupyter_gpupool.errors import BrokerUnavailable
 from jupyter_gpupool.kernel.link import SessionLink
 
 
@@ -61,6 +62,35 @@ def test_link_repeats_all_waiting_requests_after_a_reconnect(
             assert changed.wait(20)
             changed.clear()
         assert link.attached
+    finally:
+        link.close()
+
+
+def test_late_end_of_an_old_connection_disturbs_no_new_one(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that reads a connection may notice its end after the link has another."""
+    ends = []
+
+    def connect(path, *, on_push, on_close):
+        ends.append(on_close)
+        return Client(path, on_push=on_push, on_close=on_close)
+
+    monkeypatch.setattr("jupyter_gpupool.kernel.link.Client", connect)
+    link = SessionLink(broker.path, "s1", "token")
+    link.start()
+    try:
+        broker.wait_for("hello")
+        link.call("status")
+        broker.die()
+        broker.start()
+        broker.wait_for("hello", count=2)
+        link.call("status")
+        ends[0](BrokerUnavailable("The broker closed the connection."))
+        assert link.down is None
+        assert link.unreachable_for() == 0.0
+        link.call("status")
+        assert len(broker.seen("hello")) == 2
     finally:
         link.close()
 

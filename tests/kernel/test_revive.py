@@ -45,6 +45,34 @@ def test_kernel_starts_a_dead_broker_once_and_waits_for_it(socket: Path, started
     assert one.describe() == "The GPU pool's broker ended; it is being started again."
 
 
+def test_wait_for_a_start_does_not_end_during_the_next_check(
+    socket: Path, started: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cell's thread reads the patience at any time, also while this one looks at the files."""
+    startrecord.write_record(socket, ["/bin/true"], {})
+    one = reviver(socket, started)
+    one.away(AWAY)
+    seen = []
+
+    def being_started(_: Path) -> bool:
+        seen.append((one.expected, one.patience))
+        return False
+
+    monkeypatch.setattr("jupyter_gpupool.startrecord.being_started", being_started)
+    one.away(AWAY)
+    assert seen == [(True, START_TIMEOUT)]
+
+
+def test_failed_starts_of_a_broker_say_nothing_about_the_next(socket: Path, started: Path) -> None:
+    startrecord.write_record(socket, ["/bin/true"], {})
+    startrecord.note_failure(socket, startrecord.Failures(), "It failed.", "", final=True)
+    one = reviver(socket, started)
+    one.away(AWAY)
+    assert one.patience == 0.0
+    one.came_back()
+    assert one.patience == GRACE
+
+
 def test_message_about_a_dying_broker_names_its_log(socket: Path, started: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
     for _ in range(startrecord.MANY_STARTS):

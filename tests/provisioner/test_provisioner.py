@@ -93,6 +93,25 @@ def test_a_restart_ends_the_session_and_keeps_the_request(broker: ScriptedBroker
     assert len(broker.seen("close")) == 2  # a second cleanup changes nothing
 
 
+def test_restart_keeps_the_request_when_the_broker_dies(broker: ScriptedBroker) -> None:
+    manager = KernelManager(kernel_name="gpupool-python3")
+    manager.start_kernel()
+    try:
+        execute(manager, "%gpu memory 6GiB --limit 8GiB")
+
+        def die(_message: Any) -> None:
+            del broker.scripts["request"]
+            broker.hang_up()
+
+        broker.scripts["request"] = die
+        manager.restart_kernel()
+        assert "request" not in broker.scripts, "the provisioner asked for the request"
+        again = broker.wait_for("open", count=2)["request"]
+        assert (again["memory"], again["limit"]) == (6 * GiB, 8 * GiB)
+    finally:
+        manager.shutdown_kernel(now=True)
+
+
 @pytest.mark.parametrize("now", [False, True], ids=["shutdown", "kill"])
 def test_kernel_is_suspended_before_its_end_on_unsafe_drivers(
     broker: ScriptedBroker, now: bool

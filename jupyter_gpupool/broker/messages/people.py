@@ -160,6 +160,7 @@ class PeopleMessages:
             if message["type"] == "request" and record is not None:
                 answer["request"] = request_to_json(record.request)
                 self._guard.request_changed(session)
+            self._core.commit()  # what was answered must hold, even if this broker dies now
             connection.answer(request_id, answer)
 
         self._core.expect(rid, reply)

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import sqlite3
+import sys
 import time
 from collections import deque
 from contextlib import closing
@@ -179,9 +180,14 @@ class Journal:
         row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         return str(row[0]) if row else ""
 
-    @property
-    def _log_path(self) -> Path:
-        return self.path.with_name(f"{self.path.name}-wal")
+    def _log_size(self) -> int:
+        """Return the bytes of the log that are in use; its file does not shrink.
+
+        From ``mxFrame``, which https://www.sqlite.org/walformat.html describes.
+        """
+        with self.path.with_name(f"{self.path.name}-shm").open("rb") as index:
+            index.seek(16)
+            return int.from_bytes(index.read(4), sys.byteorder) * self._frame
 
     # ------------------------------------------------------------------ writing
 
@@ -276,7 +282,7 @@ class Journal:
         if self._commits % LOOK_AT_LOG:
             return
         try:
-            size = self._log_path.stat().st_size
+            size = self._log_size()
             if size >= MAX_LOG // 2:
                 self._on_long()
             if size < MAX_LOG:
@@ -324,6 +330,8 @@ class Journal:
                 raise ValueError(
                     f"it has version {version} and this broker writes {SCHEMA_VERSION}"
                 )
+            # A frame of the log is a page and its header.
+            self._frame = int(db.execute("PRAGMA page_size").fetchone()[0]) + 24
             # Files of the first version lack it; queries of a user's rows go by owner.
             db.execute("CREATE INDEX IF NOT EXISTS events_owner ON events (owner, seq)")
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
