@@ -298,7 +298,7 @@ def _run_child(command, env, folder, stdin, stdout):
         sys.modules.pop(command[2], None)
         child.main()
         code = 0
-    except BaseException:
+    except BaseException:  # whatever it is, it must not reach the broker's code above
         traceback.print_exc()
     finally:
         sys.stdout.flush()
