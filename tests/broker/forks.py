@@ -24,7 +24,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import traceback
@@ -49,7 +48,11 @@ DESCRIPTOR = "{descriptor}"
 #: Bytes in the server's command line and environment for those of a forked process.
 _ROOM = {"arguments": 600, "environment": 16_000}
 
-_SIZE = struct.Struct("!I")
+#: Bytes of the longest request: arguments and an environment.
+_LONGEST = 1 << 17
+
+#: Bytes of a process's number in the pipe that the server answers through.
+_PID = 4
 
 
 class Forked:
@@ -60,7 +63,9 @@ class Forked:
         self.returncode = None
         self._status = status
         # The pid may be another process's once the server has waited for this one.
-        self._handle = os.pidfd_open(pid)
+        self._handle = None
+        with suppress(ProcessLookupError):  # it has ended
+            self._handle = os.pidfd_open(pid)
 
     def poll(self):
         with suppress(subprocess.TimeoutExpired):
@@ -70,12 +75,12 @@ class Forked:
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"forked broker {self.pid}", timeout)
-            self.returncode = int(os.read(self._status, 20))
+            self.returncode = int(os.read(self._status, 20) or _server().fail())
             self._close()
         return self.returncode
 
     def send_signal(self, number):
-        if self.poll() is None:
+        if self.poll() is None and self._handle is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, number)
 
@@ -87,30 +92,51 @@ class Forked:
 
     def _close(self):
         os.close(self._status)
-        os.close(self._handle)
+        if self._handle is not None:
+            os.close(self._handle)
 
     def __del__(self):
         if self.returncode is None:
             self._close()
 
 
+class _Server:
+    """The process that forks, and the socket to it. It ends when the socket closes."""
+
+    def __init__(self):
+        self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._errors = os.memfd_create("errors")
+        with its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(its.fileno()), "-" * _ROOM["arguments"]],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
+                pass_fds=(its.fileno(),), env=_environment(), cwd=ROOT,
+            )  # fmt: skip
+        self.pid = self._process.pid
+        atexit.register(self._end)
+
+    def fork(self, request, descriptors):
+        """Send a request. It is one message, so that two threads may send at once."""
+        try:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+        except BrokenPipeError:
+            self.fail()
+
+    def fail(self):
+        """Say why the server ended. The next test starts another, so that one test fails only."""
+        _server.cache_clear()
+        code = self._process.wait(60)
+        said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace")
+        raise EOFError(f"the process that forks brokers has ended with {code}: {said}")
+
+    def _end(self):
+        self._socket.close()
+        self._process.wait(60)
+
+
 @lru_cache(maxsize=1)
 def _server():
-    """Start this process's server; return the socket to it. It ends when the socket closes."""
-    mine, its = socket.socketpair()
-    with its:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(its.fileno()), "-" * _ROOM["arguments"]],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(its.fileno(),),
-            env=_environment(), cwd=ROOT,
-        )  # fmt: skip
-
-    def end():
-        mine.close()
-        process.wait(60)
-
-    atexit.register(end)
-    return mine
+    return _Server()
 
 
 def _environment():
@@ -142,27 +168,16 @@ def start(module, arguments, *, env, stdout, descriptor, folder=str(ROOT)):
     server = _server()
     ours, its = os.pipe()
     try:
-        request = {"module": module, "arguments": arguments, "env": {**env}, "cwd": folder}
-        data = json.dumps(request).encode()
-        socket.send_fds(server, [_SIZE.pack(len(data))], [stdout, descriptor, its])
-        server.sendall(data)
-        pid = int.from_bytes(_read(server, 4), "big")
+        try:
+            request = {"module": module, "arguments": arguments, "env": {**env}, "cwd": folder}
+            server.fork(request, [stdout, descriptor, its])
+        finally:
+            os.close(its)
+        pid = int.from_bytes(os.read(ours, _PID), "big") or server.fail()
+        return Forked(pid, ours)
     except BaseException:
         os.close(ours)
         raise
-    finally:
-        os.close(its)
-    return Forked(pid, ours)
-
-
-def _read(connection, size):
-    data = b""
-    while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
-            raise EOFError("the process that forks brokers has ended")
-        data += more
-    return data
 
 
 # ---------------------------------------------------------------------- the server
@@ -184,11 +199,11 @@ def _serve(connection):
             _report(statuses)
         if connection not in ready:
             continue
-        head, given, _, _ = socket.recv_fds(connection, _SIZE.size, 3)
-        if not head:
+        data, given, flags, _ = socket.recv_fds(connection, _LONGEST, 3)
+        if not data:
             os._exit(0)
-        head += _read(connection, _SIZE.size - len(head))
-        request = json.loads(_read(connection, *_SIZE.unpack(head)))
+        assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC), flags
+        request = json.loads(data)
         pid = os.fork()
         if not pid:
             signal.set_wakeup_fd(-1)
@@ -202,7 +217,7 @@ def _serve(connection):
         os.close(stdout)
         os.close(descriptor)
         statuses[pid] = status
-        connection.sendall(pid.to_bytes(4, "big"))
+        _tell(status, pid.to_bytes(_PID, "big"))
 
 
 def _report(statuses):
@@ -212,9 +227,13 @@ def _report(statuses):
         if not pid:
             return
         pipe = statuses.pop(pid)
-        with suppress(BrokenPipeError):  # a test that has dropped its broker reads nothing
-            os.write(pipe, b"%d" % os.waitstatus_to_exitcode(status))
+        _tell(pipe, b"%d" % os.waitstatus_to_exitcode(status))
         os.close(pipe)
+
+
+def _tell(pipe, data):
+    with suppress(BrokenPipeError):  # a test that has dropped its broker reads nothing
+        os.write(pipe, data)
 
 
 def _become(request, given):
@@ -298,7 +317,7 @@ def _run_child(command, env, folder, stdin, stdout):
         sys.modules.pop(command[2], None)
         child.main()
         code = 0
-    except BaseException:
+    except BaseException:  # whatever it is, it must not reach the broker's code above
         traceback.print_exc()
     finally:
         sys.stdout.flush()

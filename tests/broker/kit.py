@@ -42,19 +42,20 @@ SINGLE = 512 * MiB  # a single device keeps none
 BIG = 300 * MiB
 
 
-#: Seconds between two checks of a condition: most checks ask the broker, which is busy.
-LOOK = 0.02
+#: Seconds between two checks of a condition, at first and at last: most checks ask the broker.
+LOOK, SELDOM = 0.02, 0.1
 
 
 def wait_until(condition, what, seconds=60.0):
     """Return the first true result of ``condition``; a time-out is a failure."""
-    deadline = time.monotonic() + seconds
+    begun = time.monotonic()
     while True:
         result = condition()
         if result:
             return result
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(LOOK)
+        waited = time.monotonic() - begun
+        assert waited < seconds, f"not within {seconds} s: {what}"
+        time.sleep(min(max(LOOK, waited / 10), SELDOM))
 
 
 class Raw:

@@ -6,6 +6,10 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from . import forks
 
@@ -28,4 +32,22 @@ def test_dropped_process_does_not_end_the_server(tmp_path):
     assert select.select([ended], [], [], 60)[0]
     os.close(ended)
     assert run(tmp_path, "pass").wait(60) == 0
+    assert run(tmp_path, "pass").wait(60) == 0
+
+
+def test_threads_start_processes_at_once(tmp_path):
+    folders = [tmp_path / str(number) for number in range(16)]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor(len(folders)) as threads:
+        processes = [*threads.map(lambda folder: run(folder, "pass"), folders)]
+    assert [process.wait(60) for process in processes] == [0] * len(folders)
+    assert len({process.pid for process in processes}) == len(folders)
+
+
+def test_end_of_the_server_fails_one_test_and_is_explained(tmp_path):
+    run(tmp_path, "pass").wait(60)
+    os.kill(forks._server().pid, signal.SIGKILL)
+    with pytest.raises(EOFError, match="has ended with -9"):
+        run(tmp_path, "pass")
     assert run(tmp_path, "pass").wait(60) == 0

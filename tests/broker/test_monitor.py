@@ -177,7 +177,7 @@ def test_long_samples_leave_the_loop_to_others_for_longer():
 
         async def slow():
             begins.append(asyncio.get_running_loop().time())
-            await asyncio.sleep(took)
+            await asyncio.sleep(took)  # the sample, whose length the monitor measures
             ends.append(asyncio.get_running_loop().time())
             runner.changed.set()
             if len(ends) == 4:

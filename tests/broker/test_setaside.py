@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from jupyter_gpupool.cli.maintenance import progress
@@ -164,12 +164,16 @@ def test_process_that_keeps_a_device_file_open_is_named(driver, kernel):
 def test_pause_names_the_suspend_that_it_waits_for(driver, kernel):
     k = kernel(memory=BIG)
     (seen,) = k.do("ask")
-    k.process.send_signal(signal.SIGSTOP)  # the driver cannot suspend it before it goes on
+    children = psutil.Process(driver.process.pid).children()
+    workers = [child for child in children if "worker" in child.cmdline()]
+    for worker in workers:
+        worker.suspend()  # so that no call to the driver ends
     maintain(driver, "pause", seen)
     what = "kernels that have called cuInit and nothing else to be suspended"
     wait_until(lambda: what in order(driver, seen)["step"], "what it waits for", PATIENCE)
     assert progress(order(driver, seen)) == [f"Waiting for {what}."]
-    k.process.send_signal(signal.SIGCONT)
+    for worker in workers:
+        worker.resume()
     for _ in range(600):
         row = order(driver, seen)
         if row["closed"]:

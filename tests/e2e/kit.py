@@ -22,7 +22,7 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import psutil
 import pytest
@@ -41,8 +41,9 @@ MiB = 1 << 20
 #: Deadline of a wait for something that takes well under a second on an idle machine.
 PATIENCE = 60.0
 
-#: Seconds between two checks of a condition. No test depends on this pause to be right.
-LOOK = 0.02
+#: Seconds between two checks of a condition, at first and at last: most checks ask the broker. No
+#: test depends on this pause to be right.
+LOOK, SELDOM = 0.02, 0.1
 
 #: In the environment of every process that a test starts, so that the test finds all of them.
 MARK = "GPUPOOL_E2E_MARK"
@@ -72,6 +73,13 @@ def _look(
     return look
 
 
+def _pauses() -> Iterator[float]:
+    """Yield the pauses between checks: a tenth of the time so far."""
+    begun = time.monotonic()
+    while True:
+        yield min(max(LOOK, (time.monotonic() - begun) / 10), SELDOM)
+
+
 def wait_for(
     condition: Callable[[], Any],
     what: str,
@@ -80,8 +88,9 @@ def wait_for(
 ) -> Any:
     """Return the first true value of ``condition``; fail after ``timeout`` seconds."""
     look = _look(condition, what, timeout, show)
+    pauses = _pauses()
     while not (value := look()):
-        time.sleep(LOOK)
+        time.sleep(next(pauses))
     return value
 
 
@@ -93,8 +102,9 @@ async def until(
 ) -> Any:
     """:func:`wait_for` that lets other tasks run."""
     look = _look(condition, what, timeout, show)
+    pauses = _pauses()
     while not (value := look()):
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(next(pauses))
     return value
 
 
