@@ -160,7 +160,7 @@ def check_guarantees(look: Look) -> None:
                     for g in its
                     if g not in names
                 )
-                if v.state != "active" or group in its or covered or v.refused:
+                if v.state != "active" or group in its or covered or v.refused or not v.gated:
                     continue
                 if naive.now < v.began + LONG or not all(
                     naive.devices[u].can_suspend for u in v.lease
