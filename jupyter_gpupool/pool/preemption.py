@@ -140,18 +140,21 @@ def victim_tier(asker: Session, holder: Session, shares: Shares) -> int | None:
 
 
 def asker_kind(asker: Session, shares: Shares, *, in_use: bool) -> Any:
-    """Return everything that :func:`victim_tier` reads of an asker that has no lease.
+    """Return a value that two askers without a lease share if they may preempt the same leases.
 
-    The pass skips a request if a request of the same kind that is no larger found nothing. Unless
-    a candidate is ``in_use``, all sessions without a lease are of one kind.
+    It contains all that :func:`victim_tier` reads of an asker. The pass relies on it: if a request
+    has found no room, it does not try a request of the same kind that is as large or larger.
+    ``in_use``: a lease in use is among the candidates. If not, all candidates are idle, any asker
+    may preempt them, and the kind is the same for all.
     """
     return kind_of(asker, shares) if in_use else None
 
 
 def score(v: Session, now: float) -> tuple[float, int, str]:
-    """Return the sort key of victims of one tier, smallest first.
+    """Return the key by which the victims of one tier are sorted; the first is preempted first.
 
-    The lease with the most bytes x idle time comes first; in use, x the time since it began.
+    The first is the idle lease with the largest product of bytes and idle time: it costs the others
+    the most and is missed the least. For a lease in use, the time since it began counts instead.
     """
     granted = v.lease.granted
     since = v.idle_since if v.state == "idle" else began(v)
@@ -247,9 +250,11 @@ class Trial:
         return [v for v, _ in found]
 
     def fits(self, victims: Sequence[Session]) -> bool:
-        """Return whether ``victims`` may be preempted beside the chosen ones.
+        """Return whether ``victims`` may be preempted together with those chosen so far.
 
-        Their state must have room beside that of the chosen ones, and no guarantee may cover them.
+        Two rules can forbid it: host memory (and the quotas for suspended state) must have room for
+        the state of all of them, and none of those in use may be covered by a guarantee once those
+        before it are gone. Notes which of the two failed.
         """
         everybody = [*self.chosen, *victims]
         if not self.draft.host_fits(everybody, self.host):

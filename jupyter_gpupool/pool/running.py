@@ -49,8 +49,8 @@ A holder gives its turn to an asker of another owner only if the asker, with wha
 one slice, would still be behind it: with less, the asker would have to give it back at once.
 Between two sessions of one owner there is no such debt; the one whose slice ended first goes first,
 and an asker that has waited for ``SLICE_LEAST``, so that a victim does not at once take a turn from
-another holder. (Not as long as the holder's own slice: whoever had a longer slice than the others
-would never be preempted, because each asker is served by another holder before.)
+another holder. (Not as long as the holder's own slice: a holder with a longer slice than the others
+would never be preempted, because each asker gets the slice of another holder before.)
 """
 
 from __future__ import annotations

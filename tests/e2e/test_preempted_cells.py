@@ -178,7 +178,7 @@ def test_broker_killed_while_a_cell_waits(pool):
     play(scenario())
 
 
-def test_lone_kernel_has_the_whole_gpu_until_another_needs_what_it_is_guaranteed(pool):
+def test_lone_kernel_has_the_whole_gpu_until_another_asks(pool):
     """By default: nobody named a limit, and no allocation fails while the GPU has free memory."""
     pool = pool(ONE, default_memory=300 * MiB, default_limit=None, quiet_after=0.5)
     flag, release = pool.folder / "flag", pool.folder / "release"

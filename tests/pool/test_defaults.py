@@ -77,14 +77,14 @@ def test_a_kernel_that_asks_for_nothing_gets_the_defaults():
         (False, {"default_limit": 5}, (4, 5)),
     ],
 )
-def test_default_limit_is_the_whole_device_where_growth_is_metered(metered, rules, want):
+def test_default_limit_is_the_device_where_growth_is_metered(metered, rules, want):
     settings = PoolSettings(default_memory=4, **rules)
     request = default_request(settings, [10, 16], metered=metered)
     found = fit_unasked(request, (), settings, "ann", [10, 16])
     assert (found.memory, found.limit) == want
 
 
-def test_default_limit_of_a_request_for_two_devices_is_what_both_have():
+def test_default_limit_for_two_devices_is_what_both_have():
     settings = PoolSettings(default_memory=4)
     request = changed_request(default_request(settings, [10, 16]), {"devices": 2})
     assert fit_unasked(request, ["devices"], settings, "ann", [10, 16]).limit == 10

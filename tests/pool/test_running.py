@@ -319,7 +319,7 @@ def test_turns_of_large_state_cost_no_more_than_allowed():
 
 
 @pytest.mark.parametrize("owners", [1, 4, 16])
-def test_copies_that_slow_each_other_down_make_slices_longer(owners):
+def test_slow_copies_make_slices_longer(owners):
     """Eight devices share one path to host memory, and all first turns end together."""
     crowd = Crowd(8, move=2.0, crowded=True, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     for i in range(16):
@@ -331,7 +331,7 @@ def test_copies_that_slow_each_other_down_make_slices_longer(owners):
     assert min(got) > 0.8 * max(got)
 
 
-def test_many_sessions_on_one_device_wait_longer_but_move_no_more():
+def test_many_sessions_wait_longer_but_move_no_more():
     crowd = Crowd(1, move=2.0, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     for i in range(40):
         crowd.add(f"k{i}", f"user{i}", cell=1e9)
