@@ -142,6 +142,7 @@ def broker(folder: Path, devices: int) -> Iterator[int]:
         "emulate": f"{devices}x80GiB",
         "state_dir": str(folder / "state"),
         "default_memory": SLICE,
+        "default_limit": SLICE,
         "idle_timeout": 86400,
         "linger": 86400,
         "max_sessions_per_user": 100_000,

@@ -112,6 +112,7 @@ def broker(folder: Path) -> Iterator[tuple[Path, int]]:
         "emulate": "2x16GiB,context=32MiB",
         "state_dir": str(folder / "state"),
         "default_memory": 1 << 30,
+        "default_limit": 1 << 30,
         "idle_timeout": 86400,
     }
     config.write_text(json.dumps({"GPUPool": settings}))

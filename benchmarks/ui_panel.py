@@ -31,7 +31,11 @@ GiB = 1 << 30
 BUDGET_MS = 16.0
 
 #: Two fit on a device; if so many want a slice, some wait.
-POOL = {"emulate": f"{DEVICES}x8GiB,context=64MiB", "default_memory": 3 * GiB}
+POOL = {
+    "emulate": f"{DEVICES}x8GiB,context=64MiB",
+    "default_memory": 3 * GiB,
+    "default_limit": 3 * GiB,
+}
 WANTING = 40
 
 #: Longest seconds until the delta of a change, and of the page's work on it.
@@ -163,7 +167,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     place, page = stage(), None
     try:
         ready = place.open()
-        place.do_fresh(**POOL, default_limit=POOL["default_memory"], max_memory_per_kernel=7 * GiB)
+        place.do_fresh(**POOL, max_memory_per_kernel=7 * GiB)
         page = Page()
         browser = page.browser()
         deltas = Deltas(page)

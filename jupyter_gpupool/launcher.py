@@ -312,8 +312,6 @@ def _wanted(stanza: Mapping[str, Any], kernel: str) -> tuple[dict[str, Any], str
                 request[name] = parse_bytes(request[name])
             except ValueError as error:
                 raise ConfigError(f"The kernelspec of {kernel!r}, {name}: {error}") from None
-    if "memory" in request:
-        request.setdefault("limit", request["memory"])
     attach = stanza.get("attach") or None
     if attach is not None and attach not in POLICIES:
         raise ConfigError(

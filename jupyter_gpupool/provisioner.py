@@ -104,8 +104,8 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     limit = Memory(
         0,
         help="""Device memory up to which the kernel may grow beyond its memory while the GPU has
-        room, if it runs under the guard. In bytes or as text like "20GiB". Default: the memory.
-        Example: c.GPUPoolProvisioner.limit = "20GiB" """,
+        room, if it runs under the guard. In bytes or as text like "20GiB". Default:
+        c.GPUPool.default_limit. Example: c.GPUPoolProvisioner.limit = "20GiB" """,
     ).tag(config=True)
     devices = Int(
         0,
@@ -388,7 +388,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             return dict(self._request)
         asked = {
             "memory": self.memory,
-            "limit": self.limit or self.memory,
+            "limit": self.limit,
             "devices": self.devices,
             "compute": self.compute,
             "priority": self.priority,

@@ -70,7 +70,11 @@ class Configuration:
         return load_timetable(self._files, self._overrides)
 
     def take(self, timetable: Timetable) -> tuple[str, ...]:
-        """Use the files that were read; return the options that change only at the next start."""
+        """Put a configuration that :meth:`read` returned in force.
+
+        Return the names of the changed options that a running broker cannot follow: their new
+        values count when the broker starts again.
+        """
         late = needs_restart(self.timetable.base, timetable.base)
         self.timetable = timetable
         self._enter(timetable.rules(time.time()))

@@ -164,10 +164,14 @@ class GPUPool(Configurable):
     )
     default_limit = _option(
         Size(None, allow_none=True),
-        "A kernel that does not ask may grow beyond its guarantee to this device memory, while "
-        "the GPU has free memory. Only kernels under the guard can grow.",
+        "A kernel that names no limit may grow beyond its guarantee to this device memory, while "
+        "the GPU has free memory. What it has grown by is the first to go once another kernel "
+        "needs what it is guaranteed, if need be by a suspend in the middle of a cell. Only "
+        "kernels under the guard can grow; without it a slice keeps the size that it has at "
+        "attach. Programs that take all free memory at their start (vLLM) should name a limit: "
+        "else they take turns on a GPU that they could share.",
         unit="bytes, or text such as '12GiB'",
-        default="None (the same as default_memory)",
+        default="None (the whole GPU)",
         example='default_limit = "12GiB"',
     )
     max_memory_per_kernel = _option(
@@ -520,7 +524,7 @@ class GPUPool(Configurable):
         total = Host().total() if host_total is None else host_total
         faults: list[Fault] = []
         values = {name: self._read(name) for name in self.class_traits(config=True)}
-        values["default_limit"] = self._check_sizes(faults)
+        self._check_sizes(faults)
         values["host_memory"] = read_host_memory(self.host_memory, total)
         values["emulate"] = self._machine(os.environ if environ is None else environ, faults)
         self._check_priority(values["priority_classes"], faults)
@@ -566,11 +570,14 @@ class GPUPool(Configurable):
                 text = f"{name!r} is no priority class."
                 faults.append(Fault(text, hint, "classes_allowed", (index,)))
 
-    def _check_sizes(self, faults: list[Fault]) -> int:
-        """Return the default limit in bytes; note where the three sizes contradict each other."""
-        memory, most = self.default_memory, self.max_memory_per_kernel
-        limit: int = memory if self.default_limit is None else self.default_limit
-        if limit < memory:
+    def _check_sizes(self, faults: list[Fault]) -> None:
+        """Add a fault where the limit is below the memory, or either above what a kernel may ask.
+
+        Without ``default_limit`` only the memory counts: a limit that nobody has named is cut to
+        ``max_memory_per_kernel`` for each kernel.
+        """
+        memory, limit, most = self.default_memory, self.default_limit, self.max_memory_per_kernel
+        if limit is not None and limit < memory:
             faults.append(
                 Fault(
                     f"{format_bytes(limit)} is below default_memory ({format_bytes(memory)}).",
@@ -578,16 +585,17 @@ class GPUPool(Configurable):
                     "default_limit",
                 )
             )
-        if most is not None and limit > most:
-            name, value = ("default_memory", memory) if memory > most else ("default_limit", limit)
-            faults.append(
-                Fault(
-                    f"{format_bytes(value)} is above max_memory_per_kernel ({format_bytes(most)}).",
-                    f"Lower {name} or raise max_memory_per_kernel.",
-                    name,
+        for name, value in (("default_memory", memory), ("default_limit", limit)):
+            if most is not None and value is not None and value > most:
+                faults.append(
+                    Fault(
+                        f"{format_bytes(value)} is above max_memory_per_kernel "
+                        f"({format_bytes(most)}).",
+                        f"Lower {name} or raise max_memory_per_kernel.",
+                        name,
+                    )
                 )
-            )
-        return limit
+                break
 
     def _machine(self, environ: Mapping[str, str], faults: list[Fault]) -> str:
         if self.emulate or "emulate" in self.config.get("GPUPool", {}):

@@ -275,13 +275,19 @@ def most_devices(owner: Owner, settings: PoolSettings, devices: int) -> int:
 _ABOUT_SIZE = frozenset({Code.OVER_KERNEL_LIMIT, Code.OVER_DEVICE, Code.OVER_QUOTA, Code.OVER_HOST})
 
 
-def default_request(settings: PoolSettings) -> Request:
-    """Return the request of a kernel that does not ask."""
-    return Request(
-        memory=settings.default_memory,
-        limit=settings.default_limit,
-        priority=settings.default_priority,
-    )
+def default_request(
+    settings: PoolSettings, capacities: Iterable[int] = (), *, metered: bool = True
+) -> Request:
+    """Return the request of a kernel that does not ask, on devices of ``capacities`` bytes.
+
+    By default the limit is the whole device: grown bytes are the first to go once a guarantee needs
+    them. That takes the guard, which meters them and holds back the calls of a running cell.
+    Without it (``metered`` is False) a slice is decided at attach, and is what is guaranteed.
+    """
+    memory, limit = settings.default_memory, settings.default_limit
+    if limit is None:
+        limit = max([memory, *capacities]) if metered else memory
+    return Request(memory=memory, limit=limit, priority=settings.default_priority)
 
 
 def changed_request(base: Request, asked: Mapping[str, Any]) -> Request:

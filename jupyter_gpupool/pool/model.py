@@ -191,7 +191,9 @@ class PoolSettings:
     """Everything the pool's rules may read, made from ``c.GPUPool.*``."""
 
     default_memory: int = 4 * GiB
-    default_limit: int = 4 * GiB
+    #: The limit of a kernel that does not ask; None: the whole device where the guard meters what a
+    #: kernel takes beyond its guarantee, else ``default_memory``.
+    default_limit: int | None = None
     #: Largest ``memory``/``limit`` one kernel may ask for on a device; None: the device's size.
     max_memory_per_kernel: int | None = None
     #: By owner name; ``"*"`` stands for all other owners.

@@ -35,8 +35,9 @@ from .residence import STAY_MOST, Gap, protected_until
 from .running import began, covered, free_from, kind_of, tier_in_use
 from .shares import Shares
 
-#: If host memory is too short for the usual choice, every combination of up to so many idle leases
-#: is tried; with more leases, only the one that frees the most per host byte.
+#: If the usual choice fails for lack of host memory, or because a guarantee covers a victim after
+#: those before it, every combination of up to so many leases is tried. With more leases and too
+#: little host memory, only the one that frees the most per host byte.
 EXACT = 6
 #: Number of places to compare. The best victim may be on a device where little else can be
 #: preempted: then the next session finds nothing there, and more leases end in all.
@@ -139,18 +140,21 @@ def victim_tier(asker: Session, holder: Session, shares: Shares) -> int | None:
 
 
 def asker_kind(asker: Session, shares: Shares, *, in_use: bool) -> Any:
-    """Return everything that :func:`victim_tier` reads of an asker that has no lease.
+    """Return a value that two askers without a lease share if they may preempt the same leases.
 
-    The pass skips a request if a request of the same kind that is no larger found nothing. Unless
-    a candidate is ``in_use``, all sessions without a lease are of one kind.
+    It contains all that :func:`victim_tier` reads of an asker. The pass relies on it: if a request
+    has found no room, it does not try a request of the same kind that is as large or larger.
+    ``in_use``: a lease in use is among the candidates. If not, all candidates are idle, any asker
+    may preempt them, and the kind is the same for all.
     """
     return kind_of(asker, shares) if in_use else None
 
 
 def score(v: Session, now: float) -> tuple[float, int, str]:
-    """Return the sort key of victims of one tier, smallest first.
+    """Return the key by which the victims of one tier are sorted; the first is preempted first.
 
-    The lease with the most bytes x idle time comes first; in use, x the time since it began.
+    The first is the idle lease with the largest product of bytes and idle time: it costs the others
+    the most and is missed the least. For a lease in use, the time since it began counts instead.
     """
     granted = v.lease.granted
     since = v.idle_since if v.state == "idle" else began(v)
@@ -177,6 +181,8 @@ class Trial:
         #: A choice failed for lack of host memory, and not for lack of leases to preempt.
         self.host_short = False
         self._host_failed = False
+        #: A choice failed because a guarantee covers a victim: with others it may not.
+        self.shielded = False
 
     def add(self, victims: Iterable[Session]) -> None:
         """Preempt ``victims``."""
@@ -244,15 +250,20 @@ class Trial:
         return [v for v, _ in found]
 
     def fits(self, victims: Sequence[Session]) -> bool:
-        """Return whether ``victims`` may be preempted beside the chosen ones.
+        """Return whether ``victims`` may be preempted together with those chosen so far.
 
-        Their state must have room beside that of the chosen ones, and no guarantee may cover them.
+        Two rules can forbid it: host memory (and the quotas for suspended state) must have room for
+        the state of all of them, and none of those in use may be covered by a guarantee once those
+        before it are gone. Notes which of the two failed.
         """
         everybody = [*self.chosen, *victims]
         if not self.draft.host_fits(everybody, self.host):
             self._host_failed = True
             return False
-        return not self._covered(everybody)
+        if self._covered(everybody):
+            self.shielded = True
+            return False
+        return True
 
     def _covered(self, victims: Sequence[Session]) -> bool:
         if not self.facts.tree.guarantees:
@@ -385,15 +396,17 @@ def any_combination(draft: Draft, s: Session, asking: Asking, host: int) -> Tria
     first = Trial(draft, s, host)
     # The leases that count in the owner's limits count on every device. Without a limit, all equal
     # requests for the same devices have the same options: the pass relies on that.
-    options = {v.id: v for _, v in first.own_options()} if quota else {}
+    options = {v.id: (tier, v) for tier, v in first.own_options()} if quota else {}
     for room in draft.rooms.values():
         if not draft.reserved(room) and any(need.allows(room.ledger) for need in needs):
-            options.update((v.id, v) for _, v, _ in first.options(room))
+            options.update((v.id, (tier, v)) for tier, v, _ in first.options(room))
         if len(options) > EXACT:
             return None
     back = draft.coming_back(owner) if quota else []
-    for count in range(1, len(options) + 1):
-        for group in combinations(options.values(), count):
+    now = draft.facts.now
+    ordered = [v for _, v in sorted(options.values(), key=lambda o: (o[0], score(o[1], now)))]
+    for count in range(1, len(ordered) + 1):
+        for group in combinations(ordered, count):
             if not first.fits(group):
                 continue
             if draft.lacking(owner, asking.charge, [*back, *group]) is None:
@@ -439,7 +452,7 @@ def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Of
     own = lacks is None or trial.own(found.charge)
     placed = own and trial.place(needs)
     short = trial.host_short
-    if not placed and short:
+    if not placed and (short or trial.shielded):
         other = any_combination(draft, s, found, host)
         placed, trial = other is not None, other or trial
     if placed:

@@ -34,13 +34,23 @@ take the slice back by its class.
 
 *Time slices.* A slice lasts for ``cost / max_swap_overhead`` seconds (at least ``SLICE_LEAST``),
 where ``cost`` is the measured time of the holder's own suspend and resume: so moving takes at most
-``max_swap_overhead`` of the time. Where many move at once they slow each other down, the measured
-cost rises, and slices become longer by themselves. Sessions that fit beside each other stay: a
-lease is preempted only if its bytes are needed. A lease on several devices goes as one.
+``max_swap_overhead`` of the time. Sessions that fit beside each other stay: a lease is preempted
+only if its bytes are needed. A lease on several devices goes as one.
+
+*Thrashing.* More sessions than fit, or more state, must not mean that the GPUs only copy. Sessions
+that would thrash are spread out in time: the slice has no upper bound, so state that takes two
+minutes to move has a slice of twenty (at 10 %). All devices copy to the same host memory; where
+many copies slow each other down, the measured cost rises, and every slice becomes longer by itself
+until all moves together take no more than ``max_swap_overhead`` again. The price is the length of a
+round, the sum of the slices of all that wait: a session that waits for its turn waits for longer.
+Sessions that should not wait belong in a higher class, or in a group with a guarantee.
 
 A holder gives its turn to an asker of another owner only if the asker, with what the holder uses in
 one slice, would still be behind it: with less, the asker would have to give it back at once.
-Between two sessions of one owner, the asker must have waited for as long as a slice.
+Between two sessions of one owner there is no such debt; the one whose slice ended first goes first,
+and an asker that has waited for ``SLICE_LEAST``, so that a victim does not at once take a turn from
+another holder. (Not as long as the holder's own slice: a holder with a longer slice than the others
+would never be preempted, because each asker gets the slice of another holder before.)
 """
 
 from __future__ import annotations
@@ -52,7 +62,6 @@ from ..states import ATTACHED
 from .facts import NEVER, Facts, Session
 from .model import PreemptRule
 from .placement import Asking, asking
-from .residence import allowance
 from .shares import Shares
 
 #: The shortest time slice, and the shortest stay of a holder, in seconds.
@@ -92,7 +101,7 @@ def cost(s: Session, swap: float | None) -> float:
 def time_slice(s: Session, facts: Facts) -> float:
     """Return how long a turn of ``s`` is."""
     share = facts.settings.max_swap_overhead
-    return max(SLICE_LEAST, allowance(s.lease.cost, share) if share > 0 else 0.0)
+    return max(SLICE_LEAST, s.lease.cost / share) if share > 0 else SLICE_LEAST
 
 
 def began(s: Session) -> float:
@@ -193,7 +202,7 @@ def claims(
     elif level == its and "turns" in rules:
         length = time_slice(holder, facts)
         if asker.owner == holder.owner or not shares.fair:
-            yield TURN, max(ends, asker.wait.since + length)
+            yield TURN, max(ends, asker.wait.since + SLICE_LEAST)
         elif shares.behind(asker.owner, holder.owner, length * rate(holder, shares)):
             yield TURN, ends
 

@@ -23,15 +23,39 @@ competes in the next class, unless its owner or group has more than its fair sha
 never outweighs a share. (Added to one sum, as priorities and shares often are, every queue that is
 long enough ends in order of age: with weights 3:1 and endless demand of both, usage went to 2:1.)
 
-No session starves. Usage decays and requests do not: an owner that is served nothing has a usage
-that goes to 0, and those that are served in its stead have one that does not. If U is what it has
-used, W its weight and A the least usage per weight of those before it, that takes at most
-half-life x log2(U / (W x A)) seconds; from then on it goes first in its class, and is raised to the
-next class. As first in the queue it reserves devices (:mod:`.schedule`), so no later session takes
-what comes free there. Bound for a session of the lowest class: ageing x (difference of the class
-numbers) + half-life x log2(U / (W x A)) + the time in which the leases on its devices end or are
-preempted. Only sessions within a guarantee go before it without end, and only as long as they fill
-that guarantee, which is less than the machine.
+No session starves
+------------------
+*Claim.* A session that may be served (no quota, cap, budget or closed class forbids it), and is the
+first of its owner in the queue, starts within max(C, S) + L:
+
+* C = ``ageing`` x (number of the highest class - number of its own);
+* S = ``half_life`` x log2(1 + U / B), where U is what its owner has used when it begins to wait,
+  and B what its weight would give it in the long run of what the others use: (weight of the owner
+  / weights of the others) x (devices that the others use) x half_life / ln 2. The largest possible
+  U is that of an owner that has used as many devices without end; then U / B is the weights of the
+  others over its own, and S depends on the weights alone;
+* L = ``ageing`` + the time until the leases on the devices that it reserves have ended, or may be
+  preempted, and have been suspended. Only here does the size of the request matter.
+
+*Proof.* (1) Its owner gets nothing, so after t seconds U has become U x 2^(-t / half_life). What
+the others have used since then is R x half_life / ln 2 x (1 - 2^(-t / half_life)) for R devices in
+use.
+Within a class the one with the least usage for its weight goes first, so each of the others that
+has work for its part gets its weight's part of this, up to one cell. As soon as U is no more than
+such a part, the owner has the least usage for its weight: U x 2^(-t / half_life) <= B x (1 -
+2^(-t / half_life)) holds after S seconds. (What the others hold at the moment counts against them
+as well.) (2) From then on it stays so: all usage decays by the same factor, and the others only add
+to theirs. The owner is then not above its fair share, so age raises the session: C seconds after it
+began to wait it competes in the highest class. C and S run at the same time. (3) Now it is the
+first in the queue and reserves devices (:mod:`.schedule`). No session behind it may use what would
+delay it, and after ``ageing`` seconds the idle leases there are suspended for it, even if one alone
+is not enough. What remains is L. With groups the same holds of the siblings at each level.
+
+*What the claim leaves out.* Sessions within a guarantee go before, but only as long as their groups
+fill their guarantees, which are less than the machine. An owner that has never used anything goes
+before once. A lease in use that no rule may preempt lasts as long as its cell
+(:mod:`.unsuspendable`); for each ``ageing`` seconds that the head waits, it reserves one more
+device. With ``half_life`` 0, S is 0: class and age alone decide.
 
 Without groups, budgets and used time this is the order of class and age.
 """

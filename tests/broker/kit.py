@@ -147,6 +147,8 @@ class Broker:
             "resume_headroom": 0,
             **config,
         }
+        # Most tests are about slices of one size, which do not grow.
+        values.setdefault("default_limit", values["default_memory"])
         self.config_file.write_text(json.dumps({"GPUPool": values}))
 
     def start(self, *, wait=True, env=None):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from .kit import CAPACITY
+from .kit import CAPACITY, MiB
 
 
 def test_default_larger_than_a_device_gives_all_of_it_and_warns(make_broker):
@@ -16,6 +16,30 @@ def test_default_larger_than_a_device_gives_all_of_it_and_warns(make_broker):
             answer = client.call("open", kernel_id="k", label="", request={})
             assert answer["request"]["memory"] == answer["request"]["limit"] == CAPACITY
     assert broker.log.read_text().count("c.GPUPool.default_memory is 4 GiB and the largest") == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "want"),
+    [
+        ({}, (100 * MiB, CAPACITY)),
+        ({"memory": 150 * MiB}, (150 * MiB, CAPACITY)),
+        ({"memory": 150 * MiB, "limit": 150 * MiB}, (150 * MiB, 150 * MiB)),
+    ],
+    ids=["nothing", "memory", "both"],
+)
+def test_kernel_that_names_no_limit_may_grow_to_the_whole_device(make_broker, asked, want):
+    broker = make_broker(default_memory="100MiB", default_limit=None).started
+    with broker.client() as client:
+        answer = client.call("open", kernel_id="k", label="", request=asked)
+    assert (answer["request"]["memory"], answer["request"]["limit"]) == want
+
+
+def test_without_the_guard_a_slice_is_what_is_guaranteed(make_broker):
+    """Nothing meters it there, and nothing could take it back from a running cell."""
+    broker = make_broker(default_memory="100MiB", default_limit=None, allow_unguarded=True).started
+    with broker.client() as client:
+        answer = client.call("open", kernel_id="k", label="", request={}, guarded=False)
+    assert answer["request"]["memory"] == answer["request"]["limit"] == 100 * MiB
 
 
 def test_default_that_host_memory_cannot_keep_is_refused(make_broker):

@@ -44,7 +44,7 @@ def test_options_have_their_defaults_without_files(folders):
     assert settings.files == ()
     assert settings.notes == ()
     assert settings.attach == "lazy"
-    assert settings.pool.default_memory == settings.pool.default_limit == 4 * GiB
+    assert (settings.pool.default_memory, settings.pool.default_limit) == (4 * GiB, None)
 
 
 def test_files_are_read_in_jupyters_order(folders):

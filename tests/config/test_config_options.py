@@ -133,8 +133,10 @@ def test_half_life():
     assert settings(fair_share_half_life=0).pool.half_life == 0
 
 
-def test_default_limit_follows_default_memory():
-    assert settings(default_memory="8GiB").pool.default_limit == 8 * GiB
+def test_default_limit_is_the_whole_device_whatever_the_memory():
+    assert settings(default_memory="8GiB").pool.default_limit is None
+    # It is cut to the most that a kernel may ask for.
+    assert settings(max_memory_per_kernel="8GiB").pool.default_limit is None
 
 
 def test_quotas_are_read_for_each_user():

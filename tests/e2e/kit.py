@@ -300,6 +300,8 @@ class Pool:
             "linger": 600.0,
             **config,
         }
+        # Most tests are about slices of one size, which do not grow.
+        self.config.setdefault("default_limit", self.config.get("default_memory", "4GiB"))
         #: What the test asked for: another test that asks for the same may use this pool.
         self.asked = (machine, config)
         self.mark = uuid.uuid4().hex

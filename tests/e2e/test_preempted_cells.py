@@ -176,3 +176,34 @@ def test_broker_killed_while_a_cell_waits(pool):
         await pool.stop_kernels()
 
     play(scenario())
+
+
+def test_lone_kernel_has_the_whole_gpu_until_another_asks(pool):
+    """By default: nobody named a limit, and no allocation fails while the GPU has free memory."""
+    pool = pool(ONE, default_memory=300 * MiB, default_limit=None, quiet_after=0.5)
+    flag, release = pool.folder / "flag", pool.folder / "release"
+
+    async def scenario():
+        worker = await pool.kernel("worker")
+        (await worker.run(cells.setup(1, 400))).check()
+        assert worker.session()["granted_bytes"] > 400 * MiB
+        cell = asyncio.create_task(worker.run(toil(flag), timeout=200))
+        await until(lambda: "begun" in worker.latest.text, "the cell to begin")
+        other = await pool.kernel("other")
+        code = cells.setup(2, 100) + cells.computing(release)
+        second = asyncio.create_task(other.run(code, timeout=200))
+        await until(
+            lambda: (s := worker.session()) and s["preempted"] and s["suspended_bytes"],
+            "its grown memory to go", show=worker.session,
+        )  # fmt: skip
+        assert "more memory than it is guaranteed" in worker.session()["preempted"]
+        release.touch()
+        (await second).check()
+        await until(lambda: worker.session()["resumes"], "its return", show=worker.session)
+        flag.touch()
+        assert "rounds:" in (await cell).check().text
+        (await worker.run("block.verify()")).check()
+        (await other.run("block.verify()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())

@@ -3,7 +3,8 @@
 """People with endless or occasional demand on one pool, in simulated time; what each of them got.
 
 Cells have a length in seconds of computing. A preempted cell goes on where it was; moving takes
-``move`` seconds each way, in which its devices are taken and it computes nothing.
+``move`` seconds each way, in which its devices are taken and it computes nothing. ``crowded``: all
+devices share one path to host memory, so a move takes that much for each move that is under way.
 """
 
 from __future__ import annotations
@@ -41,8 +42,19 @@ class Kernel:
 class Crowd:
     """A pool of ``devices`` devices of 16 bytes, and its users."""
 
-    def __init__(self, devices: int = 1, *, move: float = 0.0, seed: int = 0, **rules: Any) -> None:
+    def __init__(
+        self,
+        devices: int = 1,
+        *,
+        move: float = 0.0,
+        crowded: bool = False,
+        seed: int = 0,
+        **rules: Any,
+    ) -> None:
         self.rng = random.Random(seed)
+        self.crowded, self.moving = crowded, 0
+        #: The seconds of each move, in order.
+        self.took: list[float] = []
         self.now, self.move, self.count = 0.0, move, 0
         self.pool = Pool(PoolSettings(**{"host_memory": 10_000, "resume_headroom": 0, **rules}))
         self.kernels: dict[str, Kernel] = {}
@@ -100,12 +112,18 @@ class Crowd:
             self.now = max(self.now, when)
             getattr(self, what)(*args)
 
+    def computed(self) -> list[float]:
+        """Return the seconds for which each kernel has computed, in the order of :meth:`add`."""
+        return [
+            k.computed + (self.now - k.running_since if k.running else 0.0)
+            for k in self.kernels.values()
+        ]
+
     def got(self) -> dict[str, float]:
         """Return the device-seconds of every owner."""
         found: dict[str, float] = {}
-        for k in self.kernels.values():
-            more = self.now - k.running_since if k.running else 0.0
-            found[k.owner.name] = found.get(k.owner.name, 0.0) + (k.computed + more) * k.size
+        for k, seconds in zip(self.kernels.values(), self.computed(), strict=True):
+            found[k.owner.name] = found.get(k.owner.name, 0.0) + seconds * k.size
         return found
 
     # ------------------------------------------------------------------ the simulated world
@@ -129,25 +147,34 @@ class Crowd:
             k.left -= self.now - k.running_since
             k.running = False
 
+    def moves(self) -> float:
+        """Begin a move; return how long it takes."""
+        self.moving += 1
+        self.took.append(self.move * (self.moving if self.crowded else 1))
+        return self.took[-1]
+
     def attached(self, name: str, epoch: int, seconds: float) -> None:
+        self.moving -= seconds > 0
         self.send(ev.AttachDone(now=self.now, session=name, epoch=epoch, seconds=seconds))
 
-    def suspended(self, name: str, epoch: int, slices: tuple[Slice, ...]) -> None:
+    def suspended(self, name: str, epoch: int, slices: tuple[Slice, ...], seconds: float) -> None:
         self.kernels[name].moves += 1
+        self.moving -= 1
         self.send(
             ev.SuspendDone(
-                now=self.now, session=name, epoch=epoch, suspended=slices, seconds=self.move
+                now=self.now, session=name, epoch=epoch, suspended=slices, seconds=seconds
             )
         )
 
     def send(self, event: ev.Event) -> None:
         for a in self.pool.handle(event):
             if isinstance(a, ev.Attach):
-                seconds = self.move if a.origin else 0.0
+                seconds = self.moves() if a.origin and self.move else 0.0
                 self.at(self.now + seconds, "attached", a.session, a.epoch, seconds)
             elif isinstance(a, ev.Suspend):
                 self.stop(self.kernels[a.session])
-                self.at(self.now + self.move, "suspended", a.session, a.epoch, a.slices)
+                seconds = self.moves()
+                self.at(self.now + seconds, "suspended", a.session, a.epoch, a.slices, seconds)
             elif isinstance(a, ev.HoldGranted):
                 k = self.kernels[a.session]
                 if not k.running:

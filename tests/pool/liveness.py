@@ -160,7 +160,7 @@ def check_guarantees(look: Look) -> None:
                     for g in its
                     if g not in names
                 )
-                if v.state != "active" or group in its or covered or v.refused:
+                if v.state != "active" or group in its or covered or v.refused or not v.gated:
                     continue
                 if naive.now < v.began + LONG or not all(
                     naive.devices[u].can_suspend for u in v.lease
@@ -378,11 +378,15 @@ def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
 
 
 def check_backfill(look: Look, before: dict[str, Explanation], actions: list[ev.Action]) -> None:
-    """Check that no session that was attached from behind the head delays it.
+    """Check that the sessions that these ``actions`` attach do not delay the head of the queue.
 
-    The attached session must not make the head start later, in any order in which the leases on the
-    reserved devices end. The pool checks a promise when it makes it, and may keep it without this.
-    Nothing is checked where usage changes the order: this module knows class and age alone.
+    Only those behind the head count. Together they must not make the head start later, in whatever
+    order the leases on its reserved devices end. Not checked:
+
+    * a session that had been promised its slices ``before``: the pool checked that when it made the
+      promise, and may keep it although another session is the head by now;
+    * a preempted session, because its age is that of its computation, which is not known here;
+    * rules under which usage changes the order, because this module knows class and age alone.
     """
     rules = look.naive.settings
     if rules.half_life or rules.groups or any(q.daily for q in rules.quotas.values()):

@@ -30,6 +30,8 @@ class NaiveSession:
     bound: tuple[str, ...] = ()
     #: The guard can move its processes, at their first context, to another device of this model.
     lands: bool = False
+    #: Its calls can be held back: it may be suspended while in use.
+    gated: bool = True
     #: The driver refused to move its state.
     immovable: bool = False
     #: ``suspended`` names the state that a pause has set aside.
@@ -216,7 +218,9 @@ class Naive:
             self.settings = event.settings
         elif isinstance(event, ev.SessionOpened):
             if name not in self.sessions:
-                self.sessions[name] = NaiveSession(event.owner, event.request, lands=event.lands)
+                self.sessions[name] = NaiveSession(
+                    event.owner, event.request, lands=event.lands, gated=event.gated
+                )
                 self.opening[name] = event
         elif isinstance(event, ev.SessionEnded):
             if s is not None:
@@ -335,7 +339,8 @@ class Naive:
         elif isinstance(a, ev.Warn):
             assert s.state in ("active", "idle"), a
             fixed = not all(self.devices[u].can_suspend for u in s.lease)
-            assert fixed or s.refused, f"{a}: it can be suspended"
+            busy = any(s.holds.values()) and not s.gated
+            assert fixed or busy or s.refused, f"{a}: it can be suspended"
         elif isinstance(a, ev.EndSession):
             assert s.state == "ended", a
         else:
@@ -411,6 +416,7 @@ class Naive:
         if a.busy:
             assert self.settings.preempt or self.stops(), f"{a}: no rule preempts what is in use"
             assert any(s.holds.values()), f"{a} though no hold is granted"
+            assert s.gated, f"{a}: nothing holds its calls back"
             s.holds = dict.fromkeys(s.holds, False)
         assert not any(s.holds.values()), f"{a} though {s.holds}"
         assert a.epoch == s.epoch

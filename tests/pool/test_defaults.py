@@ -67,6 +67,30 @@ def test_a_kernel_that_asks_for_nothing_gets_the_defaults():
 
 
 @pytest.mark.parametrize(
+    ("metered", "rules", "want"),
+    [
+        (True, {}, (4, 16)),
+        (True, {"max_memory_per_kernel": 8}, (4, 8)),
+        (True, {"quotas": {"*": Quota(memory=10)}}, (4, 10)),
+        (True, {"default_limit": 5}, (4, 5)),
+        (False, {}, (4, 4)),
+        (False, {"default_limit": 5}, (4, 5)),
+    ],
+)
+def test_default_limit_is_the_device_where_growth_is_metered(metered, rules, want):
+    settings = PoolSettings(default_memory=4, **rules)
+    request = default_request(settings, [10, 16], metered=metered)
+    found = fit_unasked(request, (), settings, "ann", [10, 16])
+    assert (found.memory, found.limit) == want
+
+
+def test_default_limit_for_two_devices_is_what_both_have():
+    settings = PoolSettings(default_memory=4)
+    request = changed_request(default_request(settings, [10, 16]), {"devices": 2})
+    assert fit_unasked(request, ["devices"], settings, "ann", [10, 16]).limit == 10
+
+
+@pytest.mark.parametrize(
     ("base", "asked", "want"),
     [
         (Request(4, 4), {"memory": 6}, (6, 6)),

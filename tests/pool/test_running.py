@@ -215,6 +215,20 @@ def test_reclaim_leaves_the_other_group_what_is_guaranteed_to_it(make):
     assert len(preempted(lab)) == 2
 
 
+def test_idle_victim_does_not_shield_the_one_that_makes_room(make):
+    """Without its idle lease the group is within its guarantee, and that lease is too small."""
+    lab = make(
+        device(0, 9), preempt=PREEMPT_ALL, groups={"team": Group(guarantee=Portion(bytes=6))}
+    )
+    bob = Owner("bob", "team")
+    lab.running("low", 5, owner=bob, priority="batch")
+    lab.idle("small", 2, owner=bob)
+    lab.running("other", 1)
+    lab.after(20)
+    got(ask(lab, "high", 6), ev.Suspend, session="low")
+    assert lab.state("small") == "idle"
+
+
 def test_guarantee_of_a_subgroup_takes_from_its_parent(make):
     groups = {
         "lab": Group(guarantee=Portion(percent=100)),
@@ -287,12 +301,43 @@ def test_equals_take_turns_and_moving_costs_no_more_than_allowed(owners, move):
     for i, owner in enumerate(owners):
         crowd.add(f"k{i}", owner, cell=1e9)
     crowd.run(4000)
-    got = [k.computed + (crowd.now - k.running_since if k.running else 0.0)
-           for k in crowd.kernels.values()]  # fmt: skip
+    got = crowd.computed()
     assert sum(got) >= (1 - 0.1) * 4000 - 200
     for seconds in got:
         assert seconds == pytest.approx(sum(got) / len(got), abs=4 * 20 * move + 20)
     assert min(k.moves for k in crowd.kernels.values()) >= 2
+
+
+def test_turns_of_large_state_cost_no_more_than_allowed():
+    """A move of two minutes pays for a slice of twenty."""
+    crowd = Crowd(1, move=60.0, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
+    for i in range(3):
+        crowd.add(f"k{i}", f"user{i}", cell=1e9)
+    crowd.run(100_000)
+    assert sum(crowd.took) <= 0.1 * 100_000
+    assert min(crowd.computed()) > 100_000 / 4
+
+
+@pytest.mark.parametrize("owners", [1, 4, 16])
+def test_slow_copies_make_slices_longer(owners):
+    """Eight devices share one path to host memory, and all first turns end together."""
+    crowd = Crowd(8, move=2.0, crowded=True, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
+    for i in range(16):
+        crowd.add(f"k{i}", f"user{i % owners}", cell=1e9)
+    crowd.run(8000)
+    assert max(crowd.took) >= 6 * 2.0
+    assert sum(crowd.took) <= 0.1 * 8 * 8000
+    got = crowd.computed()
+    assert min(got) > 0.8 * max(got)
+
+
+def test_many_sessions_wait_longer_but_move_no_more():
+    crowd = Crowd(1, move=2.0, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
+    for i in range(40):
+        crowd.add(f"k{i}", f"user{i}", cell=1e9)
+    crowd.run(40 * 400)
+    assert sum(crowd.took) <= 0.1 * 40 * 400 + 40 * 2.0, "the first move of each had no cost"
+    assert min(crowd.computed()) > 0
 
 
 def test_those_that_fit_together_stay_together():

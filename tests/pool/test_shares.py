@@ -163,26 +163,46 @@ def test_order_changes_as_usage_grows_without_an_event(make):
 # --------------------------------------------------------------------------- starvation
 
 
-def bound(half_life: float, usage: float, least: float, classes: float, leases: float) -> float:
-    """The bound of :mod:`jupyter_gpupool.pool.shares` for an owner of weight 1."""
-    return classes + half_life * math.log2(max(2.0, usage / least)) + leases
+def bound(half: float, ratio: float, classes: float, leases: float) -> float:
+    """The bound of :mod:`jupyter_gpupool.pool.shares`; ``ratio`` is U / B."""
+    return max(classes, half * math.log2(1 + ratio)) + leases
 
 
+@pytest.mark.parametrize("preempt", [frozenset(), PREEMPT_ALL], ids=["cells end", "preemption"])
+@pytest.mark.parametrize("devices", [1, 3], ids=["one", "all of three"])
 @pytest.mark.parametrize("seed", range(3))
-def test_wait_of_the_greatest_user_in_the_last_class_is_bounded(seed):
-    """Others work without end in a higher class; it has used the machine alone for long before."""
-    half, ageing, cell = 60.0, 1.0, 5.0
-    crowd = Crowd(1, half_life=half, ageing=ageing, seed=seed)
+def test_wait_of_the_greatest_user_in_the_last_class_is_bounded(seed, devices, preempt):
+    """It has used the machine alone, and wants all of it; others work on in a higher class."""
+    half, ageing, cell, others = 60.0, 1.0, 5.0, 4
+    crowd = Crowd(devices, half_life=half, ageing=ageing, seed=seed, preempt=preempt)
     rich = crowd.add(
-        "rich", "rich", cell=lambda: 4000.0 if not rich.done else cell, priority="batch"
-    )
+        "rich", "rich", cell=lambda: 4000.0 if not rich.done else cell, priority="batch",
+        devices=devices,
+    )  # fmt: skip
     crowd.run(3999)
-    usage = half / math.log(2)
-    for i in range(4):
-        crowd.add(f"u{i}", f"user{i}", cell=lambda: crowd.rng.uniform(0.5, 1.0) * cell)
+    for i in range(others):
+        for k in range(devices):
+            crowd.add(f"u{i}{k}", f"user{i}", cell=lambda: crowd.rng.uniform(0.5, 1.0) * cell)
     crowd.run(2)
-    assert not rich.running
-    crowd.run(bound(half, usage, usage / 8, 100 * ageing, 2 * cell) + cell)
+    waits = rich.done + 1
+    # Its owner has used as many devices as the others use, so U / B is the ratio of the weights.
+    crowd.run(bound(half, others, 100 * ageing, ageing + cell) + cell)
+    assert rich.done >= waits, "it starves"
+
+
+@pytest.mark.parametrize("weight", [0.25, 1.0, 4.0])
+def test_bound_of_the_wait_depends_on_the_weight(weight):
+    """By no more than one cell of the others; and a heavier group waits for a shorter time."""
+    half, cell = 60.0, 5.0
+    groups = {"rich": Group(weight=weight), "poor": Group()}
+    crowd = Crowd(1, half_life=half, ageing=1.0, groups=groups, preempt=frozenset())
+    rich = crowd.add("rich", Owner("rich", "rich"), cell=lambda: 4000.0 if not rich.done else 1.0)
+    crowd.run(3999.9)
+    for i in range(3):
+        crowd.add(f"u{i}", Owner(f"user{i}", "poor"), cell=cell)
+    crowd.run(1)
+    assert rich.done == 1
+    crowd.run(bound(half, 1 / weight, 0.0, 1.0 + cell) + 1.0)
     assert rich.done >= 2, "it starves"
 
 

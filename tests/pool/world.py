@@ -202,7 +202,7 @@ class World:
 
     def step(self) -> None:
         """Do one random thing."""
-        name = self.c.choice(_WEIGHTED)
+        name = self.c.choice(WEIGHTED)
         getattr(self, name)()
 
     def wait(self) -> None:
@@ -240,6 +240,7 @@ class World:
                 request=self.request(),
                 attach=self.c.choice(["cell", "lazy"]),
                 lands=self.c.choice([False, True]),
+                gated=self.c.choice([True] * 5 + [False]),
                 rid=self.c.choice(["", "r"]),
             )
         )
@@ -553,7 +554,7 @@ _WEIGHTS = {
     "pause": 0,
     "unpause": 2,
 }
-_WEIGHTED = [name for name, weight in _WEIGHTS.items() for _ in range(2 * weight)] + [
+WEIGHTED = [name for name, weight in _WEIGHTS.items() for _ in range(2 * weight)] + [
     "drain",
     "pause",
     "configure",

@@ -250,7 +250,7 @@ def test_the_servers_configuration_reaches_the_kernel(
     jupyter = server("--GPUPoolProvisioner.memory=2GiB", "--GPUPoolProvisioner.priority=batch")
     jupyter.open()
     request = broker.wait_for("open")["request"]
-    assert request == {"memory": 2 << 30, "limit": 2 << 30, "priority": "batch"}
+    assert request == {"memory": 2 << 30, "priority": "batch"}
 
 
 def test_user_reads_the_refusal_of_the_broker(

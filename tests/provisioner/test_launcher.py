@@ -134,7 +134,7 @@ def test_session_gets_the_options_of_the_kernelspec(
     kernel = start(install_spec("mine", argv, config))
     assert kernel.run("print(6 * 7)") == "42\n"
     message = broker.wait_for("open")
-    assert message["request"] == {"memory": 2 * GiB, "limit": 2 * GiB, "priority": "batch"}
+    assert message["request"] == {"memory": 2 * GiB, "priority": "batch"}
     assert (message["attach"], message["group"]) == ("manual", "lab")
     assert message["label"].endswith(": Test mine")
 

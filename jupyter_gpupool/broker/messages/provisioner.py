@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Callable, Mapping
+from typing import Any, Callable, Mapping
 
 from ... import procfs
 from ...config.settings import usable_attach
@@ -14,7 +14,7 @@ from ...devices import Devices
 from ...errors import Code, RefusedError
 from ...pool import events as e
 from ...pool.limits import blame_default, default_request, fit_unasked
-from ...pool.model import Refusal
+from ...pool.model import Refusal, Request
 from ...protocol import Message
 from ...states import POLICIES
 from ..configuration import Configuration
@@ -117,11 +117,7 @@ class ProvisionerMessages:
             )
         fields = message.get("request", {})
         asked = named(fields)
-        rules = core.pool.settings
-        request = fit_unasked(
-            read_request(default_request(rules), fields), asked, rules, owner.name,
-            [device.capacity for device in core.pool.device_views()],
-        )  # fmt: skip
+        request = self._request(fields, owner.name, metered=True)
         session, token = core.sessions.new(owner, peer.uid, message["kernel_id"][:MAX_NAME])
         session.home = self._homes.first(request)
         env = {**self._environment, **self._service.environment(session.home)}
@@ -133,6 +129,7 @@ class ProvisionerMessages:
         if not guarded:
             # Without a page, no guard would ask for a lease at the first call.
             attach, _ = usable_attach(attach, False)
+            request = self._request(fields, owner.name, metered=False)
         core.sessions.add(session)
         outcome: list[tuple[Refusal | None, str]] = []
         rid = f"open {session.id}"
@@ -188,6 +185,14 @@ class ProvisionerMessages:
                 "retire": bool(self._service.hazard),
             },
         )
+
+    def _request(self, fields: Mapping[str, Any], owner: str, *, metered: bool) -> Request:
+        """Return what a new kernel asks for; ``metered``: it runs under the guard."""
+        pool = self._core.pool
+        capacities = [device.capacity for device in pool.device_views()]
+        default = default_request(pool.settings, capacities, metered=metered)
+        found = read_request(default, fields)
+        return fit_unasked(found, named(fields), pool.settings, owner, capacities)
 
     def launched(self, connection: Connection, message: Message) -> None:
         session = acting(self._core, self._configuration.access, connection, message)

@@ -1,0 +1,105 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Requests of one instant: one after the other or all at once, the same sessions get the same.
+
+One after the other means in the order of the queue. (In another one, the first that comes gets what
+is free before a better one asks.) Left out is what the order of the queue itself depends on: a head
+that others overtake has had idle leases suspended for it before, or not; and a suspend may bring a
+group below its guarantee, and its requests to the front.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.machine import Pool
+from jupyter_gpupool.pool.model import PoolSettings
+from jupyter_gpupool.pool.schedule import order
+
+from .world import WEIGHTED, World
+
+
+class Recording(World):
+    """A world that remembers its events, for other pools that are to be in the same state."""
+
+    def __init__(self, rng: random.Random, **options: Any) -> None:
+        self.past: list[ev.Event] = []
+        self.rules: PoolSettings | None = None
+        super().__init__(rng, deep=False, **options)
+
+    def send(self, event: ev.Event) -> list[ev.Action]:
+        if self.rules is None:
+            self.rules = self.settings
+        self.past.append(event)
+        return super().send(event)
+
+    def again(self, kind: type[Pool] = Pool) -> Any:
+        """Return another pool to which the same has happened."""
+        pool = kind(self.rules)
+        for event in self.past:
+            pool.handle(event)
+        return pool
+
+
+class Batching(Pool):
+    """A pool that can take events without planning after each."""
+
+    collects = False
+
+    def note(self, event: ev.Event) -> None:
+        self.collects = True
+        self.handle(event)
+        self.collects = False
+
+    def _settle(self, relieve: Any) -> Any:
+        return [] if self.collects else super()._settle(relieve)
+
+
+def picture(pool: Pool) -> dict[str, Any]:
+    """Return what every session has, what is promised to it, and what is reserved for it."""
+    return {
+        r.id: (r.state, r.slices, (e := pool.explain(r.id)).promised, e.reserved, e.position)
+        for r in pool.records()
+    }
+
+
+@given(seed=st.integers(0, 2**32), steps=st.integers(0, 150), shares=st.booleans())
+@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+def test_requests_in_a_batch_get_what_they_get_one_by_one(seed, steps, shares):
+    rng = random.Random(seed)
+    world = Recording(rng, devices=rng.choice([1, 2, 3]), most=9, shares=shares)
+    names = [name for name in WEIGHTED if name != "restart"]
+    for _ in range(steps):
+        getattr(world, rng.choice(names))()
+    for _ in range(4):
+        world.open()
+    ready = [r.id for r in world.pool.records() if r.state == "detached" and not r.holds]
+    assume(len(ready) > 1)
+    asked = {
+        name: ev.HoldTaken(now=world.now, session=name, hold="batch", kind="cell")
+        for name in rng.sample(ready, min(len(ready), rng.randint(2, 5)))
+    }
+    probe = world.again(Batching)
+    for event in asked.values():
+        probe.note(event)
+    queue = [s.id for s in order(probe._facts) if s.id in asked]
+    queue += [name for name in asked if name not in queue]
+
+    one, batch = world.again(), world.again(Batching)
+    before = batch._plan.reservation
+    for name in queue[:-1]:
+        batch.note(asked[name])
+    batch.handle(asked[queue[-1]])
+    waiting = [s.id for s in batch._plan.order if s.id in asked]
+    assume(waiting == [name for name in queue if name in waiting])
+    after = batch._plan.reservation
+    assume(before is None or (after is not None and after.session == before.session))
+
+    for name in queue:
+        one.handle(asked[name])
+    assert picture(one) == picture(batch)
