@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -63,6 +64,7 @@ def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]
     SIGKILL did not end. Not ``real``: tests that need a real GPU are left out.
     """
     begun = time.monotonic()
+    before = psutil.Process().children()
     with TemporaryDirectory(prefix="gpb") as folder:
         report, log = Path(folder) / "report", Path(folder) / "log"
         environment = {
@@ -81,7 +83,7 @@ def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]
                 code: int | None = process.wait(item.bound)
             except subprocess.TimeoutExpired:
                 code = None
-        left = end_descendants()
+        left = end_descendants(before)
         line: dict[str, Any] = {
             "item": item.name,
             "outcome": _OUTCOMES.get(code, "failed"),
@@ -122,11 +124,21 @@ def _found(item: Item, report: Path) -> Any:
     return None
 
 
-def end_descendants() -> list[str]:
-    """Kill all processes that an item has left; describe those that did not end."""
-    me = psutil.Process()
+def end_descendants(before: Sequence[psutil.Process]) -> list[str]:
+    """Kill all processes that an item has left; describe those that did not end.
+
+    The children that were there ``before`` the item, and theirs, are somebody else's.
+    """
+
+    def left() -> Iterator[psutil.Process]:
+        for child in psutil.Process().children():
+            if child not in before:
+                with contextlib.suppress(psutil.Error):
+                    yield from child.children(recursive=True)
+                yield child
+
     deadline = time.monotonic() + GONE
-    while found := [p for p in me.children(recursive=True) if _alive(p)]:
+    while found := [process for process in left() if _alive(process)]:
         if time.monotonic() > deadline:
             return [_named(process) for process in found]
         for process in found:

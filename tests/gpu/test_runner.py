@@ -70,8 +70,17 @@ def test_results_of_a_test_file_are_in_its_line(items):
     assert command.told(line).endswith(": 1 failed, 1 passed")
 
 
+def test_runner_leaves_the_processes_of_others_alone(items):
+    with subprocess.Popen(["sleep", "600"]) as other:
+        assert runner.run(items("a", PASSES))["outcome"] == "passed"
+        try:
+            assert other.poll() is None
+        finally:
+            other.kill()
+
+
 def test_hanging_file_is_ended_with_all_it_started(items):
-    """The runner adopts orphans, so it runs in a process without children of other tests.
+    """The runner adopts orphans, so it runs in a process of its own.
 
     The file gets 15 s, because it must start its child before they are over, on a busy machine too.
     """
@@ -99,7 +108,6 @@ def options(**fields):
 
 def test_runner_resumes_with_what_has_not_run(items, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runner, "adopt_orphans", lambda: None)
-    monkeypatch.setattr(runner, "end_descendants", list)
     one, two = items("one", PASSES, bound=30), items("two", FAILS, bound=90)
     book = record.Record.at(tmp_path / "out", DEVICE)
     assert book.path.name.startswith("gpu-test9-driver999.1-")
@@ -130,7 +138,6 @@ def test_second_run_at_the_same_time_is_refused(tmp_path):
 
 def test_write_error_of_the_record_is_reported(items, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runner, "adopt_orphans", lambda: None)
-    monkeypatch.setattr(runner, "end_descendants", list)
     book = record.Record.at(tmp_path / "out", DEVICE)
 
     def full(_line):
