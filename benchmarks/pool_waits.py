@@ -39,8 +39,12 @@ class Workload:
         self.now, self.count = 0.0, 0
         self.heap: list[tuple[float, int, str, tuple[Any, ...]]] = []
         self.asked: dict[str, float] = {}
-        self.waits: list[float] = []
-        self.suspends = self.moves = 0
+        self.waited = 0.0
+        self.cells = self.suspends = self.moves = 0
+        #: By session: when its cell began or went on and which of its turns that is, and the
+        #: seconds of computing that are left.
+        self.running: dict[str, tuple[float, int]] = {}
+        self.left: dict[str, float] = {}
         for i in range(devices):
             model = "H100" if i % 5 < 3 else "A100"
             self.send(
@@ -78,12 +82,19 @@ class Workload:
                 self.at(self.now + seconds, "attached", a.session, a.epoch, seconds)
             elif isinstance(a, ev.Suspend):
                 self.suspends += 1
+                if a.session in self.running:  # in the middle of its cell
+                    began, _ = self.running.pop(a.session)
+                    self.left[a.session] -= self.now - began
+                    self.asked[a.session] = self.now
                 size = sum(s.bytes for s in a.slices) // 2
                 self.at(self.now + 0.3 + size / 4e9, "suspended", a.session, a.epoch, a.slices)
             elif isinstance(a, ev.HoldGranted):
-                self.waits.append(self.now - self.asked.pop(a.session))
-                assert chance is not None
-                self.at(self.now + chance.lognormvariate(3.0, 1.0), "drop", a.session)
+                self.waited += self.now - self.asked.pop(a.session)
+                if a.session not in self.left:
+                    assert chance is not None
+                    self.left[a.session] = chance.lognormvariate(3.0, 1.0)
+                self.running[a.session] = self.now, self.count
+                self.at(self.now + self.left[a.session], "drop", a.session, self.count)
 
     def run(self, until: float) -> None:
         while self.heap[0][0] < until:
@@ -100,7 +111,11 @@ class Workload:
         self.asked[name] = self.now
         self.send(ev.HoldTaken(now=self.now, session=name, hold="c", kind="cell"))
 
-    def drop(self, name: str) -> None:
+    def drop(self, name: str, turn: int) -> None:
+        if self.running.get(name, (0.0, -1))[1] != turn:
+            return  # it was preempted
+        del self.running[name], self.left[name]
+        self.cells += 1
         self.send(ev.HoldDropped(now=self.now, session=name, hold="c", cuda=True))
         self.at(self.now + self.chance[name].lognormvariate(4.1, 1.0), "hold", name)
 
@@ -129,9 +144,9 @@ def measure(sessions: int, devices: int, until: float, seeds: int, **rules: Any)
     for seed in range(seeds):
         work = Workload(sessions, devices, seed, **rules)
         work.run(until)
-        cells += len(work.waits)
+        cells += work.cells
         suspends += work.suspends
-        waited += sum(work.waits) + sum(until - at for at in work.asked.values())
+        waited += work.waited + sum(until - at for at in work.asked.values())
     return {
         "sessions": sessions,
         "devices": devices,
