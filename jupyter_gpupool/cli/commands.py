@@ -63,10 +63,16 @@ def _status(options: Options) -> int:
     )
 
 
+SESSION = argument(
+    "session", metavar="SESSION",
+    help="session or kernel id, or the beginning of one; or its name",
+)  # fmt: skip
+
+
 @command(
     "See the pool", "say why a kernel waits, or who may take its slice and when",
     SOCKET, JSON,
-    argument("session", metavar="SESSION", help="session or kernel id, or the beginning of one"),
+    SESSION,
 )  # fmt: skip
 def _why(options: Options) -> int:
     from .status import why
@@ -77,7 +83,7 @@ def _why(options: Options) -> int:
 @command(
     "Act on it", "give a kernel's slice back, now or when its cell ends",
     SOCKET,
-    argument("session", metavar="SESSION", help="session or kernel id, or the beginning of one"),
+    SESSION,
 )  # fmt: skip
 def _release(options: Options) -> int:
     from .status import release

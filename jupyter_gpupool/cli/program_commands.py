@@ -195,7 +195,8 @@ def _gpu(record: RunRecord, sessions: Mapping[str, Mapping[str, Any]]) -> str:
     if session.get("granted_bytes"):
         return str(format_bytes(session["granted_bytes"]))
     if session.get("queue_position"):
-        return f"waits, {session['queue_position']} of {session.get('queue_length')}"
+        state = "preempted" if session.get("preempted") else "waits"
+        return f"{state}, {session['queue_position']} of {session.get('queue_length')}"
     if session.get("suspended_bytes"):
         return f"{format_bytes(session['suspended_bytes'])} in host memory"
     return ""

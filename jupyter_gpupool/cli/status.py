@@ -195,7 +195,11 @@ def why_lines(answer: Mapping[str, Any], width: int) -> list[str]:
 
 
 def find_session(name: str, sessions: Sequence[Mapping[str, Any]]) -> str:
-    """Return the id of the one session whose id or kernel id is, or begins with, ``name``."""
+    """Return the id of the one session that ``name`` means.
+
+    Its id or kernel id is, or begins with, ``name``; or it is what people call the session, such as
+    the name of a program or of a notebook.
+    """
     matches = [
         s["id"]
         for s in sessions
@@ -204,16 +208,17 @@ def find_session(name: str, sessions: Sequence[Mapping[str, Any]]) -> str:
     exact = [s["id"] for s in sessions if name in (s["id"], s.get("kernel_id"))]
     if len(exact) == 1:
         return str(exact[0])
+    matches = matches or [s["id"] for s in sessions if name and s.get("label") == name]
     if not matches:
         raise RefusedError(
-            f"No session or kernel id begins with {name!r}.",
+            f"No session has the name {name!r}, and no session or kernel id begins with it.",
             code=Code.UNKNOWN_SESSION,
             next_step="`jupyter gpupool status` lists them.",
         )
     if len(matches) > 1:
         raise RefusedError(
-            f"{len(matches)} session ids begin with {name!r}: {', '.join(sorted(matches)[:6])}.",
+            f"{len(matches)} sessions match {name!r}: {', '.join(sorted(matches)[:6])}.",
             code=Code.AMBIGUOUS_SESSION,
-            next_step="Write more letters of the id.",
+            next_step="Write the id of one of them.",
         )
     return str(matches[0])

@@ -16,6 +16,7 @@ from typing import Iterable
 from ..units import format_bytes, format_seconds
 from .explain import Explanation, HeldLease, Standing, explain
 from .facts import Facts, Session
+from .model import Owner
 from .schedule import Plan
 from .words import eta
 
@@ -63,6 +64,8 @@ def _state_lines(
                 f"Its group {found.standing.entitled[0]} is guaranteed what it asks for, so it "
                 "goes before all kernels without a guarantee."
             )
+        else:
+            yield from _beyond_lines(found)
         yield from _ahead_lines(facts, s, found)
     elif found.reason is not None:
         yield f"It has {sizes} and asks for more that is guaranteed to it; that must wait."
@@ -71,6 +74,18 @@ def _state_lines(
         yield f"It {use} {sizes}." + (f" {found.text}" if found.text else "")
     else:
         yield "It has no slice and waits for none."
+
+
+def _beyond_lines(found: Explanation) -> Iterable[str]:
+    """Yield why the guarantee of its group does not put a waiting session first."""
+    where, rule = found.standing, found.reason.rule if found.reason else ""
+    if not where.guarantees or rule == "class-closed" or any(b.spent for b in where.budgets):
+        return
+    name, _, guaranteed = where.guarantees[-1]
+    yield (
+        f"With this request group {name} would have more than the {format_bytes(guaranteed)} that "
+        "is guaranteed to it, so the guarantee does not put it first."
+    )
 
 
 def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
@@ -145,7 +160,7 @@ def _taken(facts: Facts, h: HeldLease, number: int = 1) -> str:
     at = _may_take_at(h)
     if at == math.inf:
         return f"; no rule lets this kernel take {it}"
-    rule = f" ({_RULE_WORDS[h.rule]})" if h.rule and at == h.rule_at else ""
+    rule = f" ({_rule_words(h.rule, at, facts.now)})" if h.rule and at == h.rule_at else ""
     enough = ", if that makes enough room" if at <= facts.now else ""
     return f"; this kernel may take {it} {_when(at, facts.now)}{rule}{enough}"
 
@@ -155,8 +170,12 @@ _RULE_WORDS = {
     "guarantee": "by the guarantee of your group",
     "budget": "its GPU-seconds of today are used up",
     "class": "its class is lower",
-    "turns": "its turn is over then",
+    "turns": "its time slice is over",
 }
+
+
+def _rule_words(rule: str, at: float, now: float) -> str:
+    return _RULE_WORDS[rule] + (" then" if rule == "turns" and at > now else "")
 
 
 def _change_lines(facts: Facts, found: Explanation) -> Iterable[str]:
@@ -187,8 +206,11 @@ def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str
         most = format_bytes(s.request.memory)
         yield f"Only {most} of that is guaranteed to it; what is beyond goes first."
     if found.claims:
-        rule, at, _ = min(found.claims, key=lambda claim: claim[1])
-        yield f"A waiting kernel may take it {_when(at, facts.now)}: {_CLAIM_WORDS[rule]}."
+        rule, at, taker = min(found.claims, key=lambda claim: claim[1])
+        asker = facts.sessions[taker].owner
+        who = "A waiting kernel" if asker.name != s.owner.name else "Another kernel of yours"
+        words = _turn_words(facts, s, asker, at) if rule == "turns" else _CLAIM_WORDS[rule]
+        yield f"{who} may take it {_when(at, facts.now)}: {words}."
     elif found.takers and s.state == "idle" and found.taken_from is not None:
         if found.taken_from < math.inf:
             yield f"A waiting kernel may take it {_when(found.taken_from, facts.now)}: it is idle."
@@ -208,8 +230,14 @@ _CLAIM_WORDS = {
     "guarantee": "the other one's group is guaranteed it",
     "budget": "the GPU-seconds of today of this one are used up",
     "class": "the other one's class is higher",
-    "turns": "its time slice is over, and the other one has used less for its weight",
 }
+
+
+def _turn_words(facts: Facts, s: Session, asker: Owner, at: float) -> str:
+    over = _rule_words("turns", at, facts.now)
+    if asker == s.owner or facts.settings.half_life <= 0:
+        return over
+    return f"{over}, and the other one has used less for its weight"
 
 
 def standing_lines(found: Standing, now: float) -> Iterable[str]:

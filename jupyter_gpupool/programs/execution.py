@@ -16,10 +16,9 @@ import time
 from dataclasses import dataclass
 from typing import Callable, Mapping
 
-from ..errors import Code, GPUPoolError, RefusedError
+from ..errors import GPUPoolError
 from ..kernel.holds import HoldWait
 from ..kernel.link import SessionLink
-from ..units import format_seconds
 from .opening import (
     NAME_VARIABLE,
     Asked,
@@ -28,7 +27,7 @@ from .opening import (
     own_environment,
     with_devices,
 )
-from .progress import Progress, waiting_for
+from .progress import Progress, too_long, waiting_for
 from .terminal import (
     AWAITED,
     FORWARDED,
@@ -259,9 +258,10 @@ class Run:
         self._progress.waits(lambda waited: waiting_for(link, session.memory, waited, begun=begun))
         most = self._options.max_wait
         if most is not None and not self._had_slice and self._progress.waited >= most:
+            refusal = too_long(link, most, "--max-wait")
             if self._wait is not None:
                 link.drop(HOLD)
-            self._refuse(too_long(most))
+            self._refuse(refusal)
 
     def _refuse(self, error: GPUPoolError) -> None:
         """End the command, or do not start it, for this reason."""
@@ -272,12 +272,3 @@ class Run:
             self._child.send(signal.SIGTERM)
         else:
             self._child.give_up()
-
-
-def too_long(seconds: float) -> RefusedError:
-    """Return the error of a wait that has taken as long as it may."""
-    return RefusedError(
-        f"No GPU slice became free within {format_seconds(seconds)} (--max-wait).",
-        code=Code.WAIT_TIMEOUT,
-        next_step="Try again later, ask for less memory, or wait longer.",
-    )

@@ -28,9 +28,9 @@ from ..kernel.frameworks import CudaProbe, show_devices
 from ..kernel.guard_state import Guard
 from ..kernel.link import SessionLink
 from ..startrecord import COPY_VARIABLE, REVIVE_VARIABLE
-from ..units import format_bytes, format_seconds, parse_seconds
+from ..units import format_bytes, parse_seconds
 from .opening import Asked, open_session, own_environment, read_size
-from .progress import Progress, waiting_for
+from .progress import Progress, too_long, waiting_for
 
 #: Seconds in which a slice that is too small leaves, so that a larger one can come.
 LEAVE = 30.0
@@ -359,11 +359,7 @@ def _wait_for(place: _Place, hold: str, most: float | None) -> None:
                 raise link.unavailable()
             waited = time.monotonic() - began
             if most is not None and waited >= most:
-                raise RefusedError(
-                    f"No GPU slice became free within {format_seconds(most)} (max_wait).",
-                    code=Code.WAIT_TIMEOUT,
-                    next_step="Try again later, ask for less memory, or wait longer.",
-                )
+                raise too_long(link, most, "max_wait")
             if progress is not None:
                 progress.waits(
                     lambda seconds: waiting_for(link, place.memory, seconds, begun=False)

@@ -13,6 +13,7 @@ import shutil
 import time
 from typing import Callable
 
+from ..errors import Code, RefusedError
 from ..kernel.link import SessionLink
 from ..kernel.waits import sentence
 from ..units import format_bytes, format_seconds
@@ -50,6 +51,18 @@ def waiting_for(link: SessionLink, memory: int, waited: float, *, begun: bool = 
             text += f", about {format_seconds(max(1.0, queue.eta))}"
     text += f". Waited {format_seconds(waited)}."
     return f"{text} {sentence(queue.reason)}".rstrip() if queue is not None else text
+
+
+def too_long(link: SessionLink | None, seconds: float, option: str) -> RefusedError:
+    """Return the error of a wait that has taken as long as ``option`` lets it."""
+    queue = link.queue if link is not None else None
+    why = queue.reason.strip().rstrip(".") if queue is not None else ""
+    last = f"The last reason: {why}. " if why else ""
+    return RefusedError(
+        f"No GPU slice became free within {format_seconds(seconds)} ({option}).",
+        code=Code.WAIT_TIMEOUT,
+        next_step=f"{last}Try again later, ask for less memory, or wait longer.",
+    )
 
 
 class Progress:

@@ -69,7 +69,7 @@ def test_why(opened, capsys):
     assert main(["why", "abcdef", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lines"] == [second]
     assert main(["why", "zzz"]) == 1
-    assert "No session or kernel id begins with 'zzz'" in capsys.readouterr().err
+    assert "No session has the name 'zzz'" in capsys.readouterr().err
 
 
 def test_status(opened, capsys):
@@ -134,7 +134,8 @@ def test_release_accepts_the_first_letters_of_an_id(opened, capsys, name):
 def test_release_of_an_unknown_session_is_refused(opened, capsys):
     assert main(["release", "nope"]) == 1
     assert capsys.readouterr().err == (
-        "jupyter gpupool: No session or kernel id begins with 'nope'. "
+        "jupyter gpupool: No session has the name 'nope', and no session or kernel id "
+        "begins with it. "
         "`jupyter gpupool status` lists them.\n"
     )
 

@@ -204,7 +204,14 @@ def test_colour_and_unicode_depend_on_the_terminal(monkeypatch):
 
 # ------------------------------------------------------------------ release
 
-SESSIONS = [session("3f2a11"), session("3f2b22"), session("9c0d33"), session("9c0d3344")]
+SESSIONS = [
+    session("3f2a11", label="9c0d33"),
+    session("3f2b22", label="train"),
+    session("9c0d33"),
+    session("9c0d3344"),
+    session("aa01", label="twin"),
+    session("bb02", label="twin"),
+]
 
 
 @pytest.mark.parametrize(
@@ -215,15 +222,26 @@ def test_session_is_found_by_the_first_letters_of_its_id(name, found):
     assert find_session(name, SESSIONS) == found
 
 
+def test_session_is_found_by_the_name_that_ps_and_status_show():
+    assert find_session("train", SESSIONS) == "3f2b22"
+
+
+LISTED = "`jupyter gpupool status` lists them."
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("3f2", "2 session ids begin with '3f2': 3f2a11, 3f2b22. Write more letters of the id."),
+        ("3f2", "2 sessions match '3f2': 3f2a11, 3f2b22. Write the id of one of them."),
+        ("twin", "2 sessions match 'twin': aa01, bb02. Write the id of one of them."),
         (
             "zz",
-            "No session or kernel id begins with 'zz'. `jupyter gpupool status` lists them.",
+            f"No session has the name 'zz', and no session or kernel id begins with it. {LISTED}",
         ),
-        ("", "No session or kernel id begins with ''. `jupyter gpupool status` lists them."),
+        (
+            "",
+            f"No session has the name '', and no session or kernel id begins with it. {LISTED}",
+        ),
     ],
 )
 def test_unknown_or_ambiguous_session_is_refused(name, message):
@@ -244,7 +262,7 @@ def test_release_prints_the_note_of_the_broker(broker, capsys):
 def test_release_of_an_unknown_session_sends_no_request(broker, capsys):
     broker.answers["status"] = pool(sessions=SESSIONS)
     assert main(["release", "nope"]) == 1
-    assert "begins with 'nope'" in capsys.readouterr().err
+    assert "has the name 'nope'" in capsys.readouterr().err
     assert {request["type"] for request in broker.requests} == {"status"}
 
 

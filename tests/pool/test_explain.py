@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpupool.pool import events as ev
-from jupyter_gpupool.pool.model import Quota, Slice
+from jupyter_gpupool.pool.groups import Group, Portion
+from jupyter_gpupool.pool.model import PREEMPT_ALL, Owner, Quota, Slice
 
 from .builders import device, got
 
@@ -218,3 +219,52 @@ def test_leases_of_others_that_are_alike_are_one_line(make):
         "3 kernels of other users (class notebook) use 4 B each on GPU 0",
     ]
     assert len({*lines}) == len(lines)
+
+
+TURNS = {"preempt": PREEMPT_ALL, "half_life": 3600.0}
+
+
+def may_take(lab, name):
+    """Return the line of a holder about who may take its lease."""
+    (line,) = [line for line in lab.pool.why(name).lines if "may take it" in line]
+    return line
+
+
+def test_end_of_a_time_slice_is_told_as_now_or_then(make):
+    lab = make(device(0), **TURNS)
+    lab.running("before", 16, owner="ann")
+    lab.after(600)
+    lab.end("before")
+    lab.running("a", 16, owner="ann")
+    lab.after(1)
+    lab.open("w", 16, owner="bob")
+    lab.hold("w")
+    words = "its time slice is over then"
+    used = "the other one has used less for its weight"
+    assert may_take(lab, "a").endswith(f" s: {words}, and {used}.")
+    assert any(line.endswith(f" s ({words}).") for line in lab.pool.why("w").lines)
+
+
+def test_turns_between_kernels_of_one_user_are_not_told_as_usage(make):
+    lab = make(device(0), **TURNS)
+    lab.running("a", 16, owner="ann")
+    lab.after(1)
+    lab.open("w", 16, owner="ann")
+    lab.hold("w")
+    line = may_take(lab, "a")
+    assert line.startswith("Another kernel of yours may take it in ")
+    assert line.endswith(" s: its time slice is over then.")
+
+
+def test_wait_beyond_the_guarantee_says_so(make):
+    lab = make(device(0), groups={"bio": Group(guarantee=Portion(bytes=8))})
+    lab.running("a", 6, owner=Owner("ann", "bio"))
+    lab.running("b", 8, owner="bob")
+    lab.open("w", 4, owner=Owner("ben", "bio"))
+    lab.hold("w")
+    told = lab.pool.why("w")
+    assert "Group bio has 6 B, below the 8 B that is guaranteed to it." in told.standing
+    assert (
+        "With this request group bio would have more than the 8 B that is guaranteed to it, so the "
+        "guarantee does not put it first."
+    ) in told.lines

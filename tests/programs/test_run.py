@@ -198,13 +198,14 @@ def test_waiting_cuda_call_says_why(broker, program):
 def test_command_ends_when_max_wait_is_over(broker, program, attach):
     program("--attach", "hold", "--name", "first", command=["cat"])
     wait_until(lambda: state_of(broker, "first") == "active", "the first")
-    second = program("--max-wait", "0.5s", "--attach", attach, "--name", "second")
+    second = program("--max-wait", "2s", "--attach", attach, "--name", "second")
     if attach == "lazy":
         second.answer()
         second.tell("context")
     assert second.wait() == 125
     assert "No GPU slice became free within" in second.stderr
-    assert "(--max-wait)" in second.stderr
+    assert "(--max-wait). The last reason: " in second.stderr
+    assert "is needed" in second.stderr.partition("The last reason: ")[2]
     wait_until(lambda: session_of(broker, "second") is None, "the session's end")
     assert state_of(broker, "first") == "active"
 

@@ -30,8 +30,7 @@ from jupyter_gpupool.errors import ConfigError, RefusedError
 from jupyter_gpupool.kernel.holds import QueuePlace
 from jupyter_gpupool.local_machine import boot_id
 from jupyter_gpupool.pool.groups import Group
-from jupyter_gpupool.programs.execution import too_long
-from jupyter_gpupool.programs.progress import waiting_for
+from jupyter_gpupool.programs.progress import too_long, waiting_for
 from jupyter_gpupool.programs.runfiles import RunRecord
 from jupyter_gpupool.units import parse_bytes, parse_seconds
 
@@ -185,20 +184,23 @@ def programs(sheet: Sheet) -> None:
         ("while it is started again", link(away=3.0, expected=True)),
     ):
         sheet.put(situation, waiting_for(found, 8 * GiB, 65.0, begun=False))
-    sheet.put("It waited longer than --max-wait", str(too_long(600.0)), too_long(600.0).code)
+    late = too_long(link(queue=place), 600.0, "--max-wait")
+    sheet.put("It waited longer than --max-wait", str(late), late.code)
     boot = boot_id()
     base = RunRecord("train", ("python", "train.py", "--epochs", "20"), "/home/ada", boot, (0, 0))
     records = [
         base,
         replace(base, name="ocr", state="running", started=940.0, session="3f2a1b",
                 reason="its supervisor was killed, so its output is lost"),
+        replace(base, name="night", state="running", started=940.0, session="3f2a1c"),
         replace(base, name="good", state="ended", ended=700.0, code=0),
         replace(base, name="killed", state="ended", ended=700.0, code=137),
         replace(base, name="late", state="ended", ended=700.0, code=125,
                 reason="No GPU slice became free within 10 min (--max-wait)."),
         replace(base, name="old", state="running", boot="another").now(),
     ]  # fmt: skip
-    sessions = {"3f2a1b": {"granted_bytes": 4 * GiB}}
+    preempted = {"preempted": "its time slice is over", "queue_position": 1, "queue_length": 2}
+    sessions = {"3f2a1b": {"granted_bytes": 4 * GiB}, "3f2a1c": preempted}
     sheet.put("jupyter gpupool ps", "\n".join(table(records, sessions, 1000.0)))
     sheet.put("jupyter gpupool ps, of nothing", "\n".join(table([], {}, 0.0)))
 
