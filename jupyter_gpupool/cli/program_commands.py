@@ -40,6 +40,19 @@ def _seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _per_cent(text: str) -> int:
+    number = text.removesuffix("%").rstrip()
+    if not number.isdecimal() or not 1 <= int(number) <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not from 1 to 100 per cent")
+    return int(number)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs; ask for 1 or more")
+    return int(text)
+
+
 def _signal_number(text: str) -> int:
     name = text.upper().removeprefix("SIG")
     known = {one.name.removeprefix("SIG"): one.value for one in signal.Signals}
@@ -60,9 +73,9 @@ NAME = argument("name", metavar="NAME", help="as `jupyter gpupool ps` shows it")
         "--limit", default="", metavar="SIZE",
         help="device memory to which it may grow while there is room",
     ),
-    argument("--devices", type=int, default=0, metavar="N", help="GPUs, each with that memory"),
+    argument("--devices", type=_count, default=0, metavar="N", help="GPUs, each with that memory"),
     argument(
-        "--compute", type=int, default=0, metavar="PERCENT",
+        "--compute", type=_per_cent, default=0, metavar="PERCENT",
         help="share of a GPU's compute time while others compute on it, too",
     ),
     argument("--class", dest="priority", default="", metavar="CLASS", help="priority class"),

@@ -191,8 +191,8 @@ def _claims(
     for w in plan.order:
         if w is s or w.id not in plan.reasons or not _wants(shares.facts, w, own):
             continue
-        for tier, at in claims(w, s, shares):
-            if not covered(w, [(s, tier)], {}, shares):
+        for tier, at in claims(w, s, shares, foresee=True):
+            if at < math.inf and not covered(w, [(s, tier)], {}, shares):
                 yield rule_of(tier, w, s, shares), at, w.id
                 break
 
@@ -210,7 +210,8 @@ def _holders(shares: Shares, s: Session, why: Reason) -> Iterable[HeldLease]:
         yields, leaves = (yields_at(v, facts), leaves_at(v, facts)) if idle else (None, None)
         mine = v.owner.name == s.owner.name
         label = v.label if mine else ""
-        found = sorted((at, tier) for tier, at in claims(s, v, shares)) if use != "leaving" else []
+        each = claims(s, v, shares, foresee=True) if use != "leaving" else ()
+        found = sorted((at, tier) for tier, at in each if at < math.inf)
         rule, rule_at, covers = "", None, False
         if found and not unprotected(v, facts):
             rule_at, tier = found[0]

@@ -170,12 +170,18 @@ def rule_of(tier: int, asker: Session, holder: Session, shares: Shares) -> str:
 
 
 def claims(
-    asker: Session, holder: Session, shares: Shares, *, stuck: bool = False
+    asker: Session,
+    holder: Session,
+    shares: Shares,
+    *,
+    stuck: bool = False,
+    foresee: bool = False,
 ) -> Iterator[tuple[int, float]]:
     """Yield the tiers in which ``asker`` may preempt ``holder`` while in use, and from when on.
 
     Not whether a guarantee covers the holder: that depends on the other victims (:func:`covered`).
-    ``stuck``: as if the holder could be suspended.
+    ``stuck``: as if the holder could be suspended. ``foresee``: also the turn of an asker that has
+    used too much at the moment, from when on it has not, if all goes on as now.
     """
     facts = shares.facts
     rules = facts.settings.preempt
@@ -203,8 +209,10 @@ def claims(
         length = time_slice(holder, facts)
         if asker.owner == holder.owner or not shares.fair:
             yield TURN, max(ends, asker.wait.since + SLICE_LEAST)
-        elif shares.behind(asker.owner, holder.owner, length * rate(holder, shares)):
+        elif shares.behind(asker.owner, holder.owner, debt := length * rate(holder, shares)):
             yield TURN, ends
+        elif foresee:
+            yield TURN, max(ends, shares.behind_from(asker.owner, holder.owner, debt))
 
 
 def tier_in_use(asker: Session, holder: Session, shares: Shares) -> int | None:

@@ -78,11 +78,15 @@ from .placement import asking
 HORIZON = 60.0
 #: Seconds after which the order is looked at again while sessions of several owners wait.
 RECHECK = 10.0
+#: How far ahead of now explanations look for a turn, in seconds.
+FORESEEN = 86400.0
 #: A share is exceeded when it is so by this factor: equal users must not be above for a rounding.
 ABOVE = 1.02
 
 #: (class, score, place in the order of age, size, session).
 Entry = tuple[tuple[bool, int], float, int, float, Session]
+#: (account, weight, name) of a group or an owner.
+Step = tuple[Meter | None, float, str]
 #: (place, since, number): the order of age.
 Age = tuple[float, float, int]
 
@@ -207,10 +211,10 @@ class Shares:
 
     # ------------------------------------------------------------------ shares
 
-    def steps(self, owner: Owner) -> list[tuple[Meter | None, float, str]]:
+    def steps(self, owner: Owner) -> list[Step]:
         """Return (account, weight, name) of the groups of an owner, and of the owner at the end."""
         meters = self.facts.meters
-        found: list[tuple[Meter | None, float, str]] = [
+        found: list[Step] = [
             (meters.groups.get(name), self.tree.groups[name].weight, f"group {name}")
             for name in self.tree.path(owner.group)
         ]
@@ -276,12 +280,47 @@ class Shares:
 
         For their weights, where their paths part.
         """
-        for mine, its in zip(self.steps(asker), self.steps(holder), strict=False):
+        parted = self._parted(asker, holder)
+        if parted is None:
+            return False
+        (mine, light, _), (its, heavy, _) = parted
+        a = 0.0 if mine is None else self.used(mine)
+        b = 0.0 if its is None else self.used(its)
+        return (a + gain) / light < b / heavy
+
+    def behind_from(self, asker: Owner, holder: Owner, gain: float) -> float:
+        """Return from when on :meth:`behind` holds if all goes on as now; infinity if never.
+
+        Never: not within ``FORESEEN`` seconds. For explanations: it takes many steps.
+        """
+        parted = self._parted(asker, holder)
+        if parted is None:
+            return math.inf
+        (mine, light, _), (its, heavy, _) = parted
+        now, half_life = self.facts.now, self.facts.settings.half_life
+
+        def holds(seconds: float) -> bool:
+            at = now + seconds
+            a = 0.0 if mine is None else mine.dominant(at, half_life)
+            b = 0.0 if its is None else its.dominant(at, half_life)
+            return (a + gain) / light < b / heavy
+
+        before, after = 0.0, 1.0
+        while not holds(after):
+            if after > FORESEEN:
+                return math.inf
+            before, after = after, 2 * after
+        while after - before > 0.1:
+            middle = (before + after) / 2
+            before, after = (before, middle) if holds(middle) else (middle, after)
+        return now + after
+
+    def _parted(self, one: Owner, other: Owner) -> tuple[Step, Step] | None:
+        """Return the steps at which the paths of two owners part; None if they do not."""
+        for mine, its in zip(self.steps(one), self.steps(other), strict=False):
             if mine[2] != its[2]:
-                a = 0.0 if mine[0] is None else self.used(mine[0])
-                b = 0.0 if its[0] is None else self.used(its[0])
-                return (a + gain) / mine[1] < b / its[1]
-        return False
+                return mine, its
+        return None
 
     # ------------------------------------------------------------------ guarantees
 

@@ -9,6 +9,7 @@ import pytest
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.groups import Group, Portion
 from jupyter_gpupool.pool.model import PREEMPT_ALL, Owner, Slice
+from jupyter_gpupool.pool.shares import RECHECK
 
 from .builders import Lab, all_of, device, got, none
 from .crowd import Crowd
@@ -378,6 +379,29 @@ def test_turns_alternate_without_returning_at_once(make):
     a, b = crowd.add("a", "ann", cell=1e9), crowd.add("b", "bob", cell=1e9)
     crowd.run(1000)
     assert a.moves + b.moves <= 1000 / 20
+
+
+def test_turn_that_comes_later_is_told_with_its_time(make):
+    """It was "no rule lets this kernel take it", until the turn came all the same."""
+    lab = make(device(0), preempt=PREEMPT_ALL, half_life=3600.0)
+    lab.running("a", 16, owner="ann")
+    lab.after(30)
+    lab.drop("a")
+    lab.open("b", 16, owner="bob")
+    lab.hold("b")
+    lab.suspended("a", ("G0", 16))
+    lab.done("b")
+    lab.after(1)
+    none(lab.hold("a"), ev.Suspend)
+    [holder] = lab.pool.explain("a").holders
+    assert holder.rule == "turns"
+    assert lab.now + 10 < holder.rule_at < lab.now + 60, "ann has used more until then"
+    lines = " ".join(lab.pool.why("a").lines)
+    assert "this kernel may take it in 39 s (its turn is over then)" in lines
+    assert lab.pool.explain("b").claims == (("turns", holder.rule_at, "a"),)
+    none(lab.after(holder.rule_at - lab.now - 0.2), ev.Suspend)
+    assert lab.pool.explain("a").changes_at == pytest.approx(holder.rule_at, abs=0.2)
+    got(lab.after(RECHECK + 0.2), ev.Suspend, session="b", busy=True)
 
 
 def test_resume_after_a_turn_goes_behind_those_that_wait():

@@ -100,6 +100,18 @@ def test_refused_command_is_not_run(broker, tmp_path):
     assert (done.returncode, b"has no unit" in done.stderr) == (125, True)
 
 
+def test_zero_is_no_way_to_ask_for_the_default(broker):
+    """Each of these ran with the default, which is the whole of a GPU's time for --compute 0."""
+    for words, code, text in (
+        (["--compute", "0"], 2, b"'0' is not from 1 to 100 per cent"),
+        (["--compute", "101%"], 2, b"'101%' is not from 1 to 100 per cent"),
+        (["--devices", "0"], 2, b"'0' is no number of GPUs"),
+    ):
+        done = run(broker, "run", *words, "--", "echo", "ran")
+        assert (done.returncode, done.stdout, text in done.stderr) == (code, b"", True), done
+    assert run(broker, "run", "--compute", "20%", "--", "echo", "ran").stdout == b"ran\n"
+
+
 def test_session_lasts_as_long_as_the_command(broker, program):
     words = ("--memory", "100MiB", "--limit", "200MiB", "--compute", "20", "--name", "train")
     one = program(*words)
