@@ -7,6 +7,7 @@ several children each. The process that forks brokers, the server, has no thread
 no configuration. A forked broker gets its own arguments, environment, working folder and standard
 streams before any of the broker's code runs. It runs its module as ``python -m`` does, and
 ``/proc`` shows its own command line and environment. Only its parent, the server, is another.
+Other programs of tests are forked in the same way (:func:`run`).
 
 A forked broker forks its children as well, instead of executing them, if they use the emulated
 driver. The dynamic loader reads its variables at the start of a process only: the server starts
@@ -21,6 +22,7 @@ import ctypes
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -51,6 +53,9 @@ _ROOM = {"arguments": 600, "environment": 16_000}
 #: Bytes of the longest request: arguments and an environment.
 _LONGEST = 1 << 17
 
+#: Descriptors that a request has at most.
+_DESCRIPTORS = 4
+
 #: Bytes of a process's number in the pipe that the server answers through.
 _PID = 4
 
@@ -61,11 +66,12 @@ class Forked:
     def __init__(self, pid, status):
         self.pid = pid
         self.returncode = None
-        self._status = status
+        #: Readable when the process has ended.
+        self.status = status
         # The pid may be another process's once the server has waited for this one.
-        self._handle = None
+        self.handle = None
         with suppress(ProcessLookupError):  # it has ended
-            self._handle = os.pidfd_open(pid)
+            self.handle = os.pidfd_open(pid)
 
     def poll(self):
         with suppress(subprocess.TimeoutExpired):
@@ -73,16 +79,16 @@ class Forked:
 
     def wait(self, timeout=None):
         if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
+            if not select.select([self.status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"forked broker {self.pid}", timeout)
-            self.returncode = int(os.read(self._status, 20) or _server().fail())
+            self.returncode = int(os.read(self.status, 20) or _server().fail())
             self._close()
         return self.returncode
 
     def send_signal(self, number):
-        if self.poll() is None and self._handle is not None:
+        if self.poll() is None and self.handle is not None:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._handle, number)
+                signal.pidfd_send_signal(self.handle, number)
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
@@ -91,9 +97,9 @@ class Forked:
         self.send_signal(signal.SIGTERM)
 
     def _close(self):
-        os.close(self._status)
-        if self._handle is not None:
-            os.close(self._handle)
+        os.close(self.status)
+        if self.handle is not None:
+            os.close(self.handle)
 
     def __del__(self):
         if self.returncode is None:
@@ -165,12 +171,37 @@ def instead_of_launches():
 
 def start(module, arguments, *, env, stdout, descriptor, folder=str(ROOT)):
     """Start ``python -m module arguments...`` as :class:`subprocess.Popen` would."""
+    command = [sys.executable, "-m", module, *arguments]
+    request = {"command": command, "env": {**env}, "cwd": folder, "standard": [1, 2]}
+    return _fork(request, [stdout, stdout, descriptor])
+
+
+def run(command, *, env, standard, folder=str(ROOT)):
+    """Start a Python program, with these three standard streams."""
+    request = {"command": [*command], "env": {**env}, "cwd": folder, "standard": [0, 1, 2]}
+    return _fork(request, [*standard])
+
+
+def can_run(command, env):
+    """Return whether a process that the server forks runs this command as its own would.
+
+    The dynamic loader has read the server's variables already: the driver must be the emulated one.
+    """
+    driver = env.get("LD_LIBRARY_PATH", "").split(":")[len(_guard(env)) :]
+    return command[0] == sys.executable and driver == [EMULATED]
+
+
+def parent():
+    """Return the number of the process that will be the parent of those that are forked."""
+    return _server().pid
+
+
+def _fork(request, descriptors):
     server = _server()
     ours, its = os.pipe()
     try:
         try:
-            request = {"module": module, "arguments": arguments, "env": {**env}, "cwd": folder}
-            server.fork(request, [stdout, descriptor, its])
+            server.fork(request, [*descriptors, its])
         finally:
             os.close(its)
         pid = int.from_bytes(os.read(ours, _PID), "big") or server.fail()
@@ -192,30 +223,35 @@ def _serve(connection):
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker.fileno())
     while True:
-        ready, _, _ = select.select([connection, wake], [], [])
-        if wake in ready:
+        readable, _, _ = select.select([connection, wake], [], [])
+        if wake in readable:
             with suppress(BlockingIOError):
                 wake.recv(4096)
             _report(statuses)
-        if connection not in ready:
+        if connection not in readable:
             continue
-        data, given, flags, _ = socket.recv_fds(connection, _LONGEST, 3)
+        data, given, flags, _ = socket.recv_fds(connection, _LONGEST, _DESCRIPTORS)
         if not data:
             os._exit(0)
         assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC), flags
         request = json.loads(data)
+        ready, its = os.pipe()
         pid = os.fork()
         if not pid:
+            os.setsid()  # before anybody knows its number, and may ask for its group
+            os.close(its)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for end in (connection, wake, waker):
                 end.close()
-            for status in (*statuses.values(), given.pop()):
+            for status in (*statuses.values(), ready, given.pop()):
                 os.close(status)
             return request, given
-        stdout, descriptor, status = given
-        os.close(stdout)
-        os.close(descriptor)
+        os.close(its)
+        os.read(ready, 1)
+        *others, status = given
+        for descriptor in (ready, *others):
+            os.close(descriptor)
         statuses[pid] = status
         _tell(status, pid.to_bytes(_PID, "big"))
 
@@ -237,18 +273,32 @@ def _tell(pipe, data):
 
 
 def _become(request, given):
-    """Make this process one that ``python -m`` has started in a session of its own."""
-    os.setsid()
-    stdout, descriptor = given
-    os.dup2(stdout, 1)
-    os.dup2(stdout, 2)
-    os.close(stdout)
-    os.set_inheritable(descriptor, True)
-    words = [word.replace(DESCRIPTOR, str(descriptor)) for word in request["arguments"]]
-    _rename([sys.executable, "-m", request["module"], *words], request["env"], request["cwd"])
-    sys.argv[1:] = words
-    subprocess.Popen = _Popen
-    return request["module"]
+    """Make this process one that the command has started."""
+    for number in request["standard"]:
+        descriptor = given.pop(0)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    command = request["command"]
+    for descriptor in given:
+        os.set_inheritable(descriptor, True)
+        command = [word.replace(DESCRIPTOR, str(descriptor)) for word in command]
+    _rename(command, request["env"], request["cwd"])
+    return command
+
+
+def _run(command):
+    """Run a module as ``python -m`` does, or a script."""
+    if command[1] == "-m":
+        sys.argv[1:] = command[3:]
+        subprocess.Popen = _Popen
+        runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+    else:
+        _load_guard(os.environ)
+        sys.argv[:] = command[1:]
+        sys.path[0] = str(Path(command[1]).parent)
+        for name in command[1:]:  # a program's module that is imported already
+            sys.modules.pop(name, None)
+        runpy.run_path(command[1], run_name="__main__")
 
 
 def _rename(command, env, folder):
@@ -278,9 +328,7 @@ class _Popen(subprocess.Popen):
         names = signature(super()._execute_child).parameters
         given = dict(zip(names, (args, *rest), strict=True))
         env = given["env"] or os.environ
-        # The self-test's program has the guard in front of the driver.
-        driver = env.get("LD_LIBRARY_PATH", "").split(":")[len(_guard(env)) :]
-        if [*args[:2]] != [sys.executable, str(child.SCRIPT)] or driver != [EMULATED]:
+        if [*args[1:2]] != [str(child.SCRIPT)] or not can_run(args, env):
             super()._execute_child(args, *rest)
             return
         self.pid = os.fork()
@@ -294,6 +342,12 @@ class _Popen(subprocess.Popen):
 def _guard(env):
     """Return the libraries that the dynamic loader would load before a program."""
     return env.get("LD_PRELOAD", "").split()
+
+
+def _load_guard(env):
+    """Load what the dynamic loader would: the self-test's guard is in front of the driver."""
+    for library in _guard(env):
+        ctypes.CDLL(library, os.RTLD_GLOBAL | os.RTLD_NOW)
 
 
 def _run_child(command, env, folder, stdin, stdout):
@@ -311,8 +365,7 @@ def _run_child(command, env, folder, stdin, stdout):
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.setsid()
         _rename(command, env, folder)
-        for library in _guard(env):
-            ctypes.CDLL(library, os.RTLD_GLOBAL | os.RTLD_NOW)
+        _load_guard(env)
         sys.argv[:] = command[1:]
         sys.modules.pop(command[2], None)
         child.main()
@@ -326,7 +379,6 @@ def _run_child(command, env, folder, stdin, stdout):
 
 if __name__ == "__main__":
     import gc
-    import runpy
 
     import jupyter_gpupool.broker.app
     import jupyter_gpupool.devices.nvidia.checkpoint
@@ -338,5 +390,4 @@ if __name__ == "__main__":
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection would copy the pages that all brokers share
-    name = _become(*_serve(socket.socket(fileno=int(sys.argv[1]))))
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    _run(_become(*_serve(socket.socket(fileno=int(sys.argv[1])))))

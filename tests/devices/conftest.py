@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from forked import create_subprocess_exec
 
 from jupyter_gpupool import procfs
 from jupyter_gpupool.devices.nvidia.service import DeviceService
@@ -143,8 +144,9 @@ def driver_library():
 
 
 @pytest.fixture
-def emulated(driver_library, tmp_path):
+def emulated(driver_library, tmp_path, monkeypatch):
     """Return a function that makes a fresh emulated machine, by default ``2x1GiB``."""
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create_subprocess_exec)
     from tests.emulated import Faults, environment
 
     def make(machine="2x1GiB,context=16MiB"):
