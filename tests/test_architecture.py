@@ -46,8 +46,8 @@ ALLOWED: dict[str, str] = {
     "demo": "__init__ client emulation endpoint starting timeline",
     "timeline": "",
     "cli": "__init__ broker client config demo devices emulation endpoint guard "
-    "kernelspecs launcher pool.groups programs protocol provisioner starting startrecord "
-    "timeline",
+    "kernelspecs launcher pool.groups pool.residence programs protocol provisioner starting "
+    "startrecord timeline",
 }
 
 #: The only third-party packages that a part may import; other parts may import none.

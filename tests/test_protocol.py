@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpupool.broker.request_fields import REQUESTS, check_request
+from jupyter_gpupool import protocol
+from jupyter_gpupool.broker.request_fields import READS, REQUESTS, check_request
 from jupyter_gpupool.errors import ProtocolError, RefusedError
 from jupyter_gpupool.protocol import (
     MAX_LINE,
@@ -96,3 +97,8 @@ def test_error_stays_the_same_over_the_wire():
         "Ask.",
         {"asked": 3},
     )
+
+
+def test_page_names_all_reads():
+    words = (protocol.__doc__ or "").partition(" are *reads*")[0].rpartition("\n\n")[2]
+    assert {word.strip("`, ") for word in words.replace(" and ", " ").split()} == READS

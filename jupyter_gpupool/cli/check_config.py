@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import time
@@ -32,9 +33,13 @@ from ..config.schedules import Schedule, machine_zone
 from ..config.tree import check_sizes, children, written
 from ..errors import Code, GPUPoolError, RefusedError
 from ..pool.groups import Daily, Portion
-from ..units import parse_bytes
+from ..pool.residence import guessed_cost, slice_length
+from ..units import format_bytes, format_seconds, parse_bytes
 from . import config_report
 from .status import style_for
+
+#: Time slices that a half-life should be as long as, for usage to outlast a round of turns.
+HALF_LIVES = 4
 
 _DEVICES = re.compile(r"([0-9]{1,4})x(.+)")
 
@@ -203,10 +208,27 @@ def _warnings(base: BrokerSettings, unknown: Sequence[Fault], machine: Gpus) -> 
             "This machine has no GPU, so the guarantees and caps were only compared with each "
             "other. Give the GPUs of the real one: --devices 16x80GiB."
         )
+    yield from _short_memory(base, machine)
     for name, rule in base.members.items():
         empty = not (rule.users or rule.unix_groups or rule.everybody)
         if empty and not children(base.pool.groups, name):
             yield f"The group {name!r} has no users and no groups in it: nobody can be in it."
+
+
+def _short_memory(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
+    """Yield whether the half-life is too short for usage to be compared after time slices."""
+    pool = base.pool
+    largest = min(max(machine.capacities, default=0), pool.max_memory_per_kernel or math.inf)
+    longest = slice_length(guessed_cost(int(largest)), pool.max_swap_overhead)
+    if "turns" in pool.preempt and 0 < pool.half_life < HALF_LIVES * longest:
+        state = f" of a state of {format_bytes(int(largest))}" if largest else ""
+        yield (
+            f"c.GPUPool.fair_share_half_life is {format_seconds(pool.half_life)}, and one time "
+            f"slice{state} may last {format_seconds(longest)}: what was used is forgotten before "
+            "others have had their turn, so shares by weight cannot be kept. Make it "
+            f"{format_seconds(HALF_LIVES * longest)} or more, or 0 to take turns without regard "
+            "to use."
+        )
 
 
 def _groups(settings: BrokerSettings, capacities: Sequence[int]) -> Iterator[dict[str, Any]]:

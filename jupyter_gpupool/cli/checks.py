@@ -216,7 +216,7 @@ def host_memory(settings: BrokerSettings, devices: Sequence[Mapping[str, Any]]) 
     text += f"; the GPUs have {format_bytes(total)}"
     if budget < largest:
         todo = (
-            "A kernel that fills a GPU cannot be suspended. Add memory, raise "
+            "A kernel that has grown to a whole GPU cannot be suspended. Add memory, raise "
             "c.GPUPool.host_memory, or set c.GPUPool.max_memory_per_kernel."
         )
         return Finding("warn", "host memory", text, todo)

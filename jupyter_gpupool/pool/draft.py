@@ -16,7 +16,7 @@ from typing import Iterable, Mapping, Sequence
 from .facts import DeviceLedger, Facts, Session
 from .ledgers import OwnerUsage
 from .limits import lacking
-from .model import Charge, Owner, Slice
+from .model import Charge, HostLack, Owner, Slice
 from .placement import Need, choose, preferred
 from .shares import Shares
 
@@ -246,24 +246,33 @@ class Draft:
         # The head may have reserved more devices than it needs: the cheapest of them count.
         return self.host - sum(sorted(missing)[: held.count])
 
-    def host_fits(self, victims: Iterable[Session], room: int) -> bool:
-        """Return whether the state of all ``victims`` fits in ``room`` bytes and their quotas."""
+    def host_lack(self, victims: Iterable[Session], room: int) -> HostLack:
+        """Return why the state of all ``victims`` does not fit in ``room`` bytes and their quotas.
+
+        "" if it fits.
+        """
         total = 0
         owners: dict[str, int] = {}
+        last: Session | None = None
         for v in victims:
             bound = v.state_bound
             if bound:
+                last = v
                 total += bound
                 owners[v.owner.name] = owners.get(v.owner.name, 0) + bound
-        if not total:
-            return True
-        if total > room:
-            return False
-        for owner, size in owners.items():
-            most = self.facts.settings.quota_of(owner).suspended
-            if most is not None and self.usage(owner).suspended + size > most:
-                return False
-        return True
+        if last is None:
+            return ""
+        lack: HostLack = "room" if total > room else ""
+        if not lack:
+            for owner, size in owners.items():
+                most = self.facts.settings.quota_of(owner).suspended
+                if most is not None and self.usage(owner).suspended + size > most:
+                    lack = "quota"
+        return (
+            "size"
+            if lack and last.state_bound > self.facts.settings.host_most(last.owner.name)
+            else lack
+        )
 
     # ------------------------------------------------------------------ changes
 

@@ -14,10 +14,11 @@ import math
 from dataclasses import dataclass
 from typing import Collection, Iterable
 
+from .draft import Draft
 from .facts import Facts, Session
-from .model import Owner, Reason, Slice
+from .model import HostLack, Owner, Reason, Slice
 from .placement import asking
-from .preemption import leaves_at, unprotected, yields_at
+from .preemption import leaves_at, obstacle, unprotected, yields_at
 from .running import claims, covered, rule_of
 from .schedule import Plan
 from .shares import Budget, Shares, budgets
@@ -47,6 +48,8 @@ class HeldLease:
     rule_at: float | None = None
     #: A guarantee of its group covers it.
     covered: bool = False
+    #: Why host memory cannot take its state now, even alone; "" if it can.
+    unmoved: HostLack = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,17 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Who has the host memory for suspended state: bytes and sessions."""
+
+    budget: int
+    own: int
+    own_sessions: int
+    others: int
+    other_sessions: int
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """The plan for one session, as data."""
 
@@ -83,9 +97,11 @@ class Explanation:
     reserved: tuple[Slice, ...]
     #: The leases on the devices that it could use.
     holders: tuple[HeldLease, ...]
+    #: Who has the host memory, if a lack of it is the reason.
+    host: HostMemory | None
     #: Each of these may change it: ``suspend-ends``, ``lease-ends``, ``idle-lease-yields``,
-    #: ``host-memory``, ``own-lease-ends``, ``head-is-served``, ``device-returns``,
-    #: ``outside-use-ends``, ``time``.
+    #: ``host-memory``, ``holder-host-memory``, ``holder-frees``, ``own-lease-ends``,
+    #: ``head-is-served``, ``device-returns``, ``outside-use-ends``, ``time``.
     changes: tuple[str, ...]
     #: When time alone may change it: a lease of ``holders`` can be preempted, or the pool tries
     #: again. None if neither will happen.
@@ -97,6 +113,8 @@ class Explanation:
     #: The rules by which sessions that wait may preempt a lease in use, and from when on: (rule,
     #: seconds since the epoch, session).
     claims: tuple[tuple[str, float, str], ...]
+    #: Why the lease cannot be suspended; "" if it can, or there is none.
+    obstacle: str
     #: Why it was preempted while in use; "" if it was not, or has its next lease.
     preempted: str
     standing: Standing
@@ -124,6 +142,12 @@ _CHANGES: dict[str, tuple[str, ...]] = {
 }
 
 
+#: What changes a lack of host memory, other than room there.
+_HOST_CHANGES: dict[str, dict[HostLack, str]] = {
+    "host-memory": {"size": "holder-frees", "quota": "holder-host-memory"},
+}
+
+
 def explain(facts: Facts, plan: Plan, s: Session) -> Explanation:
     """Return why ``s`` waits or keeps its slice: leases in its way, the rule, what changes it."""
     why, held = plan.reasons.get(s.id), plan.reservation
@@ -134,6 +158,8 @@ def explain(facts: Facts, plan: Plan, s: Session) -> Explanation:
     reserved = held.wanted if held is not None and held.session == s.id else {}
     holders = tuple(_holders(shares, s, why)) if why is not None else ()
     changes = _CHANGES[why.rule] if why is not None else ()
+    if why is not None and why.lacks:
+        changes = tuple(_HOST_CHANGES.get(name, {}).get(why.lacks, name) for name in changes)
     times: Iterable[float] = ()
     if "idle-lease-yields" in changes:
         times = [h.yields_at for h in holders if h.yields_at is not None]
@@ -152,11 +178,13 @@ def explain(facts: Facts, plan: Plan, s: Session) -> Explanation:
         promised=promise.takes if promise is not None else (),
         reserved=tuple(Slice(uuid, size) for uuid, size in reserved.items()),
         holders=holders,
+        host=_host(facts, s.owner) if why is not None and why.lacks == "room" else None,
         changes=changes,
         changes_at=min((t for t in times if facts.now < t < math.inf), default=None),
         takers=tuple(w.id for w in plan.order if w is not s and _wants(facts, w, own)),
         taken_from=yields_at(s, facts) if s.state == "idle" else None,
         claims=tuple(_claims(shares, plan, s, own)),
+        obstacle=obstacle(s, facts),
         preempted=s.preempted,
         standing=standing(shares, s.owner, facts.now, shares.entitled.get(s.id, ())),
         text=reason(facts, plan, s) or stays_reason(facts, s, facts.now),
@@ -186,7 +214,7 @@ def _claims(
     shares: Shares, plan: Plan, s: Session, own: set[str]
 ) -> Iterable[tuple[str, float, str]]:
     """Yield by which rules, from when on, waiting sessions may preempt the lease of ``s``."""
-    if s.state == "idle" and unprotected(s, shares.facts):
+    if obstacle(s, shares.facts) or (s.state == "idle" and unprotected(s, shares.facts)):
         return
     for w in plan.order:
         if w is s or w.id not in plan.reasons or not _wants(shares.facts, w, own):
@@ -197,8 +225,18 @@ def _claims(
                 break
 
 
+def _host(facts: Facts, owner: Owner) -> HostMemory:
+    own, others = list[int](), list[int]()
+    for s in facts.sessions.values():
+        size = s.suspended_bytes + s.lease.host_bound
+        if size:
+            (own if s.owner.name == owner.name else others).append(size)
+    budget = facts.settings.host_memory
+    return HostMemory(budget, sum(own), len(own), sum(others), len(others))
+
+
 def _holders(shares: Shares, s: Session, why: Reason) -> Iterable[HeldLease]:
-    facts = shares.facts
+    facts, draft = shares.facts, Draft(shares.facts, shares)
     own = why.rule in ("quota", "quota-host", "behind-own") and not why.group
     for v in facts.leased.values():
         if v is s or (own and v.owner.name != s.owner.name):
@@ -231,6 +269,7 @@ def _holders(shares: Shares, s: Session, why: Reason) -> Iterable[HeldLease]:
                     rule=rule,
                     rule_at=rule_at,
                     covered=covers,
+                    unmoved=draft.host_lack([v], facts.host_room) if use != "leaving" else "",
                 )
 
 

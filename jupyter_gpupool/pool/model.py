@@ -63,6 +63,11 @@ PREEMPT_ALL: frozenset[PreemptRule] = frozenset({"class", "guarantee", "turns", 
 Unsuspendable = Literal["warn", "ask", "end"]
 
 
+#: Why host memory cannot take the state of a lease. ``size``: it is larger than what may ever be
+#: kept of it. ``quota``: its owner's quota for suspended state has too little left. ``room``: host
+#: memory has too little left.
+HostLack = Literal["", "size", "quota", "room"]
+
 #: The rules by which a session waits for memory that others have, or for its owner's quota.
 FOR_MEMORY: frozenset[Rule] = frozenset({"busy", "behind-head", "host"})
 FOR_QUOTA: frozenset[Rule] = frozenset({"quota", "quota-host", "cap"})
@@ -74,17 +79,18 @@ class Reason:
 
     ``planned``: the plan has chosen ``devices``, and suspends under way make room there.
     ``busy``: ``bytes`` on each of ``count`` devices are in use. ``behind-head``: the bytes are
-    free, but reserved for the head of the queue. ``host``: idle leases would make room, but their
-    state does not fit in host memory. ``quota``: the owner's ``limit`` of ``most`` is in use by
-    ``count`` sessions. ``quota-host``: the pool would have to suspend the owner's own idle lease,
-    but host memory has no room. ``behind-own``: an earlier session of the owner waits for the
-    quota. ``cap``: the members of ``group`` have its cap of ``most`` bytes in use, in ``count``
-    sessions. ``behind-group``: an earlier session waits for the cap of ``group``. ``budget``: the
-    GPU-seconds of today are used up, those of ``group`` or ("") the owner's own; there are some
-    again at ``at``. ``class-closed``: its priority class (``limit``) may not run now. ``paused``,
-    ``drained``, ``foreign``, ``nowhere``: no device is suitable, even an empty one. ``retry``: the
-    last attach failed. If memory and quota are both short, the rule is the one of the memory, and
-    ``limit`` is also set.
+    free, but reserved for the head of the queue. ``host``: leases that may be preempted would make
+    room, but their state does not fit in the ``most`` bytes of host memory that were left;
+    ``lacks`` says why. ``quota``: the owner's ``limit`` of ``most`` is in use by ``count``
+    sessions. ``quota-host``: the pool would have to suspend a lease that counts in the quota, but
+    its state does not fit, as with ``host``. ``behind-own``: an earlier session of the owner waits
+    for the quota. ``cap``: the members of ``group`` have its cap of ``most`` bytes in use, in
+    ``count`` sessions. ``behind-group``: an earlier session waits for the cap of ``group``.
+    ``budget``: the GPU-seconds of today are used up, those of ``group`` or ("") the owner's own;
+    there are some again at ``at``. ``class-closed``: its priority class (``limit``) may not run
+    now. ``paused``, ``drained``, ``foreign``, ``nowhere``: no device is suitable, even an empty
+    one. ``retry``: the last attach failed. If memory and quota are both short, the rule is the one
+    of the memory, and ``limit`` is also set.
     """
 
     rule: Rule
@@ -99,6 +105,8 @@ class Reason:
     group: str = ""
     #: When the clock alone ends it, in seconds since the epoch; 0 if it does not.
     at: float = 0.0
+    #: For the rules about host memory: what it lacks.
+    lacks: HostLack = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +254,16 @@ class PoolSettings:
     def quota_of(self, owner: str) -> Quota:
         """Return the limits of ``owner``; ``"*"`` stands for all owners without an entry."""
         return self.quotas.get(owner) or self.quotas.get("*") or NO_LIMIT
+
+    def host_most(self, owner: str) -> int:
+        """Return the host bytes that the state of one session of ``owner`` may ever take."""
+        own = self.quota_of(owner).suspended
+        return self.host_memory if own is None else min(self.host_memory, own)
+
+    def host_least(self) -> int:
+        """Return the least of :meth:`host_most` of all owners."""
+        quotas = (quota.suspended for quota in self.quotas.values())
+        return min([self.host_memory, *(most for most in quotas if most is not None)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,15 @@ That is tier 0 of :func:`victim_tier`. The tiers above it, of leases in use, are
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Collection, Iterable, Mapping, Sequence
 
+from ..states import ATTACHED
+from ..units import format_bytes
 from .draft import Draft, Reservation, Room
 from .facts import Facts, Session
-from .model import Charge, Reason, Rule, Slice
+from .model import Charge, HostLack, Reason, Rule, Slice
 from .placement import (
     Asking,
     Need,
@@ -43,6 +45,9 @@ EXACT = 6
 #: preempted: then the next session finds nothing there, and more leases end in all.
 WIDTH = 4
 
+#: What host memory may lack; what is likely to end first comes first.
+LACKS: tuple[HostLack, ...] = ("room", "quota", "size")
+
 WAITS = "another kernel waits for memory"
 OWN = "another kernel of the same owner waits and the owner's quota is in use"
 
@@ -57,6 +62,21 @@ def suspendable(s: Session, facts: Facts) -> bool:
     has no state to move. Any other lease stays until its kernel frees the memory or ends.
     """
     return all(facts.devices[x.device].device.can_suspend for x in s.lease.slices) or s.empty
+
+
+def obstacle(s: Session, facts: Facts) -> str:
+    """Return why a session with a lease cannot be suspended; "" if it can, or has no lease."""
+    if s.state not in ATTACHED:
+        return ""
+    if s.pinned_reason:
+        return s.pinned_reason
+    if not suspendable(s, facts):
+        return "the GPU cannot suspend a process"
+    most = facts.settings.host_most(s.owner.name)
+    if s.state_bound > most:
+        size = format_bytes(s.state_bound)
+        return f"its state may need {size}, and at most {format_bytes(most)} fits in host memory"
+    return "it computes, and runs without the guard" if not s.gated and s.state == "active" else ""
 
 
 def not_before(s: Session, facts: Facts) -> float:
@@ -178,9 +198,9 @@ class Trial:
         self.chosen: list[Session] = []
         self.freed: dict[str, int] = {}
         self.takes: tuple[Slice, ...] = ()
-        #: A choice failed for lack of host memory, and not for lack of leases to preempt.
-        self.host_short = False
-        self._host_failed = False
+        #: Why choices failed for lack of host memory, and not for lack of leases to preempt.
+        self.host_lacks: set[HostLack] = set()
+        self._failed: HostLack = ""
         #: A choice failed because a guarantee covers a victim: with others it may not.
         self.shielded = False
 
@@ -223,9 +243,9 @@ class Trial:
         now = self.facts.now
         options.sort(key=lambda o: (o[0], score(o[1], now)))
         found = self._greedy(options, missing)
-        if found is None and self._host_failed:
+        if found is None and self._failed:
             # Short of host memory: prefer what frees the most for the least.
-            self.host_short = True
+            self.host_lacks.add(self._failed)
             options.sort(key=lambda o: (o[0], o[1].state_bound / (o[2] or 1), o[1].id))
             found = self._greedy(options, missing)
         return found
@@ -257,8 +277,9 @@ class Trial:
         before it are gone. Notes which of the two failed.
         """
         everybody = [*self.chosen, *victims]
-        if not self.draft.host_fits(everybody, self.host):
-            self._host_failed = True
+        lack = self.draft.host_lack(everybody, self.host)
+        if lack:
+            self._failed = lack
             return False
         if self._covered(everybody):
             self.shielded = True
@@ -337,7 +358,8 @@ class Trial:
         now = self.facts.now
         for _, v in sorted(self.own_options(), key=lambda o: (o[0], score(o[1], now))):
             if not self.fits([*found, v]):
-                self.host_short = self.host_short or self._host_failed
+                if self._failed:
+                    self.host_lacks.add(self._failed)
                 continue
             found.append(v)
             if draft.lacking(owner, charge, [*back, *found]) is None:
@@ -451,8 +473,8 @@ def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Of
     trial = Trial(draft, s, host)
     own = lacks is None or trial.own(found.charge)
     placed = own and trial.place(needs)
-    short = trial.host_short
-    if not placed and (short or trial.shielded):
+    lacking = trial.host_lacks
+    if not placed and (lacking or trial.shielded):
         other = any_combination(draft, s, found, host)
         placed, trial = other is not None, other or trial
     if placed:
@@ -461,15 +483,21 @@ def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Of
     # If the own leases would satisfy the quota, a wait for memory is also one for the quota.
     limit, group = (lacks.name, lacks.group) if lacks is not None else ("", "")
     if lacks is not None and not own:
-        if short:
-            return Reason("quota-host", limit=limit, group=group)
+        if lacking:
+            return Reason("quota-host", limit=limit, group=group, most=host, lacks=_lack(lacking))
         others = sum(1 for v in draft.sharing(owner, group) if v is not s)
         rule: Rule = "cap" if group else "quota"
         return Reason(rule, limit=limit, most=lacks.most, count=others, group=group)
-    rule = "host" if short else "busy"
+    rule = "host" if lacking else "busy"
     if behind_head and fits_now(draft, needs):
         rule = "behind-head"
-    return Reason(rule, bytes=s.request.memory, count=len(needs), limit=limit, group=group)
+    why = Reason(rule, bytes=s.request.memory, count=len(needs), limit=limit, group=group)
+    return replace(why, most=host, lacks=_lack(lacking)) if rule == "host" else why
+
+
+def _lack(found: Collection[HostLack]) -> HostLack:
+    """Return the lack that ends first, of several choices that failed."""
+    return next(lack for lack in LACKS if lack in found)
 
 
 def fits_now(draft: Draft, needs: Sequence[Need]) -> bool:

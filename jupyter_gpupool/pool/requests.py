@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Iterator
 
 from ..errors import Code
@@ -17,7 +16,7 @@ from . import events as ev
 from .draft import Draft
 from .facts import NEVER, Facts, Session, charge_of
 from .model import Refusal, Request, Slice
-from .placement import ever
+from .placement import asking, ever
 from .preemption import leaves_at, suspendable
 from .schedule import Plan, outlook
 from .transitions import Actions, resize
@@ -138,7 +137,8 @@ def _what_became(facts: Facts, s: Session, plan: Plan) -> str:
 # --------------------------------------------------------------------------- more than guaranteed
 #
 # Burst: a lease is guaranteed ``request.memory`` and may grow to ``request.limit`` out of free
-# memory: no lease is preempted for it, and it takes nothing that the plan promises or reserves. It
+# memory: no lease is preempted for it, and it takes nothing that the plan promises or reserves, and
+# nothing beyond what host memory takes unless that leaves what others are guaranteed. It
 # grows in steps, so that a program with many small allocations does not ask each time; while a
 # session waits, a step is only the missing bytes. Grown bytes that are not in use are the first to
 # be reclaimed: at once when a session waits, else after ``UNUSED`` seconds. Used bytes go back like
@@ -210,7 +210,6 @@ def _growth_bounds(
             {**numbers, "free": max(0, free)},
         ),
     )
-    quota = settings.quota_of(s.owner.name)
     cap = draft.room_of(s.owner)
     if cap is not None:
         left = 0 if waits else cap.most - (charge_of(s, s.lease.slices) - s.lease.charge)
@@ -221,17 +220,20 @@ def _growth_bounds(
         step = "Free memory in the kernel, or wait until other kernels of the group end."
         yield left, Refusal(Code.QUOTA, why, step, {**numbers, "left": max(0, left)})
     if any(facts.devices[x.device].device.can_suspend for x in s.lease.slices):
-        most = min(settings.host_memory, math.inf if quota.suspended is None else quota.suspended)
+        most = settings.host_most(s.owner.name)
+        others = free - owed(facts, s, uuid)
         yield (
-            int(most) - s.lease.granted,
+            max(most - s.lease.granted, others),
             Refusal(
                 Code.NO_MEMORY,
-                "an idle kernel must fit in host memory, and this one may use "
-                f"{format_bytes(int(most))} of it.",
+                f"{format_bytes(max(0, others))} is free that nobody else is guaranteed, and with "
+                f"more than {format_bytes(most)} in all this kernel could not be suspended for "
+                "them: its state would not fit in host memory.",
                 "Free memory in the kernel, or ask an admin for more host memory.",
-                {**numbers, "most": most},
+                {**numbers, "most": most, "free": max(0, others)},
             ),
         )
+    quota = settings.quota_of(s.owner.name)
     if quota.memory is not None:
         left = quota.memory - draft.usage(s.owner.name).memory
         left -= charge_of(s, s.lease.slices) - s.lease.charge
@@ -242,6 +244,31 @@ def _growth_bounds(
             why = "another kernel of yours waits for what is left of your quota of GPU memory."
         step = "Free memory in the kernel, or end another kernel of yours."
         yield left, Refusal(Code.QUOTA, why, step, {**numbers, "left": max(0, left)})
+
+
+def owed(facts: Facts, s: Session, uuid: str) -> int:
+    """Return how many bytes of a device must stay free if ``s`` could no longer be suspended.
+
+    Its state may grow beyond what host memory takes, so that a program that is alone has the whole
+    GPU. But then nobody can take the grown bytes back, so it must leave what others are guaranteed:
+    on each device, the largest request of a session without a lease (sessions with one that wait
+    later make room for each other), and what is guaranteed to other groups and not in use.
+    """
+    ledger, most = facts.devices[uuid], 0
+    for other in facts.sessions.values():
+        if other is s:
+            continue
+        if other.state == "detaching":
+            most = max([most, *(x.bytes for x in other.lease.slices)])
+        elif not other.lease.slices or other.id in facts.short:
+            needs = (n for n in asking(other, facts).needs if n.allows(ledger))
+            most = max([most, *(n.amount(ledger) for n in needs)])
+    own = facts.tree.path(s.owner.group)
+    return most + sum(
+        max(0, size - (held.stays if (held := facts.group_usage.get(name)) else 0))
+        for name, size in facts.tree.guarantees.items()
+        if name not in own
+    )
 
 
 def growable(facts: Facts, s: Session, plan: Plan) -> tuple[int, ...]:
@@ -266,6 +293,10 @@ def _growth(facts: Facts, s: Session, uuid: str, missing: int, plan: Plan) -> Re
     if facts.waiting or any(held_on(o, uuid) for o in facts.short.values()):
         return missing
     step = max(missing, s.request.limit // STEPS, facts.settings.growth_step)
+    if any(facts.devices[x.device].device.can_suspend for x in s.lease.slices):
+        # Beyond what host memory takes, only what is used.
+        most = facts.settings.host_most(s.owner.name)
+        step = max(missing, min(step, most - s.lease.granted))
     return min([step, *(most for most, _ in bounds)])
 
 

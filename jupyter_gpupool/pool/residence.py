@@ -61,6 +61,12 @@ GAPS, ENOUGH = 8, 3
 #: A shorter patience must have lost at most this part of the longest patience's loss.
 CLEAR = 0.75
 
+#: The shortest time slice, in seconds.
+SLICE_LEAST = 10.0
+
+#: Bytes per second with which state is assumed to move as long as nothing was measured.
+RATE = 1 << 30
+
 #: A gap counts as similar to an earlier one if it is longer by up to this factor.
 SLACK = 1.5
 
@@ -98,6 +104,16 @@ class Stay:
 def allowance(cost: float, share: float) -> float:
     """Return the seconds of use that pay for a move of ``cost`` seconds."""
     return min(STAY_MOST, cost / share)
+
+
+def guessed_cost(size: int) -> float:
+    """Return the seconds that moving ``size`` bytes out and in takes, as nothing was measured."""
+    return 2 * size / RATE
+
+
+def slice_length(cost: float, share: float) -> float:
+    """Return how long a turn of a holder is whose moves take ``cost`` seconds: a time slice."""
+    return max(SLICE_LEAST, cost / share) if share > 0 else SLICE_LEAST
 
 
 def patience(habits: Habits, cost: float, away: float = 0.0) -> float:

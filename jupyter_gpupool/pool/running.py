@@ -62,12 +62,11 @@ from ..states import ATTACHED
 from .facts import NEVER, Facts, Session
 from .model import PreemptRule
 from .placement import Asking, asking
+from .residence import SLICE_LEAST, guessed_cost, slice_length
 from .shares import Shares
 
-#: The shortest time slice, and the shortest stay of a holder, in seconds.
-SLICE_LEAST, STAY_LEAST = 10.0, 1.0
-#: Bytes per second with which state is assumed to move as long as nothing was measured.
-RATE = 1 << 30
+#: The shortest stay of a holder, in seconds.
+STAY_LEAST = 1.0
 
 #: The tier of ``turns``.
 TURN = 4
@@ -95,13 +94,12 @@ def cost(s: Session, swap: float | None) -> float:
     known = s.measured
     if known.suspend is not None and known.resume is not None:
         return known.moving
-    return 2 * swap if swap is not None else 2 * s.lease.granted / RATE
+    return 2 * swap if swap is not None else guessed_cost(s.lease.granted)
 
 
 def time_slice(s: Session, facts: Facts) -> float:
     """Return how long a turn of ``s`` is."""
-    share = facts.settings.max_swap_overhead
-    return max(SLICE_LEAST, s.lease.cost / share) if share > 0 else SLICE_LEAST
+    return slice_length(s.lease.cost, facts.settings.max_swap_overhead)
 
 
 def began(s: Session) -> float:

@@ -362,13 +362,13 @@ class _Pass:
             if s.id in draft.leaving:
                 continue
             room = draft.host_left([x.device for x in s.lease.slices])
-            if draft.host_fits([s], room):
+            if not draft.host_lack([s], room):
                 self._suspend(s, paused(s, facts) or ("release" if s.release_asked else "idle"))
 
     def _stop(self, s: Session, why: str) -> bool:
         """Suspend ``s``, which must not run, once that can be done; return whether."""
         room = self.draft.host_left([x.device for x in s.lease.slices])
-        if stops_at(s, self.facts) > self.facts.now or not self.draft.host_fits([s], room):
+        if stops_at(s, self.facts) > self.facts.now or self.draft.host_lack([s], room):
             return False
         self._suspend(s, why, STOPPED)
         return True
@@ -541,7 +541,7 @@ class _Pass:
             room, now = draft.rooms[uuid], self.facts.now
             options = Trial(draft, s, draft.host).options(room)
             for tier, v, _ in sorted(options, key=lambda o: (o[0], score(o[1], now))):
-                if not tier and room.expect < size and draft.host_fits([v], draft.host):
+                if not tier and room.expect < size and not draft.host_lack([v], draft.host):
                     self._suspend(v, HEAD)
 
     # ------------------------------------------------------------------ 6. relief

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 
-from ..states import ATTACHED
 from ..units import format_bytes, format_seconds
 from .events import EndSession, Warn
 from .facts import Facts, Session
 from .model import FOR_MEMORY
 from .placement import asking
-from .preemption import suspendable
+from .preemption import obstacle
 from .running import claims
 from .schedule import Plan
 from .shares import Shares
@@ -29,25 +28,16 @@ from .transitions import Actions, move
 STAGES = {"warn": 1, "ask": 2, "end": 3}
 
 
-def stuck(s: Session, facts: Facts) -> bool:
-    """Return whether ``s`` has a lease and cannot be suspended, in use or idle."""
-    return s.state in ATTACHED and bool(_obstacle(s, facts))
-
-
-def _obstacle(s: Session, facts: Facts) -> str:
-    """Return why a session with a lease cannot be suspended now; "" if it can."""
-    if s.pinned_reason:
-        return s.pinned_reason
-    if not suspendable(s, facts):
-        return "the GPU cannot suspend a process"
-    return "it computes, and runs without the guard" if not s.gated and s.state == "active" else ""
-
-
 def note(facts: Facts, plan: Plan) -> None:
     """Note which sessions that cannot be suspended others wait for, by the plan."""
+    least = facts.settings.host_least()
     fixed = any(not ledger.device.can_suspend for ledger in facts.devices.values())
-    some = [s for s in facts.leased.values() if fixed or s.pinned_reason or not s.gated]
-    found = [s for s in some if stuck(s, facts)]
+    some = [
+        s
+        for s in facts.leased.values()
+        if fixed or s.pinned_reason or not s.gated or s.lease.granted > least
+    ]
+    found = [s for s in some if obstacle(s, facts)]
     before, facts.stuck = facts.stuck, {}
     if found:
         shares = Shares(facts)
@@ -67,7 +57,7 @@ def warn(facts: Facts) -> Actions:
     """Tell those noted for which it is time that others wait for them, or end them."""
     actions = Actions()
     for s, waiter in list(facts.stuck.values()):
-        while waiter.id in facts.waiting and stuck(s, facts) and due(s, facts) <= facts.now:
+        while waiter.id in facts.waiting and obstacle(s, facts) and due(s, facts) <= facts.now:
             s.lease.warned += 1
             actions += _stage(facts, s, waiter)
     return actions
@@ -100,7 +90,7 @@ def _stage(facts: Facts, s: Session, waiter: Session) -> Actions:
     rules, stage = facts.settings, s.lease.warned
     size = format_bytes(waiter.request.memory)
     gpus = " and ".join(f"GPU {facts.devices[x.device].device.index}" for x in s.lease.slices)
-    why = _obstacle(s, facts)
+    why = obstacle(s, facts)
     since = s.lease.stuck_since or facts.now
     waited = format_seconds(facts.now - since)
     if stage == STAGES["end"]:

@@ -44,6 +44,7 @@ def told(facts: Facts, plan: Plan, s: Session) -> Told:
     lines = [*_state_lines(facts, plan, s, found, left)]
     if found.reason is not None:
         lines += _holder_lines(facts, found)
+        lines += _host_lines(found)
         lines += _change_lines(facts, found)
     elif s.lease.slices:
         lines += _exposed_lines(facts, s, found)
@@ -160,7 +161,10 @@ def _taken(facts: Facts, h: HeldLease, number: int = 1) -> str:
     at = _may_take_at(h)
     if at == math.inf:
         return f"; no rule lets this kernel take {it}"
-    rule = f" ({_rule_words(h.rule, at, facts.now)})" if h.rule and at == h.rule_at else ""
+    rule = f" ({_rule_words(h.rule, at > facts.now)})" if h.rule and at == h.rule_at else ""
+    if at <= facts.now and h.unmoved:
+        who = "it" if number == 1 else "they"
+        return f"; {who} cannot be suspended: {_UNMOVED[h.unmoved]}"
     enough = ", if that makes enough room" if at <= facts.now else ""
     return f"; this kernel may take {it} {_when(at, facts.now)}{rule}{enough}"
 
@@ -174,8 +178,33 @@ _RULE_WORDS = {
 }
 
 
-def _rule_words(rule: str, at: float, now: float) -> str:
-    return _RULE_WORDS[rule] + (" then" if rule == "turns" and at > now else "")
+def _rule_words(rule: str, later: bool) -> str:
+    return "when " * (later and rule == "turns") + _RULE_WORDS[rule]
+
+
+_UNMOVED = {
+    "size": "the state is larger than what may be kept of it in host memory",
+    "quota": "its user's quota of suspended state has too little left",
+    "room": "host memory has too little room for the state",
+}
+
+
+def _host_lines(found: Explanation) -> Iterable[str]:
+    """Yield who has the host memory for suspended state."""
+    host = found.host
+    if host is None or not (host.own or host.others):
+        return
+    users = "another user" if host.other_sessions == 1 else "other users"
+    mine, theirs = f"{_kernels(host.own_sessions)} of yours", _kernels(host.other_sessions)
+    if host.own and host.others:
+        mine = f"{mine} ({format_bytes(host.own)}) and"
+    whose = [mine] * (host.own > 0) + [f"{theirs} of {users}"] * (host.others > 0)
+    used = f"{format_bytes(host.own + host.others)} of the {format_bytes(host.budget)}"
+    yield f"{used} of host memory for suspended state is in use by {' '.join(whose)}."
+
+
+def _kernels(number: int) -> str:
+    return "1 kernel" if number == 1 else f"{number} kernels"
 
 
 def _change_lines(facts: Facts, found: Explanation) -> Iterable[str]:
@@ -193,6 +222,8 @@ _CHANGE_WORDS = {
     "group-lease-ends": "another kernel of the group gives its slice back",
     "head-is-served": "the first of the queue has its slice",
     "host-memory": "host memory becomes free",
+    "holder-host-memory": "suspended kernels of the user in its way go on or end",
+    "holder-frees": "a kernel in its way frees GPU memory",
     "device-returns": "the GPU is back in service",
     "outside-use-ends": "programs outside the pool free their memory",
     "budget-renews": "there are GPU-seconds again",
@@ -202,24 +233,29 @@ _CHANGE_WORDS = {
 
 def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
     """Yield what a holder is above or below, and who may take its lease."""
-    if s.id in facts.grown:
+    if found.obstacle:
+        yield f"It cannot be suspended: {found.obstacle.rstrip('.')}."
+    elif s.id in facts.grown:
         most = format_bytes(s.request.memory)
         yield f"Only {most} of that is guaranteed to it; what is beyond goes first."
     if found.claims:
         rule, at, taker = min(found.claims, key=lambda claim: claim[1])
         asker = facts.sessions[taker].owner
         who = "A waiting kernel" if asker.name != s.owner.name else "Another kernel of yours"
-        words = _turn_words(facts, s, asker, at) if rule == "turns" else _CLAIM_WORDS[rule]
-        yield f"{who} may take it {_when(at, facts.now)}: {words}."
+        later = rule == "turns" and at > facts.now
+        words = _turn_words(facts, s, asker, later) if rule == "turns" else _CLAIM_WORDS[rule]
+        yield f"{who} may take it {_when(at, facts.now)}{',' if later else ':'} {words}."
+    elif found.takers and found.obstacle:
+        yield "Other kernels wait for this GPU."
     elif found.takers and s.state == "idle" and found.taken_from is not None:
         if found.taken_from < math.inf:
             yield f"A waiting kernel may take it {_when(found.taken_from, facts.now)}: it is idle."
     elif found.takers:
         yield "Other kernels wait for this GPU, and no rule lets them take this slice."
-    elif s.state == "idle" and found.taken_from is not None and found.taken_from < math.inf:
+    elif not found.obstacle and s.state == "idle" and (found.taken_from or 0) < math.inf:
         yield (
             "No kernel waits for this GPU. One that does may take the slice "
-            f"{_when(found.taken_from, facts.now)}, while it is idle."
+            f"{_when(found.taken_from or 0, facts.now)}, while it is idle."
         )
     else:
         yield "No kernel waits for this GPU."
@@ -233,8 +269,8 @@ _CLAIM_WORDS = {
 }
 
 
-def _turn_words(facts: Facts, s: Session, asker: Owner, at: float) -> str:
-    over = _rule_words("turns", at, facts.now)
+def _turn_words(facts: Facts, s: Session, asker: Owner, later: bool) -> str:
+    over = _rule_words("turns", later)
     if asker == s.owner or facts.settings.half_life <= 0:
         return over
     return f"{over}, and the other one has used less for its weight"

@@ -66,14 +66,7 @@ def _behind(why: Reason, facts: Facts) -> str:
 def in_words(facts: Facts, why: Reason) -> str:
     """Return the sentence of a rule that needs only its figures."""
     if why.rule in ("host", "quota-host"):
-        used, budget = facts.host_used + facts.host_going, facts.settings.host_memory
-        if facts.host_room < budget - used:
-            return (
-                "idle kernels cannot be suspended: this machine has room for only "
-                f"{format_bytes(max(0, facts.host_room))} of suspended state now"
-            )
-        text = f"{format_bytes(used)} of {format_bytes(budget)} in use"
-        return f"host memory for suspended state is full ({text})"
+        return f"{_UNMOVED}: {_host(facts, why)}"
     if why.rule == "quota":
         nouns = {"devices": "GPU", "leases": "slice"}
         most, limit = why.most, why.limit
@@ -101,6 +94,26 @@ def in_words(facts: Facts, why: Reason) -> str:
         whose = f"your group {why.group}" if why.group else "you"
         return f"{whose} used up the GPU-seconds of today; {_again(why.at, facts.now)}"
     return why.text or _SENTENCES[why.rule]
+
+
+_UNMOVED = "no kernel that could make room can be suspended"
+
+
+def _host(facts: Facts, why: Reason) -> str:
+    """Return what host memory lacked when the plan tried to suspend others, as a clause."""
+    if why.lacks == "size":
+        return "the state of each is larger than what may be kept of it in host memory"
+    if why.lacks == "quota":
+        return "their users' quota of suspended state has too little left"
+    used, budget = facts.host_used + facts.host_going, facts.settings.host_memory
+    if facts.host_room < budget - used:
+        room = format_bytes(max(0, facts.host_room))
+        return f"this machine has room for only {room} of suspended state now"
+    left = max(0, budget - used)
+    text = f"{format_bytes(left)} of the {format_bytes(budget)} for suspended state is free"
+    kept = left - max(0, why.most)
+    head = f", {format_bytes(kept)} of it reserved for the head of the queue" if kept > 0 else ""
+    return text + head
 
 
 def _again(at: float, now: float) -> str:

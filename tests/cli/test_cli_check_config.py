@@ -222,3 +222,24 @@ def test_wrong_words(arguments, message, capsys):
 def test_gpus_of_several_sizes():
     machine = check_config.parse_devices("2x80GiB, 1x40GiB")
     assert machine.capacities == [80 * GiB, 80 * GiB, 40 * GiB]
+
+
+@pytest.mark.parametrize(
+    ("rules", "warned"),
+    [
+        ("", False),
+        ('c.GPUPool.fair_share_half_life = "1h"', True),
+        ('c.GPUPool.fair_share_half_life = "2h"', False),
+        ('c.GPUPool.fair_share_half_life = "1h"; c.GPUPool.max_memory_per_kernel = "8GiB"', False),
+        ('c.GPUPool.fair_share_half_life = "1h"; c.GPUPool.preempt = ["class"]', False),
+        ("c.GPUPool.fair_share_half_life = 0", False),
+    ],
+)
+def test_half_life_of_few_time_slices_is_a_warning(config, capsys, rules, warned):
+    config.write_text(rules)
+    found = report(capsys, "--devices", "1x80GiB,1x40GiB")
+    about = [text for text in found["warnings"] if "fair_share_half_life" in text]
+    assert bool(about) is warned
+    if warned:
+        assert "one time slice of a state of 80 GiB may last 27 min" in about[0]
+        assert "Make it 1.8 h or more" in about[0]

@@ -340,12 +340,18 @@ class Naive:
             assert s.state in ("active", "idle"), a
             fixed = not all(self.devices[u].can_suspend for u in s.lease)
             busy = any(s.holds.values()) and not s.gated
-            assert fixed or busy or s.refused, f"{a}: it can be suspended"
+            assert fixed or busy or s.refused or self._too_large(s), f"{a}: it can be suspended"
         elif isinstance(a, ev.EndSession):
             assert s.state == "ended", a
         else:
             raise AssertionError(f"unknown action {a}")
         return None
+
+    def _too_large(self, s: NaiveSession) -> bool:
+        """Whether its state may be more than ever fits in host memory."""
+        own, most = self.quota(s.owner.name).suspended, self.settings.host_memory
+        most = most if own is None else min(own, most)
+        return max(sum(s.lease.values()), sum(s.footprints.values())) > most
 
     def _answer(self, a: ev.Answer) -> None:
         if a.session in self.opening:

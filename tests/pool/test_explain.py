@@ -239,9 +239,9 @@ def test_end_of_a_time_slice_is_told_as_now_or_then(make):
     lab.after(1)
     lab.open("w", 16, owner="bob")
     lab.hold("w")
-    words = "its time slice is over then"
+    words = "when its time slice is over"
     used = "the other one has used less for its weight"
-    assert may_take(lab, "a").endswith(f" s: {words}, and {used}.")
+    assert may_take(lab, "a").endswith(f" s, {words}, and {used}.")
     assert any(line.endswith(f" s ({words}).") for line in lab.pool.why("w").lines)
 
 
@@ -253,7 +253,7 @@ def test_turns_between_kernels_of_one_user_are_not_told_as_usage(make):
     lab.hold("w")
     line = may_take(lab, "a")
     assert line.startswith("Another kernel of yours may take it in ")
-    assert line.endswith(" s: its time slice is over then.")
+    assert line.endswith(" s, when its time slice is over.")
 
 
 def test_wait_beyond_the_guarantee_says_so(make):

@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 
 from jupyter_gpupool.pool import events as ev
-from jupyter_gpupool.pool.model import Quota, Slice
+from jupyter_gpupool.pool.groups import Group, Portion
+from jupyter_gpupool.pool.model import PREEMPT_ALL, Owner, Quota, Slice
 from jupyter_gpupool.pool.requests import SETTLE, UNUSED
 
 from .builders import all_of, device, got, none
@@ -130,13 +131,67 @@ def test_growth_leaves_the_quota_to_a_waiting_kernel(make):
     assert attaches(lab.end("b")) == ["c"]
 
 
-def test_growth_stays_within_what_host_memory_can_take(make):
-    lab = make(host_memory=10)
-    lab.running("a", 4, limit=14)
-    actions = lab.grow("a", 8)
+def test_lone_kernel_grows_beyond_host_memory(make):
+    lab = make(device(0), host_memory=10, growth_step=4)
+    lab.running("a", 4, limit=16)
+    assert size(lab.grow("a", 1)) == 8
+    assert size(lab.grow("a", 1)) == 10
+    # From here on the pool grants only what is used.
+    assert size(lab.grow("a", 1)) == 11
+    assert size(lab.grow("a", 5)) == 16
+    assert "cannot be suspended" in " ".join(lab.pool.why("a").lines)
+
+
+@pytest.mark.parametrize(("asks", "most"), [(2, 14), (5, 11), (8, 10)])
+def test_growth_beyond_host_memory_leaves_room_for_open_sessions(make, asks, most):
+    lab = make(device(0), host_memory=10)
+    lab.running("a", 4, limit=16)
+    lab.open("o", asks)
+    actions = lab.grow("a", most - 4 + 1)
     assert code(actions) == "no-memory"
-    assert "host memory" in got(actions, ev.Answer).refusal.message
-    assert size(lab.grow("a", 6)) == 10
+    assert "its state would not fit in host memory" in got(actions, ev.Answer).refusal.message
+    assert size(lab.grow("a", most - 4)) == most
+    assert attaches(lab.hold("o")) == (["o"] if asks + most <= 16 else [])
+
+
+def test_growth_beyond_host_memory_leaves_guarantees_of_groups(make):
+    groups = {"bio": Group(guarantee=Portion(bytes=4)), "phy": Group(guarantee=Portion(bytes=8))}
+    lab = make(device(0), host_memory=10, groups=groups)
+    lab.running("a", 4, limit=16, owner=Owner("ann", "phy"))
+    assert code(lab.grow("a", 9)) == "no-memory"
+    assert size(lab.grow("a", 8)) == 12
+    lab.open("b", 4, owner=Owner("ben", "bio"))
+    assert attaches(lab.hold("b")) == ["b"]
+
+
+def test_state_beyond_host_memory_is_warned_once_others_wait(make):
+    lab = make(device(0), host_memory=10, preempt=PREEMPT_ALL)
+    lab.running("a", 4, limit=16)
+    lab.grow("a", 12)
+    none(lab.after(100), ev.Warn)
+    lab.open("w", 4)
+    assert suspends(lab.hold("w")) == []
+    assert "larger than what may be kept of it in host memory" in lab.reason("w")
+    none(lab.after(50), ev.Warn)
+    warning = got(lab.after(11), ev.Warn, session="a").message
+    assert "may need 16 B, and at most 10 B fits in host memory" in warning
+    # It frees memory: what it no longer uses is the other one's.
+    actions = lab.seen("G0", a=9)
+    assert got(actions, ev.Resize, session="a").slices == (Slice("G0", 9),)
+    assert attaches(actions) == ["w"]
+
+
+def test_state_beyond_host_memory_is_suspended_once_it_fits(make):
+    lab = make(device(0), host_memory=10, preempt=PREEMPT_ALL)
+    lab.running("a", 4, limit=16)
+    lab.grow("a", 12)
+    lab.after(SETTLE)
+    lab.seen("G0", a=16)
+    lab.open("w", 8)
+    assert suspends([*lab.hold("w"), *lab.after(100), *lab.drop("a")]) == []
+    lab.after(SETTLE)
+    assert suspends(lab.seen("G0", a=9)) == ["a"]
+    assert attaches(lab.suspended("a", ("G0", 9))) == ["w"]
 
 
 def test_growth_leaves_bytes_promised_to_waiting_sessions(make):

@@ -153,7 +153,7 @@ def test_full_host_memory_is_the_reason_of_a_wait(make):
     lab.idle("a", 16)
     lab.open("w", 16)
     assert suspends(lab.hold("w")) == []
-    assert lab.reason("w") == "host memory for suspended state is full (10 B of 16 B in use)"
+    assert lab.reason("w").endswith(": 6 B of the 16 B for suspended state is free")
     assert suspends(lab.after(1000)) == []
     # The end of p gives its host bytes back.
     assert suspends(lab.end("p")) == ["a"]
@@ -166,8 +166,8 @@ def test_message_tells_low_host_memory_from_a_full_budget(make):
     lab.open("w", 16)
     assert suspends(lab.hold("w")) == []
     assert lab.reason("w") == (
-        "idle kernels cannot be suspended: this machine has room for only 5 B of suspended state "
-        "now"
+        "no kernel that could make room can be suspended: this machine has room for only 5 B of "
+        "suspended state now"
     )
     lab.send(ev.HostMemorySeen, available=-3)
     assert "only 0 B" in lab.reason("w")
@@ -183,7 +183,7 @@ def test_a_wait_for_host_memory_has_no_estimate(make):
     lab.idle("a", 16)
     lab.open("w", 16)
     lab.hold("w")
-    assert lab.reason("w").startswith("host memory for suspended state is full")
+    assert lab.reason("w").endswith("for suspended state is free")
     (row,) = [row for row in lab.pool.view(lab.now).sessions if row.record.id == "w"]
     assert row.eta_seconds is None
 

@@ -10,7 +10,7 @@ from typing import Any, Callable
 from jupyter_gpupool.kernel.waits import sentence
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.limits import never
-from jupyter_gpupool.pool.model import Device, Owner, Quota, Refusal, Request
+from jupyter_gpupool.pool.model import PREEMPT_ALL, Device, Owner, Quota, Refusal, Request
 
 from ..pool.builders import RULES, Lab, all_of, device
 from .sheet import Sheet
@@ -159,6 +159,23 @@ def host_short() -> tuple[Lab, str]:
     return pool, "w"
 
 
+def state_too_large() -> tuple[Lab, str]:
+    pool = lab(gpu(0), host_memory=10 * GiB, preempt=PREEMPT_ALL)
+    pool.running("a", 4 * GiB, limit=16 * GiB)
+    pool.grow("a", 12 * GiB)
+    pool.after(60)
+    wait(pool, "w", 4)
+    return pool, "w"
+
+
+def others_quota_full() -> tuple[Lab, str]:
+    pool = lab(gpu(0), quotas={"ann": Quota(suspended=16 * GiB)})
+    pool.parked("p", used=10 * GiB, memory=10 * GiB, owner="ann")
+    pool.idle("a", 16 * GiB, owner="ann")
+    wait(pool, "w", 16, owner="bob")
+    return pool, "w"
+
+
 def quota(limit: Quota, reserved: bool = False) -> Callable[[], tuple[Lab, str]]:
     def scene() -> tuple[Lab, str]:
         pool = lab(quotas={"ann": limit})
@@ -251,6 +268,8 @@ WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
     ("The free memory is reserved", "behind-head", behind_head),
     ("The budget for suspended state is used up", "host", host_budget_full),
     ("The machine has little free memory", "host", host_short),
+    ("The state in its way is larger than host memory", "host", state_too_large),
+    ("The quota of suspended state of other users is in use", "host", others_quota_full),
     ("Its owner's other kernels use the quota of memory", "quota", quota(Quota(memory=16 * GiB))),
     ("Its owner's other kernels use the quota of GPUs", "quota", quota(Quota(devices=2))),
     ("Its owner's other kernel uses the quota of slices", "quota", quota(Quota(leases=1))),
@@ -477,7 +496,9 @@ def answers(sheet: Sheet) -> None:
     put("The free memory is reserved", pool.grow("a", 2 * GiB))
     pool = lab(gpu(0), host_memory=6 * GiB)
     pool.running("a", 4 * GiB, limit=12 * GiB)
-    put("Beyond what host memory holds", pool.grow("a", 4 * GiB))
+    pool.open("o", 6 * GiB)
+    pool.grow("a", 2 * GiB)
+    put("Beyond what host memory holds", pool.grow("a", 5 * GiB))
     pool = lab(gpu(0), quotas={"ann": Quota(memory=6 * GiB)})
     pool.running("a", 4 * GiB, limit=6 * GiB, owner="ann")
     pool.running("b", GiB, owner="ann")

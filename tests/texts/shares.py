@@ -12,7 +12,7 @@ from jupyter_gpupool.pool.groups import Daily, Group, Portion
 from jupyter_gpupool.pool.model import PREEMPT_ALL, Owner, Quota
 
 from ..pool.builders import Lab, all_of
-from .pool import GiB, gpu, lab, wait
+from .pool import GiB, gpu, host_budget_full, lab, others_quota_full, state_too_large, wait
 from .sheet import Sheet
 
 CAP = {"groups": {"bio": Group(cap=Portion(bytes=16 * GiB))}}
@@ -139,6 +139,13 @@ def why(sheet: Sheet) -> None:
     run(pool, "a", 4, limit=16 * GiB)
     pool.grow("a", 12 * GiB)
     put("It has grown, and no kernel waits", pool, "a")
+    pool, name = state_too_large()
+    put("Its GPU has a state that is larger than host memory", pool, name)
+    put("Its state is larger than host memory", pool, "a")
+    pool, name = host_budget_full()
+    put("Host memory has no room for the state in its way", pool, name)
+    pool, name = others_quota_full()
+    put("The user of the kernel in its way may keep no more suspended state", pool, name)
     pool.open("d", 4 * GiB)
     put("It has no slice and waits for none", pool, "d")
 

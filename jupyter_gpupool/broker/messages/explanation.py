@@ -32,6 +32,7 @@ def explanation(told: Told, record: SessionRecord) -> dict[str, Any]:
         "eta_seconds": told.eta,
         "rule": found.reason.rule if found.reason is not None else "",
         "preempted": found.preempted,
+        "obstacle": found.obstacle,
         "changes": [*found.changes],
         "changes_at": _at(found.changes_at),
         **_leases(found),
@@ -64,6 +65,7 @@ def _holder(lease: HeldLease) -> dict[str, Any]:
         "rule": lease.rule,
         "rule_at": _at(lease.rule_at),
         "covered": lease.covered,
+        "unmoved": lease.unmoved,
     }
 
 
