@@ -202,7 +202,7 @@ def test_restore_needs_room_for_all_of_its_state():
     pool.handle(e.DeviceAppeared(now=0.0, device=device))
     actions = DeviceActions(
         SimpleNamespace(pool=pool), None, samples=None, room=None, pages=None, activity=None,
-        health=None,
+        health=None, drain_timeout=10.0,
     )  # fmt: skip
     for state, slice_, need in ((10, 11, 11), (61, 62, 62), (62, 62, 62), (63, 62, 63)):
         record = SimpleNamespace(suspended=(Slice("G0", state * GiB),))
