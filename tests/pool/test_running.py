@@ -397,7 +397,7 @@ def test_turn_that_comes_later_is_told_with_its_time(make):
     assert holder.rule == "turns"
     assert lab.now + 10 < holder.rule_at < lab.now + 60, "ann has used more until then"
     lines = " ".join(lab.pool.why("a").lines)
-    assert "this kernel may take it in 39 s (its turn is over then)" in lines
+    assert "this kernel may take it in 39 s (when its time slice is over)" in lines
     assert lab.pool.explain("b").claims == (("turns", holder.rule_at, "a"),)
     none(lab.after(holder.rule_at - lab.now - 0.2), ev.Suspend)
     assert lab.pool.explain("a").changes_at == pytest.approx(holder.rule_at, abs=0.2)
