@@ -491,7 +491,9 @@ def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Of
     rule = "host" if lacking else "busy"
     if behind_head and fits_now(draft, needs):
         rule = "behind-head"
-    why = Reason(rule, bytes=s.request.memory, count=len(needs), limit=limit, group=group)
+    # Suspended state may be larger than the request.
+    size = max([s.request.memory, *(need.bytes for need in needs)])
+    why = Reason(rule, bytes=size, count=len(needs), limit=limit, group=group)
     return replace(why, most=host, lacks=_lack(lacking)) if rule == "host" else why
 
 

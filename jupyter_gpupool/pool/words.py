@@ -60,7 +60,10 @@ def _behind(why: Reason, facts: Facts) -> str:
     """Return when a preempted session goes on, as the end of a sentence; "" if that is unknown."""
     if why.rule == "budget":
         return f": {_again(why.at, facts.now)}"
-    return " as soon as a slice is free" if why.rule in ("busy", "behind-head") else ""
+    if why.rule == "busy":
+        where = "a GPU" if why.count <= 1 else f"each of {why.count} GPUs"
+        return f" as soon as {format_bytes(why.bytes)} is free on {where}"
+    return " after the next kernel in the queue" if why.rule == "behind-head" else ""
 
 
 def in_words(facts: Facts, why: Reason) -> str:

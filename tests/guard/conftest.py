@@ -310,6 +310,12 @@ def wait_for(condition, timeout=TIMEOUT):
     return found
 
 
+@pytest.fixture(name="compile_c", scope="session")
+def compiler():
+    """Return :func:`compile_c`: several folders of tests have a module ``conftest``."""
+    return compile_c
+
+
 def compile_c(target, *sources, flags=()):
     """Compile a test's C program or library."""
     command = ["cc", "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror"]

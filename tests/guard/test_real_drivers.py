@@ -10,7 +10,6 @@ import json
 import re
 
 import pytest
-from conftest import compile_c
 
 from jupyter_gpupool.guard import _generate as generator
 from jupyter_gpupool.guard import build as guard_build
@@ -183,7 +182,7 @@ def _questions(driver, names):
 
 @pytest.mark.parametrize("inner", [False, True], ids=["as exported", "other addresses"])
 def test_guard_answers_like_nvidia_with_its_own_functions(
-    driver, inner, session, entries, tmp_path
+    driver, inner, session, entries, compile_c, tmp_path
 ):
     source = tmp_path / "driver.c"
     source.write_text(_source(driver, inner))

@@ -268,3 +268,23 @@ def test_wait_beyond_the_guarantee_says_so(make):
         "With this request group bio would have more than the 8 B that is guaranteed to it, so the "
         "guarantee does not put it first."
     ) in told.lines
+
+
+def test_wait_of_suspended_state_tells_what_the_state_needs(make):
+    lab = make(device(0))
+    lab.parked("w", 9, memory=4)
+    lab.running("a", 8)
+    lab.hold("w")
+    found = told(lab, "w")
+    assert found.reason.bytes == 10, "state and headroom"
+    assert found.text.startswith("10 B is needed and at most 8 B is free on a GPU")
+
+
+def test_preempted_session_tells_how_much_must_be_free(make):
+    lab = make(device(0), preempt=PREEMPT_ALL, half_life=0.0)
+    lab.running("w", 12, priority="batch")
+    lab.after(60)
+    lab.open("a", 16, priority="interactive")
+    lab.hold("a")
+    lab.suspended("w", ("G0", 12))
+    assert told(lab, "w").text.endswith(" it goes on by itself as soon as 13 B is free on a GPU")
