@@ -176,6 +176,8 @@ class Session:
     #: After a failed try: no suspend (if idle) or attach (if queued) before this time.
     retry_at: float = 0.0
     failures: int = 0
+    #: Why its last suspend failed, though host memory had room; it is tried again.
+    refused: str = ""
     #: Why it was preempted while in use, until it has its next lease; "" if it was not.
     preempted: str = ""
     #: Why its last suspend was refused for lack of host memory.

@@ -159,7 +159,8 @@ class Pool:
         facts = self._facts
         at = min(next_recheck(facts, self._plan), self._news.next_at(self._plan))
         for s, _ in facts.stuck.values():
-            at = min(at, max(due(s, facts), facts.now))
+            if s.state in ATTACHED:
+                at = min(at, max(due(s, facts), facts.now))
         return None if at == math.inf else at
 
     # ------------------------------------------------------------------ questions

@@ -45,6 +45,9 @@ EXACT = 6
 #: preempted: then the next session finds nothing there, and more leases end in all.
 WIDTH = 4
 
+#: A session counts as one that cannot be suspended after so many failed attempts in succession.
+TRIES = 3
+
 #: What host memory may lack; what is likely to end first comes first.
 LACKS: tuple[HostLack, ...] = ("room", "quota", "size")
 
@@ -72,6 +75,8 @@ def obstacle(s: Session, facts: Facts) -> str:
         return s.pinned_reason
     if not suspendable(s, facts):
         return "the GPU cannot suspend a process"
+    if s.failures >= TRIES and s.refused:
+        return f"{s.failures} attempts failed, the last one so: {s.refused.rstrip('.')}"
     most = facts.settings.host_most(s.owner.name)
     if s.state_bound > most:
         size = format_bytes(s.state_bound)

@@ -188,9 +188,9 @@ def claims(
         return
     at = free_from(holder, facts)
     ends = slice_ends(holder, facts)
-    if at == math.inf:
-        if not stuck:
-            return
+    if at == math.inf and not stuck:
+        return
+    if stuck:
         at, ends = _times(holder, facts)
     within = modest(asking(asker, facts), asker)
     if within and "burst" in rules and holder.id in facts.grown:

@@ -2,7 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Sessions that cannot be suspended while others wait: warned, asked, ended if the admin says so.
 
-Such a session is never a victim. So another one that waits for its slice, and might take it by
+Such a session is never a victim, or its suspend fails again and again (its process is stopped, its
+work on the GPU does not end). So another one that waits for its slice, and might take it by
 some rule (:mod:`.running`), could wait without end. While that is so, its user is warned,
 then asked to free the slice, and at last the session is ended, as far as
 ``PoolSettings.unsuspendable`` allows and after the times of ``unsuspendable_after``. Once no
@@ -35,7 +36,7 @@ def note(facts: Facts, plan: Plan) -> None:
     some = [
         s
         for s in facts.leased.values()
-        if fixed or s.pinned_reason or not s.gated or s.lease.granted > least
+        if fixed or s.pinned_reason or s.refused or not s.gated or s.lease.granted > least
     ]
     found = [s for s in some if obstacle(s, facts)]
     before, facts.stuck = facts.stuck, {}
@@ -48,8 +49,10 @@ def note(facts: Facts, plan: Plan) -> None:
                 facts.stuck[s.id] = s, waiter
                 if s.lease.stuck_since is None:
                     s.lease.stuck_since = facts.now
-    for name, (s, _) in before.items():
-        if name not in facts.stuck:
+    for name, (s, w) in before.items():
+        if s.state == "detaching" and s.refused and w.id in facts.waiting:
+            facts.stuck[name] = s, w  # one more attempt: it counts on until that succeeds
+        elif name not in facts.stuck:
             s.lease.stuck_since, s.lease.warned = None, 0
 
 

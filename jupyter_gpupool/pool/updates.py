@@ -420,6 +420,7 @@ def _suspend_refused(facts: Facts, s: Session, event: ev.SuspendRefused) -> Acti
         # With a hold, the pool may suspend it again as soon as the hold is dropped: after a
         # back-off it would meet the session's next short cell.
         _back_off(facts, s, event.kind)
+        s.refused = event.message if event.kind != "host" else ""
     new: State = "active" if s.holds else "idle"
     return move(facts, s, new, f"{event.kind}: {event.message}") + grant_holds(s)
 

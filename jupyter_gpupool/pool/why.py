@@ -165,6 +165,8 @@ def _taken(facts: Facts, h: HeldLease, number: int = 1) -> str:
     if at <= facts.now and h.unmoved:
         who = "it" if number == 1 else "they"
         return f"; {who} cannot be suspended: {_UNMOVED[h.unmoved]}"
+    if facts.sessions[h.session].refused and at > facts.now:
+        return f"; its suspend failed, and is tried again {_when(at, facts.now)}"
     enough = ", if that makes enough room" if at <= facts.now else ""
     return f"; this kernel may take {it} {_when(at, facts.now)}{rule}{enough}"
 

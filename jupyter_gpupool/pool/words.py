@@ -139,7 +139,7 @@ def budget_refusal(spent: Budget, now: float) -> Refusal:
     return Refusal(
         Code.BUDGET,
         f"{whose} {have} used the {spent.daily.seconds:.0f} GPU-seconds of today.",
-        f"Run the cell again then: {_again(spent.until, now)}.",
+        f"Try again then: {_again(spent.until, now)}.",
         {
             "group": spent.group,
             "seconds": spent.daily.seconds,
@@ -209,14 +209,17 @@ def _users(facts: Facts) -> str:
     """Return which kernels have the slices, as the end of a sentence."""
     idle = [s for s in facts.leased.values() if s.state == "idle"]
     roomless = sum(1 for s in idle if s.roomless)
+    failed = sum(1 for s in idle if s.refused and s.retry_at > facts.now)
     users = []
     if any(s.state == "active" for s in facts.leased.values()):
         users.append("running cells")
-    elif len(idle) > roomless or not idle:
+    elif len(idle) > roomless + failed or not idle:
         users.append("kernels that keep their slice")
     if roomless:
         kernels = _count(roomless, "idle kernel")
         users.append(f"{kernels} that cannot be suspended, as host memory is short there")
+    if failed:
+        users.append(f"{_count(failed, 'idle kernel')} whose suspend failed and is tried again")
     return " and ".join(users)
 
 
@@ -299,8 +302,9 @@ def stays_reason(facts: Facts, s: Session, now: float) -> str:
         return _STAYS["pressed"] if due <= now else ""
     if s.roomless:
         return s.roomless
-    if s.failures and now < s.retry_at and due < s.retry_at:
-        return _STAYS["refused"]
+    if s.failures and now < s.retry_at and (s.failures > 1 or due < s.retry_at):
+        why = f" ({s.refused.rstrip('.')})" if s.refused else ""
+        return f"The last attempt to suspend it failed{why}; the pool tries again by itself."
     if max(due, s.retry_at) > now:
         return ""
     bound, budget = s.state_bound, facts.settings.host_memory
@@ -331,7 +335,6 @@ _STAYS = {
     "fixed": (
         "This GPU cannot be suspended; the slice stays until the kernel frees its memory or ends."
     ),
-    "refused": "The last attempt to suspend it failed; the pool tries again by itself.",
     "pressed": (
         "Host memory is short where the kernel runs, so its state stays on the GPU; the slice "
         f"leaves {_ROOM}."

@@ -497,6 +497,51 @@ def test_no_warning_where_no_rule_would_preempt(make):
     none(lab.past, ev.Warn)
 
 
+@pytest.mark.parametrize("idle", [False, True])
+def test_session_whose_suspends_keep_failing_is_warned_and_ended(make, idle):
+    """A stopped process, or work that does not end, kept its slice and nobody was warned."""
+    lab = make(device(0), preempt=PREEMPT_ALL, unsuspendable="end", half_life=3600.0)
+    lab.running("stuck", 16, priority="batch")
+    if idle:
+        lab.drop("stuck")
+    lab.after(100)
+    ask(lab, "high")
+    why = "Process 7 is stopped (SIGSTOP); continue it with: kill -CONT 7"
+    began, tries = lab.now, 0
+    while lab.state("stuck") != "ended" and lab.now < began + 4000:
+        if lab.state("stuck") == "detaching":
+            lab.refused("stuck", "drain", why)
+            tries += 1
+            if tries == 2:
+                assert "suspend failed, and is tried again" in " ".join(lab.pool.why("high").lines)
+            if tries == 2 and idle:
+                assert why in lab.pool.why("stuck").lines[0]
+                assert "1 idle kernel whose suspend failed and is tried again" in lab.reason("high")
+        lab.after(1.0)
+    stages = [(a.stage, a.message) for a in lab.past if isinstance(a, ev.Warn)]
+    assert [stage for stage, _ in stages] == ["warn", "ask"]
+    assert all(why in message for _, message in stages)
+    ended = got(lab.past, ev.EndSession, session="stuck")
+    assert why in ended.message
+    assert began + 3600 < lab.now < began + 3800
+
+
+def test_attempt_that_succeeds_ends_the_warnings(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.running("stuck", 16, priority="batch")
+    lab.after(100)
+    ask(lab, "high")
+    for _ in range(4):
+        lab.refused("stuck", "drain", "its work does not end")
+        while lab.state("stuck") != "detaching":
+            lab.after(1.0)
+    assert "its work does not end" in got(lab.past, ev.Warn, session="stuck").message
+    got(lab.suspended("stuck", ("G0", 16)), ev.Attach, session="high")
+    lab.done("high")
+    lab.after(1000)
+    assert len(all_of(lab.past, ev.Warn)) == 1
+
+
 def test_refusal_of_the_driver_leads_to_a_warning(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("stuck", 16, priority="batch")

@@ -319,7 +319,7 @@ def stays(sheet: Sheet) -> None:
     pool = lab(idle_timeout=60.0)
     pool.idle("a", 10 * GiB)
     pool.after(60.0)
-    pool.refused("a", "drain")
+    pool.refused("a", "drain", "Its work on the GPU did not end within 5 s.")
     put("The driver refused to suspend it", pool)
 
     pool = lab(idle_timeout=60.0, host_memory=15 * GiB)
