@@ -63,6 +63,8 @@ export function neighbour(
     alloc?: number;
     priority?: string;
     devices?: number;
+    /** The user id; without it, the one of all neighbours. */
+    user?: number;
   } = {}
 ): Promise<string> {
   return ask('neighbour', { name, ...fields });

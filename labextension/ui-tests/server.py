@@ -107,16 +107,17 @@ class Lab:
 
 
 class Neighbour(brokers.Kernel):
-    """Another user's kernel, where that is possible."""
+    """Another user's kernel, where that is possible: of ``user``, a user id."""
 
-    def __init__(self, broker, label, **request):
-        super().__init__(_Door(broker), label, launch=False, **request)
+    def __init__(self, broker, label, user=NEIGHBOUR, **request):
+        self.user = user if NEIGHBOUR is not None else None
+        super().__init__(_Door(broker, self.user), label, launch=False, **request)
         self.broker = broker
 
     def launch(self):
         command = [sys.executable, "-m", self.module]
-        if NEIGHBOUR is not None:
-            command = [*as_user(NEIGHBOUR), *command]
+        if self.user is not None:
+            command = [*as_user(self.user), *command]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
             env={**brokers.environment(self.broker.folder), **self.env},
@@ -128,13 +129,13 @@ class Neighbour(brokers.Kernel):
 
 
 class _Door:
-    """The broker, as the neighbours' user comes to it."""
+    """The broker, as a neighbour's user comes to it."""
 
-    def __init__(self, broker):
-        self.folder, self.socket = broker.folder, broker.socket
+    def __init__(self, broker, user):
+        self.folder, self.socket, self.user = broker.folder, broker.socket, user
 
     def client(self):
-        with _as(NEIGHBOUR):
+        with _as(self.user):
             return Client(self.socket)
 
 
@@ -213,6 +214,16 @@ class Stage:
 
     def do_status(self):
         return self.broker.status()
+
+    def do_why(self, name):
+        """Return what ``jupyter gpupool why`` prints about a session, as data."""
+        command = [sys.executable, "-m", "jupyter_gpupool.cli", "why", "--json", name]
+        done = subprocess.run(
+            [*command, "--socket", str(self.broker.socket)], capture_output=True, text=True,
+            cwd=ROOT, env=brokers.environment(self.folder), timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
 
     def do_rows(self, kinds=()):
         return self.broker.rows(*kinds)

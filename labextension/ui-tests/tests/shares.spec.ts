@@ -3,7 +3,7 @@
 
 /** Groups, shares, budgets and preemption as a user of JupyterLab sees them. */
 import { faults } from '../axe';
-import { expect, test } from '../lab';
+import { expect, type Notebook, test } from '../lab';
 import { ask, neighbour, session, uses, Work } from '../pool';
 
 const ONE = { emulate: '1x8GiB,context=256MiB,bandwidth=2GiB/s' };
@@ -97,6 +97,69 @@ test('group, share and what is left of the daily budget', async ({ lab }) => {
   const work = new Work('shares');
   await notebook.run(work.code, false);
   await expect(notebook.chip).toHaveText(/on GPU 0, 0 GPU-seconds left today$/);
+  work.end();
+});
+
+/** A line without figures, which change while it is read. */
+const still = (line: string): string =>
+  line.replace(/\d[\d.]*( (s|min|h)\b)?/g, '#').replace(/\s+/g, ' ');
+
+test('three people in two groups: popover, command and magic tell the same', async ({
+  lab
+}) => {
+  await ask('fresh', {
+    ...ONE,
+    default_memory: 3 * 2 ** 30,
+    default_limit: null,
+    groups: {
+      bio: { users: '*', guarantee: '60%', gpu_seconds_per_day: 3600 },
+      phy: { users: ['uid-21001'], guarantee: '25%' }
+    }
+  });
+  const { page, popover } = lab;
+  const told = async (name: string): Promise<string[]> => {
+    const found = await ask<{ lines: string[]; standing: string[] }>('why', { name });
+    return [...found.lines, ...found.standing].map(still);
+  };
+  const same = async (notebook: Notebook): Promise<void> => {
+    await notebook.activate();
+    await notebook.chip.click();
+    await expect(async () => {
+      const lines = await told(notebook.file);
+      const shown = still(await popover.innerText());
+      expect(lines.filter(line => !shown.includes(line))).toEqual([]);
+    }).toPass({ timeout: 30_000 });
+    await page.keyboard.press('Escape');
+  };
+  await neighbour('phy', { gib: 3 });
+  const train = await lab.notebook('train');
+  const work = new Work('train');
+  await train.run(uses(1024) + work.code, false);
+  await expect(train.chip).toHaveText(/of 3 GiB on GPU 0$/);
+  await neighbour('colleague', { gib: 3, hold: false, user: 21002 });
+  await ask('asks', { name: 'colleague' });
+  const late = await lab.notebook('late');
+  await late.run(uses(64) + '%gpu why', false);
+  await expect(late.chip).toHaveText(/^Waiting: 2nd/);
+  expect(await told('late.ipynb')).toContainEqual(
+    still(
+      'With this request group bio would have more than the 4.7 GiB that is guaranteed ' +
+        'to it, so the guarantee does not put it first.'
+    )
+  );
+  await same(late);
+  await same(train);
+
+  await ask('leave', { name: 'phy' });
+  await ask('leave', { name: 'colleague' });
+  await expect(late.output).toContainText('Your group is bio.');
+  const shown = still(await late.output.innerText());
+  for (const line of await told('late.ipynb')) {
+    // In the cell it was in use, and now it is idle.
+    if (!/^It (uses|keeps)|^No kernel waits/.test(line)) {
+      expect(shown).toContain(line);
+    }
+  }
   work.end();
 });
 
