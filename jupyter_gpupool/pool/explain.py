@@ -250,6 +250,9 @@ def _holders(shares: Shares, s: Session, why: Reason) -> Iterable[HeldLease]:
         label = v.label if mine else ""
         each = claims(s, v, shares, foresee=True) if use != "leaving" else ()
         found = sorted((at, tier) for tier, at in each if at < math.inf)
+        lack = draft.host_lack([v], facts.host_room) if use != "leaving" else ""
+        if idle and v.pressed and v.state_bound:
+            lack = "room"  # where its processes run, whatever the machine has
         rule, rule_at, covers = "", None, False
         if found and not unprotected(v, facts):
             rule_at, tier = found[0]
@@ -269,7 +272,7 @@ def _holders(shares: Shares, s: Session, why: Reason) -> Iterable[HeldLease]:
                     rule=rule,
                     rule_at=rule_at,
                     covered=covers,
-                    unmoved=draft.host_lack([v], facts.host_room) if use != "leaving" else "",
+                    unmoved=lack,
                 )
 
 

@@ -159,12 +159,12 @@ def _taken(facts: Facts, h: HeldLease, number: int = 1) -> str:
         its = "its group covers it" if number == 1 else "their group covers each"
         return f"; a guarantee of {its}"
     at = _may_take_at(h)
+    if h.unmoved and (at <= facts.now or (at == math.inf and h.use == "idle")):
+        who = "it" if number == 1 else "they"
+        return f"; {who} cannot be suspended: {_UNMOVED[h.unmoved]}"
     if at == math.inf:
         return f"; no rule lets this kernel take {it}"
     rule = f" ({_rule_words(h.rule, at > facts.now)})" if h.rule and at == h.rule_at else ""
-    if at <= facts.now and h.unmoved:
-        who = "it" if number == 1 else "they"
-        return f"; {who} cannot be suspended: {_UNMOVED[h.unmoved]}"
     if facts.sessions[h.session].refused and at > facts.now:
         return f"; its suspend failed, and is tried again {_when(at, facts.now)}"
     enough = ", if that makes enough room" if at <= facts.now else ""

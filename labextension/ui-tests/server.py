@@ -220,7 +220,7 @@ class Stage:
         command = [sys.executable, "-m", "jupyter_gpupool.cli", "why", "--json", name]
         done = subprocess.run(
             [*command, "--socket", str(self.broker.socket)], capture_output=True, text=True,
-            cwd=ROOT, env=brokers.environment(self.folder), timeout=60,
+            cwd=ROOT, env=brokers.environment(self.folder), timeout=60, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

@@ -288,3 +288,15 @@ def test_preempted_session_tells_how_much_must_be_free(make):
     lab.hold("a")
     lab.suspended("w", ("G0", 12))
     assert told(lab, "w").text.endswith(" it goes on by itself as soon as 13 B is free on a GPU")
+
+
+def test_idle_kernel_that_host_memory_keeps_on_its_gpu_is_told(make):
+    lab = make(device(0))
+    lab.idle("a", 12, owner="ann", label="a.ipynb")
+    lab.send(ev.HostPressure, sessions=frozenset({"a"}))
+    lab.open("w", 8, owner="ann")
+    lab.hold("w")
+    assert (
+        "Your kernel a.ipynb (class notebook) keeps 12 B on GPU 0; it cannot be suspended: host "
+        "memory has too little room for the state."
+    ) in lab.pool.why("w").lines
