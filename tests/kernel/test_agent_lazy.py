@@ -294,7 +294,7 @@ def test_tooltip_does_not_touch_suspended_state(
     kernel.run("class Tensor:\n    def __repr__(self): raise SystemExit('touched')\nt = Tensor()")
 
     def tooltip() -> str:
-        content = kernel.client.inspect("kernel_pid", reply=True, timeout=20)["content"]
+        content = kernel.client.inspect("kernel_pid", reply=True, timeout=60)["content"]
         return content["data"]["text/plain"] if content["found"] else ""
 
     kernel.run("kernel_pid = 7")

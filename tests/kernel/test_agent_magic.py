@@ -251,14 +251,14 @@ def test_misplaced_cell_magic_says_where_it_belongs(calm: Kernel) -> None:
     ],
 )
 def test_arguments_are_completed(one_kernel: Kernel, text: str, expected: list[str]) -> None:
-    reply = one_kernel.client.complete(text, len(text), reply=True, timeout=20)["content"]
+    reply = one_kernel.client.complete(text, len(text), reply=True, timeout=60)["content"]
     assert reply["status"] == "ok"
     found = {m.strip() for m in reply["matches"]}
     assert found.issuperset(expected), found
 
 
 def test_inspection_shows_the_help_of_gpu(one_kernel: Kernel) -> None:
-    reply = one_kernel.client.inspect("%gpu", reply=True, timeout=20)["content"]
+    reply = one_kernel.client.inspect("%gpu", reply=True, timeout=60)["content"]
     assert "Show and change this kernel's share" in reply["data"]["text/plain"]
 
 

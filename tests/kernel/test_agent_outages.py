@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any, Callable
 
 import pytest
@@ -21,9 +22,14 @@ link._cuda = lambda: True
 """
 
 
-def test_a_running_cell_survives_the_broker(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_a_running_cell_survives_the_broker(
+    broker: ScriptedBroker, kernel: Kernel, tmp_path: Path
+) -> None:
+    go_on = tmp_path / "go-on"
     cell = kernel.start(
-        "import time; print('in', flush=True); input_ = time.sleep(1.5); print('out')"
+        "import os, time; print('in', flush=True)\n"
+        f"while not os.path.exists({str(go_on)!r}): time.sleep(0.02)\n"
+        "print('out')"
     )
     cell.until("stream")
     hold = broker.wait_for("hold")["hold"]
@@ -32,6 +38,7 @@ def test_a_running_cell_survives_the_broker(broker: ScriptedBroker, kernel: Kern
     hello = broker.wait_for("hello", count=2)
     assert hello["holds"] == [{"id": hold, "kind": "cell"}]
     assert hello["epoch"] == 1
+    go_on.touch()
     assert cell.done().text.split() == ["in", "out"]
     broker.wait_for("drop", hold=hold)
     kernel.run("pass")

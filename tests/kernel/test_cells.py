@@ -217,7 +217,7 @@ def test_silent_requests_wait_while_the_state_is_suspended(
     )
     assert broker.ask_back()["cuda"] is True
     before = len(broker.seen("hold", wait=True))
-    assert kernel.client.inspect("link", reply=True, timeout=20)["content"]["data"][
+    assert kernel.client.inspect("link", reply=True, timeout=60)["content"]["data"][
         "text/plain"
     ].startswith("The GPU state of this kernel is in host memory")
     broker.hold_back()
@@ -226,7 +226,7 @@ def test_silent_requests_wait_while_the_state_is_suspended(
     broker.grant(hold["hold"])
     assert silent.done().status == "ok"
     assert silent.outputs == []
-    found = kernel.client.inspect("link", reply=True, timeout=20)["content"]
+    found = kernel.client.inspect("link", reply=True, timeout=60)["content"]
     assert "SessionLink" in found["data"]["text/plain"]
 
 
