@@ -192,8 +192,9 @@ def _section(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     found = {} if overrides is None else dict(overrides.get("GPUPool", {}))
     values: dict[str, Any] = {}
     for name, value in found.items():
-        # A read of a missing option of a traitlets Config stores an empty object of this type.
-        if type(value).__name__ != "LazyConfigValue":
+        # A read of a missing option of a traitlets Config stores an empty object of this type. A
+        # function comes from a file that the broker reads as well.
+        if type(value).__name__ != "LazyConfigValue" and not callable(value):
             values[name] = value
     try:
         json.dumps(values)

@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which group a user is in: the rules of the configuration, and the machine's Unix groups.
+"""Which group a user is in: the rules of the configuration, Unix groups and Hub groups.
 
-Unix groups come from NSS, which may ask the network and hang there. So a thread asks; a session is
-opened when the answer is there, or without it after PATIENCE seconds.
+Unix groups come from NSS, Hub groups from a function of the admin. Both may ask the network and
+hang there. So a thread asks; a session is opened when the answer is there, or without it after
+PATIENCE seconds.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, replace
-from typing import Callable
+from typing import Callable, Iterable
 
+from ..config import BrokerSettings
 from ..config.grouping import groups_of
 from ..errors import Code, RefusedError
 from ..pool.model import Owner
@@ -33,11 +35,23 @@ MOST_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    unix_groups: frozenset[str]
+    unix_groups: frozenset[str] = frozenset()
+    hub_groups: frozenset[str] = frozenset()
     #: Loop time.
-    until: float
-    #: NSS has answered; else nobody knows.
-    sure: bool
+    until: float = 0.0
+    #: All that were asked have answered; else nobody knows.
+    sure: bool = False
+
+
+_NOTHING = _Known()
+
+
+def _names(found: Iterable[str]) -> frozenset[str]:
+    """Return the answer of the admin's function, checked."""
+    names = [found] if isinstance(found, str) else [*found]
+    if isinstance(found, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"c.GPUPool.hub_groups returned {found!r}, which is no list of names")
+    return frozenset(names)
 
 
 class Memberships:
@@ -58,7 +72,7 @@ class Memberships:
         self._threads = asyncio.Semaphore(MOST_THREADS)
 
     def forget(self) -> None:
-        """Ask NSS again from now on: the configuration was read again."""
+        """Ask again from now on: the configuration was read again."""
         self._known = {uid: replace(known, until=0.0) for uid, known in self._known.items()}
 
     def is_known(self, uid: int) -> bool:
@@ -68,32 +82,44 @@ class Memberships:
         known = self._known.get(uid)
         return known is not None and known.until > asyncio.get_running_loop().time()
 
-    async def learn(self, uid: int) -> None:
-        """Find the Unix groups of a user; after PATIENCE seconds, what was known stays."""
-        task = self._under_way.get(uid) or self._begin(uid)
+    async def learn(self, uid: int, settings: BrokerSettings | None = None) -> None:
+        """Find the groups of a user; after PATIENCE seconds, what was known stays.
+
+        ``settings``: with the function of these, which are not in force yet.
+        """
+        task = self._under_way.get(uid) or self._begin(uid, settings)
         done, _ = await asyncio.wait([task], timeout=PATIENCE)
         if done:
             return
         before = self._known.get(uid)
-        sure = before is not None and before.sure
-        self._note(uid, before.unix_groups if before else frozenset(), PATIENCE, sure=sure)
+        self._note(uid, before or _NOTHING, PATIENCE)
         self._log.warning(
             "The Unix groups of user id %d were not found within %g s; %s", uid, PATIENCE,
             "those of before count" if before else "no rule about Unix groups applies to it",
         )  # fmt: skip
 
-    async def _learn(self, uid: int) -> None:
-        try:
-            async with self._threads:
-                found = await nss.ask(lambda: self._unix_groups(uid))
-        except Exception:  # of a module of NSS; the session is opened all the same
-            self._log.exception("The Unix groups of user id %d cannot be read", uid)
-            self._note(uid, frozenset(), LASTS, sure=False)
-        else:
-            self._note(uid, found, LASTS, sure=True)
+    async def _learn(self, uid: int, settings: BrokerSettings) -> None:
+        before, hub = self._known.get(uid, _NOTHING), settings.hub_groups
+        found = _Known(hub_groups=before.hub_groups if hub else frozenset(), sure=True)
+        async with self._threads:
+            try:
+                unix = await nss.ask(lambda: self._unix_groups(uid))
+                found = replace(found, unix_groups=unix)
+            except Exception:  # of a module of NSS; the session is opened all the same
+                self._log.exception("The Unix groups of user id %d cannot be read", uid)
+                found = replace(found, sure=False)
+            if hub is not None:
+                name = owner_of(uid).name
+                try:
+                    names = await nss.ask(lambda: _names(hub(name)))
+                    found = replace(found, hub_groups=names)
+                except Exception:  # of the admin's function
+                    self._log.exception("The Hub groups of %s cannot be read", name)
+                    found = replace(found, sure=False)
+        self._note(uid, found, LASTS)
 
-    def _note(self, uid: int, found: frozenset[str], lasts: float, *, sure: bool) -> None:
-        self._known[uid] = _Known(found, asyncio.get_running_loop().time() + lasts, sure)
+    def _note(self, uid: int, found: _Known, lasts: float) -> None:
+        self._known[uid] = replace(found, until=asyncio.get_running_loop().time() + lasts)
 
     def is_sure(self, uid: int) -> bool:
         """Return whether :meth:`groups` is all that there is to know."""
@@ -102,23 +128,23 @@ class Memberships:
 
     def _asks(self) -> bool:
         members = self._configuration.settings.members.values()
-        return any(rule.unix_groups for rule in members)
+        return any(rule.asks for rule in members)
 
     def learn_soon(self, uid: int) -> None:
         """Begin :meth:`learn` if the groups of a user are not known; nothing waits for it."""
         if not self.is_known(uid) and uid not in self._under_way:
             self._begin(uid)
 
-    def _begin(self, uid: int) -> asyncio.Task[None]:
-        task = self._under_way[uid] = asyncio.get_running_loop().create_task(self._learn(uid))
+    def _begin(self, uid: int, settings: BrokerSettings | None = None) -> asyncio.Task[None]:
+        learn = self._learn(uid, settings or self._configuration.settings)
+        task = self._under_way[uid] = asyncio.get_running_loop().create_task(learn)
         task.add_done_callback(lambda _: self._under_way.pop(uid, None))
         return task
 
     def groups(self, uid: int) -> tuple[str, ...]:
         """Return the groups of a user by what is known; the first counts without a choice."""
-        known = self._known.get(uid)
-        found = known.unix_groups if known else frozenset[str]()
-        return groups_of(self._configuration.settings.members, owner_of(uid).name, found)
+        known, members = self._known.get(uid, _NOTHING), self._configuration.settings.members
+        return groups_of(members, owner_of(uid).name, known.unix_groups, known.hub_groups)
 
     def owner(self, uid: int, chosen: str = "") -> Owner:
         """Return the user with the group that counts: the ``chosen`` one, else the first.

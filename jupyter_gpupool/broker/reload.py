@@ -111,10 +111,11 @@ class Reload:
             self._take(timetable)
 
     async def _learn(self, timetable: Timetable) -> None:
-        """Find the Unix groups of the users of all sessions, if the rules need them."""
-        if any(rule.unix_groups for rule in timetable.base.members.values()):
+        """Find the groups of the users of all sessions, if the rules need them."""
+        base = timetable.base
+        if any(rule.asks for rule in base.members.values()):
             users = {session.uid for session in self._core.sessions}
-            await asyncio.gather(*map(self._memberships.learn, users))
+            await asyncio.gather(*(self._memberships.learn(uid, base) for uid in users))
 
     async def _settle(self) -> None:
         """Move sessions that an earlier broker has opened by other rules."""

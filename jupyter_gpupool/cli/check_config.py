@@ -210,7 +210,7 @@ def _warnings(base: BrokerSettings, unknown: Sequence[Fault], machine: Gpus) -> 
         )
     yield from _short_memory(base, machine)
     for name, rule in base.members.items():
-        empty = not (rule.users or rule.unix_groups or rule.everybody)
+        empty = not (rule.users or rule.asks or rule.everybody)
         if empty and not children(base.pool.groups, name):
             yield f"The group {name!r} has no users and no groups in it: nobody can be in it."
 
@@ -250,6 +250,7 @@ def _groups(settings: BrokerSettings, capacities: Sequence[int]) -> Iterator[dic
                 "gpu_seconds_per_day": _daily(group.daily),
                 "users": [*rule.users],
                 "unix_groups": [*rule.unix_groups],
+                "hub_groups": [*rule.hub_groups],
                 "everybody": rule.everybody,
                 "order": rule.order,
             }

@@ -148,9 +148,10 @@ def _who(group: Report) -> str:
     parts = []
     if group["users"]:
         parts.append(", ".join(group["users"]))
-    if group["unix_groups"]:
-        many = "s" if len(group["unix_groups"]) > 1 else ""
-        parts.append(f"Unix group{many} {', '.join(group['unix_groups'])}")
+    for key, what in (("unix_groups", "Unix"), ("hub_groups", "Hub")):
+        if group[key]:
+            many = "s" if len(group[key]) > 1 else ""
+            parts.append(f"{what} group{many} {', '.join(group[key])}")
     if group["everybody"]:
         parts.append("everybody else")
     order = "" if group["order"] is None else f" (order {group['order']:g})"

@@ -14,7 +14,7 @@ from ..text import did_you_mean, one_of
 from ..units import parse_bytes, parse_seconds
 from .mistakes import Fault, WrongValue
 
-KEYS = ("parent", "users", "unix_groups", "order", "guarantee", "weight", "cap",
+KEYS = ("parent", "users", "unix_groups", "hub_groups", "order", "guarantee", "weight", "cap",
         "gpu_seconds_per_day")  # fmt: skip
 DAILY_KEYS = ("seconds", "rule", "renews", "then")
 
@@ -25,17 +25,23 @@ _DEVICES = re.compile(r"([0-9]*\.?[0-9]+)\s*(?:devices?|gpus?)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Who is in a group: users by name, those of Unix groups, or everybody else.
+    """Who is in a group: users by name, those of Unix groups and Hub groups, or everybody else.
 
     Where a user is in several groups, the one that names the user comes first, then one that has a
-    Unix group of the user's, then one for everybody; among equals the lower ``order``, then the
-    one that is written first.
+    Unix group or a Hub group of the user's, then one for everybody; among equals the lower
+    ``order``, then the one that is written first.
     """
 
     users: tuple[str, ...] = ()
     unix_groups: tuple[str, ...] = ()
+    hub_groups: tuple[str, ...] = ()
     everybody: bool = False
     order: float | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether a directory of users must be asked who is in the group."""
+        return bool(self.unix_groups or self.hub_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +53,18 @@ class Groups:
 
 
 def groups_of(
-    members: Mapping[str, Members], user: str, unix_groups: Iterable[str]
+    members: Mapping[str, Members],
+    user: str,
+    unix_groups: Iterable[str],
+    hub_groups: Iterable[str] = (),
 ) -> tuple[str, ...]:
     """Return the groups that ``user`` is in; the first one counts unless another is chosen."""
     found: list[tuple[int, float, int, str]] = []
-    theirs = frozenset(unix_groups)
+    unix, hub = frozenset(unix_groups), frozenset(hub_groups)
     for place, (name, rule) in enumerate(members.items()):
         rank = (
             0 if user in rule.users
-            else 1 if not theirs.isdisjoint(rule.unix_groups)
+            else 1 if not (unix.isdisjoint(rule.unix_groups) and hub.isdisjoint(rule.hub_groups))
             else 2 if rule.everybody
             else None
         )  # fmt: skip
@@ -129,6 +138,7 @@ def _read_group(name: str, entry: Mapping[Any, Any], faults: list[Fault]) -> tup
     return group, Members(
         users=() if everybody else users,
         unix_groups=found.get("unix_groups", ()),
+        hub_groups=found.get("hub_groups", ()),
         everybody=everybody,
         order=found.get("order"),
     )
@@ -151,6 +161,10 @@ def _read_users(value: Any) -> tuple[str, ...] | str:
 
 def _read_unix_groups(value: Any) -> tuple[str, ...]:
     return _read_names(value, "Unix group", "['research']")
+
+
+def _read_hub_groups(value: Any) -> tuple[str, ...]:
+    return _read_names(value, "Hub group", "['research']")
 
 
 def _read_names(value: Any, what: str, example: str) -> tuple[str, ...]:
@@ -273,6 +287,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "parent": _read_parent,
     "users": _read_users,
     "unix_groups": _read_unix_groups,
+    "hub_groups": _read_hub_groups,
     "order": _read_number,
     "guarantee": read_portion,
     "weight": _read_weight,

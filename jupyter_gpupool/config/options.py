@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import fields
-from typing import Any, Callable, Mapping, TypeVar, get_args
+from typing import Any, Callable, Iterator, Mapping, TypeVar, get_args
 
 from traitlets import Any as AnyTrait
 from traitlets import Bool, Dict, Enum, Int, List, TraitError, TraitType, Unicode, validate
@@ -18,7 +18,7 @@ from ..pool.model import PoolSettings, Unsuspendable
 from ..states import AttachPolicy
 from ..text import did_you_mean, one_of
 from ..units import format_bytes
-from .grouping import read_groups
+from .grouping import Members, read_groups
 from .mistakes import Fault, WrongConfiguration
 from .reading import (
     Seconds,
@@ -27,6 +27,7 @@ from .reading import (
     read_count,
     read_devices,
     read_folder,
+    read_function,
     read_host_memory,
     read_host_reserve,
     read_port,
@@ -195,22 +196,35 @@ class GPUPool(Configurable):
     groups = _option(
         Dict(),
         "Groups of users, by name, and what each gets of the pool. Who is in it: users (a list of "
-        "names, or '*' for everybody else) and unix_groups (a list). guarantee is what its members "
-        "get back at once from those who borrow it, cap the most that they have together: per cent "
-        "of the pool's memory, devices, or a size. weight divides what is left over: with 2 a "
-        "group gets twice as much of it as with 1, the default. parent is the group that it is a "
-        "part of. gpu_seconds_per_day is a budget: GPU-seconds or text such as '8h'; or a dict "
+        "names, or '*' for everybody else), unix_groups and hub_groups (lists). guarantee is what "
+        "its members get back at once from those who borrow it, cap the most that they have "
+        "together: per cent of the pool's memory, devices, or a size. weight divides what is left "
+        "over: with 2 a group gets twice as much of it as with 1, the default. parent is the group "
+        "that it is a part of. "
+        "gpu_seconds_per_day is a budget: GPU-seconds or text such as '8h'; or a dict "
         "with seconds, rule ('window': all of it again at one time of the day, the default; "
         "'refill': a little of it all the time), renews (that time, in UTC; '00:00') and then, "
         "what happens at its end ('borrow': only what no other session wants, the default; "
         "'refuse': no new slice either; 'stop': running kernels are suspended as well). A user is "
-        "in the group that names the user, else in one with a "
-        "Unix group of the user's, else in that for everybody; where several have the same claim, "
-        "a lower order wins. A kernel may choose another group of its user's.",
+        "in the group that names the user, else in one with a Unix group or a Hub group of the "
+        "user's, else in that for everybody; where several have the same claim, a lower order "
+        "wins. A kernel may choose another group of its user's.",
         unit="dict of group name to dict",
         default="{} (no groups)",
         example='groups = {"lab": {"guarantee": "60%", "users": ["ada"]}, "rest": {"users": "*"}}',
         read=read_groups,
+    )
+    hub_groups = _option(
+        AnyTrait(None, allow_none=True),
+        "A function that gets the name of a user and returns the names of the user's groups in "
+        "JupyterHub, or in another directory that this machine does not know. The broker calls it "
+        "in a thread, when a user opens a session, at most every five minutes for each user, and "
+        "after SIGHUP; if it fails, the groups that it named before count. A kernel cannot claim "
+        "one.",
+        unit="function, in a Python configuration file",
+        default="None (no user is in a Hub group)",
+        example='hub_groups = lambda user: ["night"] if user in ("ada", "bob") else []',
+        read=read_function,
     )
     fair_share_half_life = _option(
         Seconds(_POOL.half_life, zero=True),
@@ -529,6 +543,7 @@ class GPUPool(Configurable):
         values["emulate"] = self._machine(os.environ if environ is None else environ, faults)
         self._check_priority(values["priority_classes"], faults)
         faults += check_groups(values["groups"])
+        faults += self._check_hub(values["groups"].members)
         if faults:
             raise WrongConfiguration(faults)
         values["half_life"] = values.pop("fair_share_half_life")
@@ -549,13 +564,20 @@ class GPUPool(Configurable):
         for name, trait in self.class_traits(config=True).items():
             value = getattr(self, name)
             if value != trait.default():
-                found[name] = json.loads(json.dumps(value, default=str))
+                found[name] = json.loads(json.dumps(value, default=_plain))
         return found
 
     def _read(self, name: str) -> Any:
         """Return the value of an option as the broker uses it."""
         value, reader = getattr(self, name), _reader(self.class_traits()[name])
         return reader(value) if reader else value
+
+    def _check_hub(self, members: Mapping[str, Members]) -> Iterator[Fault]:
+        for name, rule in members.items():
+            if rule.hub_groups and self.hub_groups is None:
+                text = "Nothing tells who is in a Hub group: c.GPUPool.hub_groups is not set."
+                step = "Set it to a function, or remove these groups."
+                yield Fault(text, step, "groups", (name, "hub_groups"))
 
     def _check_priority(self, classes: Mapping[str, int], faults: list[Fault]) -> None:
         if self.default_priority not in classes:
@@ -608,6 +630,11 @@ class GPUPool(Configurable):
                 where = "" if option else f"{EMULATE_VARIABLE}: "
                 faults.append(Fault(f"{where}{wrong}", option=option))
         return text
+
+
+def _plain(value: Any) -> str:
+    """Return what stands for a value in JSON; for a function, the same in every process."""
+    return f"function {value.__qualname__}" if hasattr(value, "__qualname__") else str(value)
 
 
 def needs_restart(old: BrokerSettings, new: BrokerSettings) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 from traitlets import TraitError, TraitType
 
@@ -22,6 +22,9 @@ from ..text import did_you_mean, one_of
 from ..units import parse_bytes, parse_seconds
 from .grouping import read_daily
 from .mistakes import Fault, WrongValue
+
+#: The groups of a user, by the user's name.
+HubGroups = Callable[[str], Iterable[str]]
 
 #: What an option calls a field of a quota, where it has another name.
 _QUOTA_FIELDS = {"gpu_seconds_per_day": "daily"}
@@ -242,6 +245,17 @@ def read_devices(value: Sequence[Any] | None) -> tuple[str, ...] | None:
             raise ValueError(f"{text!r} is listed twice.")
         found.append(text)
     return tuple(found)
+
+
+def read_function(value: Any) -> HubGroups | None:
+    """Return ``c.GPUPool.hub_groups``."""
+    if value is not None and not callable(value):
+        raise ValueError(
+            f"{value!r} is no function. Define one in a Python configuration file; it gets a "
+            "user's name and returns a list of names."
+        )
+    found: HubGroups | None = value
+    return found
 
 
 def read_host_memory(value: Any, total: int) -> int:

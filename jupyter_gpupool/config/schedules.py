@@ -243,8 +243,8 @@ def wrong_settings(
             keys = (index, "set", name)
             if name not in known:
                 note(f"There is no option {name!r}.", did_you_mean(str(name), known), *keys)
-            elif name == "schedules":
-                note("A schedule cannot set schedules.", "", *keys)
+            elif name in ("schedules", "hub_groups"):
+                note(f"A schedule cannot set {name}.", "", *keys)
             elif name in fixed:
                 text = f"{name!r} counts only from the next start of the broker."
                 note(text, "No schedule can change it.", *keys)

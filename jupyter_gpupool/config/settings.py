@@ -11,7 +11,7 @@ from typing import Any, Literal, Mapping
 from ..pool.model import PoolSettings
 from ..states import AttachPolicy
 from .grouping import Members
-from .reading import HostReserve
+from .reading import HostReserve, HubGroups
 from .schedules import Schedule
 
 #: The value of ``c.GPUPool.emulate`` if no configuration sets it.
@@ -59,6 +59,8 @@ class BrokerSettings:
     schedules: tuple[Schedule, ...] = ()
     #: Who is in each group of ``pool.groups``.
     members: Mapping[str, Members] = field(default_factory=dict)
+    #: Who is in which Hub group; None: nobody is.
+    hub_groups: HubGroups | None = None
     #: Messages for the admin's log: settings whose effect differs from their text.
     notes: tuple[str, ...] = ()
     #: The configuration files that were read, lowest precedence first.

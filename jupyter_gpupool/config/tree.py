@@ -71,6 +71,7 @@ def _order(members: Mapping[str, Members]) -> Iterator[Fault]:
     ways: list[tuple[str, str, Callable[[Members], Sequence[str]]]] = [
         ("users", "The user {} is", lambda rule: rule.users),
         ("unix_groups", "The Unix group {} is", lambda rule: rule.unix_groups),
+        ("hub_groups", "The Hub group {} is", lambda rule: rule.hub_groups),
         ("users", "Everybody ({}) is", lambda rule: ("*",) if rule.everybody else ()),
     ]
     for key, subject, listed in ways:

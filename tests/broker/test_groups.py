@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import grp
+import json
 import logging
 import os
 import pwd
@@ -211,9 +212,10 @@ class Nss:
         return self.groups
 
 
-def memberships(nss, groups=None):
+def memberships(nss, groups=None, hub=None):
     members = read_groups(groups or {"x": {"unix_groups": ["x"]}, "all": {"users": "*"}}).members
-    configuration = SimpleNamespace(settings=SimpleNamespace(members=members))
+    settings = SimpleNamespace(members=members, hub_groups=hub)
+    configuration = SimpleNamespace(settings=settings)
     return Memberships(configuration, logging.getLogger("test"), unix_groups=nss)
 
 
@@ -279,3 +281,65 @@ def test_without_rules_about_unix_groups_nss_is_not_asked():
             found.owner(4_000_000, "a")
 
     asyncio.run(run())
+
+
+# ------------------------------------------------------------------ groups of a Hub
+
+
+def test_groups_of_the_hub_count_while_the_hub_is_down(caplog):
+    nss, hub = Nss("x"), {"root": ["night"]}
+    nss.go.set()
+    groups = {"night": {"hub_groups": ["night"]}, "all": {"users": "*"}}
+
+    async def run():
+        found = memberships(nss, groups, lambda user: hub[user])
+        assert not found.is_known(0)
+        await found.learn(0)
+        assert (found.owner(0).group, found.is_sure(0)) == ("night", True)
+        del hub["root"]
+        found.forget()
+        await found.learn(0)
+        assert (found.owner(0).group, found.is_sure(0)) == ("night", False)
+        assert "The Hub groups of root cannot be read" in caplog.text
+        hub["root"] = []
+        found.forget()
+        await found.learn(0)
+        assert (found.owner(0).group, found.is_sure(0)) == ("all", True)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("wrong", ["night", [1], None])
+def test_only_a_list_of_names_is_an_answer_of_the_hub(wrong, caplog):
+    nss = Nss("x")
+    nss.go.set()
+
+    async def run():
+        found = memberships(nss, {"night": {"hub_groups": ["night", "n"]}}, lambda _: wrong)
+        await found.learn(0)
+        assert found.owner(0).group == ""
+        assert "The Hub groups of root cannot be read" in caplog.text
+
+    asyncio.run(run())
+
+
+def test_the_admins_function_tells_the_groups_of_a_session(make_broker):
+    broker = make_broker()
+    values = json.loads(broker.config_file.read_text())["GPUPool"]
+    groups = {"night": {"hub_groups": ["night-shift"]}, "rest": {"users": "*"}}
+    broker.config_file = broker.folder / "config.py"
+
+    def write(names):
+        broker.config_file.write_text(
+            f"for name, value in { ({**values, 'groups': groups})!r}.items():\n"
+            "    setattr(c.GPUPool, name, value)\n"
+            f"c.GPUPool.hub_groups = lambda user: {names} if user == {ME!r} else None\n"
+        )
+
+    write(["night-shift"])
+    assert opened(broker.started) == "night"
+    with broker.client() as client:
+        session = client.call("open", kernel_id="k", request={"memory": 64 * MiB})["session"]
+        write([])
+        broker.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: broker.session(session)["group"] == "rest", "the Hub's new answer")

@@ -108,6 +108,31 @@ def test_of_unix_groups_the_one_written_first_counts():
     assert groups_of(members, "ada", ["y", "x"]) == ("b", "a")
 
 
+def test_groups_of_the_hub_count_as_unix_groups_do():
+    groups = {"all": {"users": "*"}, "u": {"unix_groups": ["x"]}, "h": {"hub_groups": ["x", "y"]}}
+    members = settings(groups=groups, hub_groups=lambda _: ()).members
+    assert groups_of(members, "ada", [], ["y"]) == ("h", "all")
+    assert groups_of(members, "ada", ["x"], ["x"]) == ("u", "h", "all")
+    assert groups_of(members, "ada", ["y"], ["z"]) == ("all",)
+
+
+def test_hub_groups_that_nothing_tells_are_refused():
+    with pytest.raises(WrongConfiguration, match=r"groups\['h'\]\['hub_groups'\].* is not set"):
+        settings(groups={"h": {"hub_groups": ["x"]}})
+    with pytest.raises(Exception, match="'hub.py' is no function"):
+        settings(hub_groups="hub.py")
+
+
+def test_function_reads_the_same_in_every_process():
+    def hub(user):
+        return [user]
+
+    chosen = GPUPool(hub_groups=hub).chosen()
+    assert chosen == {
+        "hub_groups": "function test_function_reads_the_same_in_every_process.<locals>.hub"
+    }
+
+
 def test_nobody_is_in_a_group_of_a_pool_without_groups():
     assert groups_of({}, "ada", ["staff"]) == ()
 
@@ -121,7 +146,8 @@ def test_nobody_is_in_a_group_of_a_pool_without_groups():
         (5, ("groups['g']: The group 'g' is 5. Write a dict such as {'guarantee': '40%', 'users': "
          "['ada']}.")),
         ({"guarentee": "4%"}, ("groups['g']['guarentee']: A group has no 'guarentee'. Did you mean "
-         "'guarantee'? Allowed are 'parent', 'users', 'unix_groups', 'order', 'guarantee', "
+         "'guarantee'? Allowed are 'parent', 'users', 'unix_groups', 'hub_groups', 'order', "
+          "'guarantee', "
          "'weight', 'cap' or 'gpu_seconds_per_day'.")),
         ({"guarantee": "lots"}, ("groups['g']['guarantee']: 'lots' is no part of the pool. Write "
          "'40%' of the pool's memory, '2 devices', or a size like '24GiB'.")),

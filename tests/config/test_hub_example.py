@@ -1,0 +1,69 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The example that takes groups from JupyterHub, with a Hub that answers as its page says."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from urllib.error import HTTPError
+
+import pytest
+
+from jupyter_gpupool import starting
+from jupyter_gpupool.config import load_settings
+from jupyter_gpupool.config.grouping import groups_of
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "hub_groups.py"
+USERS = {"ada": ["research", "chess"], "j r": []}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers with the model of a user to the one token."""
+
+    def do_GET(self):
+        name = self.path.removeprefix("/hub/api/users/").replace("%20", " ")
+        known = self.headers["Authorization"] == "token s3cret"
+        self.send_response(200 if known and name in USERS else 404 if known else 403)
+        self.end_headers()
+        if known and name in USERS:
+            model = {"kind": "user", "name": name, "groups": USERS[name]}
+            self.wfile.write(json.dumps(model).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub():
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_example_takes_groups_from_the_hub(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    token, file = tmp_path / "token", tmp_path / "config.py"
+    text = EXAMPLE.read_text()
+    text = text.replace("http://127.0.0.1:8081", hub).replace("/etc/gpupool/hub-token", str(token))
+    file.write_text(text)
+    settings = load_settings([file])
+    assert settings.hub_groups is not None
+    token.write_text("s3cret\n")
+    found = {user: settings.hub_groups(user) for user in USERS}
+    assert found == USERS
+    groups = {user: groups_of(settings.members, user, (), names) for user, names in found.items()}
+    assert groups == {"ada": ("research", "students"), "j r": ("students",)}
+    token.write_text("wrong")
+    with pytest.raises(HTTPError):
+        settings.hub_groups("ada")
+
+
+def test_server_with_the_example_starts_a_broker_of_its_user():
+    """The section is handed over as JSON; the broker reads the function from the same file."""
+    section = {"GPUPool": {"hub_groups": len, "idle_timeout": 5}}
+    assert starting._section(section) == {"idle_timeout": 5}
