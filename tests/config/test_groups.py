@@ -119,7 +119,7 @@ def test_groups_of_the_hub_count_as_unix_groups_do():
 def test_hub_groups_that_nothing_tells_are_refused():
     with pytest.raises(WrongConfiguration, match=r"groups\['h'\]\['hub_groups'\].* is not set"):
         settings(groups={"h": {"hub_groups": ["x"]}})
-    with pytest.raises(Exception, match="'hub.py' is no function"):
+    with pytest.raises(Exception, match=r"'hub\.py' is no function"):
         settings(hub_groups="hub.py")
 
 
