@@ -13,11 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Iterable, Mapping, Sequence
 
-from .facts import DeviceLedger, Facts, Session
+from .facts import DeviceLedger, Facts
 from .ledgers import OwnerUsage
 from .limits import lacking
 from .model import Charge, HostLack, Owner, Slice
 from .placement import Need, choose, preferred
+from .session import Session
 from .shares import Shares
 
 

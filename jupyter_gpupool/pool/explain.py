@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Collection, Iterable
 
 from .draft import Draft
-from .facts import Facts, Session
+from .facts import Facts
 from .model import HostLack, Owner, Reason, Slice
 from .placement import asking
 from .preemption import leaves_at, obstacle, unprotected, yields_at
 from .running import claims, covered, rule_of
 from .schedule import Plan
+from .session import Session
 from .shares import Budget, Shares, budgets
 from .words import reason, stays_reason
 

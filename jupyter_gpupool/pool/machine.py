@@ -18,7 +18,7 @@ from ..units import format_seconds
 from . import requests
 from .events import Action, Event, HostPressure, ReleaseAsked, RequestChanged, Tick, Wanted
 from .explain import Explanation, Standing, explain, standing
-from .facts import NEVER, Facts, Session, record
+from .facts import Facts
 from .model import (
     FOR_MEMORY,
     Device,
@@ -36,6 +36,7 @@ from .model import (
 from .placement import asking, headroom
 from .schedule import Plan, forecast, next_recheck, plan
 from .selfcheck import problems
+from .session import NEVER, Session, record
 from .shares import Shares
 from .transitions import Actions, grant, move, refuse_holds, resize
 from .unsuspendable import due, note, warn

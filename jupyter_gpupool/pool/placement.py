@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Callable, Mapping, Sequence
 
-from .facts import DeviceLedger, Facts, Session, charge_of
+from .facts import DeviceLedger, Facts, charge_of
 from .limits import never, never_there
 from .model import (
     NO_LIMIT,
@@ -34,6 +34,7 @@ from .model import (
     Request,
     Slice,
 )
+from .session import Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any, Collection, Iterable, Mapping, Sequence
 from ..states import ATTACHED
 from ..units import format_bytes
 from .draft import Draft, Reservation, Room
-from .facts import Facts, Session
+from .facts import Facts
 from .model import Charge, HostLack, Reason, Rule, Slice
 from .placement import (
     Asking,
@@ -35,6 +35,7 @@ from .placement import (
 )
 from .residence import STAY_MOST, Gap, protected_until
 from .running import began, covered, free_from, kind_of, tier_in_use
+from .session import Session
 from .shares import Shares
 
 #: If the usual choice fails for lack of host memory, or because a guarantee covers a victim after

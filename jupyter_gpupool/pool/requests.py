@@ -14,11 +14,12 @@ from ..states import ATTACHED, HAS_LEASE
 from ..units import format_bytes, format_seconds
 from . import events as ev
 from .draft import Draft
-from .facts import NEVER, Facts, Session, charge_of
+from .facts import Facts, charge_of
 from .model import Refusal, Request, Slice
 from .placement import asking, ever
 from .preemption import leaves_at, suspendable
 from .schedule import Plan, outlook
+from .session import NEVER, Session
 from .transitions import Actions, resize
 from .words import in_words, stays_reason
 

@@ -59,10 +59,11 @@ import math
 from typing import Any, Iterator, Mapping, Sequence
 
 from ..states import ATTACHED
-from .facts import NEVER, Facts, Session
+from .facts import Facts
 from .model import PreemptRule
 from .placement import Asking, asking
 from .residence import SLICE_LEAST, guessed_cost, slice_length
+from .session import NEVER, Session
 from .shares import Shares
 
 #: The shortest stay of a holder, in seconds.

@@ -75,7 +75,7 @@ from typing import Iterable
 
 from ..states import ATTACHED
 from .draft import Draft, Promise, Reservation
-from .facts import Facts, Session
+from .facts import Facts
 from .model import FOR_MEMORY, FOR_QUOTA, Charge, Reason, Slice
 from .placement import Asking, asking
 from .preemption import (
@@ -92,6 +92,7 @@ from .preemption import (
     times,
 )
 from .running import REASONS, STOPPED, free_from, rule_of, use_times
+from .session import Session
 from .shares import RECHECK, Shares, budget_changes_at
 
 SPENT = "the GPU-seconds of today are used up"

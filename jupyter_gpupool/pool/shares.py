@@ -66,11 +66,12 @@ import math
 from dataclasses import dataclass
 from typing import Iterable, Mapping
 
-from .facts import Facts, Session
+from .facts import Facts
 from .groups import Daily
 from .metering import Meter
 from .model import Owner
 from .placement import asking
+from .session import Session
 
 #: Seconds for which what an owner has now, and has asked for before, counts as used. As long as a
 #: long cell: with less, an owner with a little less usage gets every device that comes free at

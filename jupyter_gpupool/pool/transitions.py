@@ -26,11 +26,12 @@ from .events import (
     StateChanged,
     Suspend,
 )
-from .facts import Facts, Session, weighted
+from .facts import Facts
 from .model import Refusal, Slice
 from .placement import preferred
 from .residence import Gap
 from .running import TURN, cost
+from .session import Session, weighted
 from .shares import Shares
 
 Actions = list[Action]

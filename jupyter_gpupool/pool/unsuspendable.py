@@ -16,12 +16,13 @@ import math
 
 from ..units import format_bytes, format_seconds
 from .events import EndSession, Warn
-from .facts import Facts, Session
+from .facts import Facts
 from .model import FOR_MEMORY
 from .placement import asking
 from .preemption import obstacle
 from .running import claims
 from .schedule import Plan
+from .session import Session
 from .shares import Shares
 from .transitions import Actions, move
 

@@ -15,13 +15,14 @@ from ..states import ATTACHED, State
 from ..units import format_bytes
 from . import events as ev
 from . import requests
-from .facts import NEVER, Facts, Session, restored, weighted
+from .facts import Facts
 from .limits import never
 from .model import Hold, Refusal, Slice
 from .placement import ever
 from .requests import SETTLE, grow_by, held_on, trimmed, unused_for_long
 from .running import cost
 from .schedule import Plan
+from .session import NEVER, Session, restored, weighted
 from .transitions import Actions, grant_holds, lose, move, refuse_holds, resize, wish
 
 #: Seconds before a session is tried again after a failed attach or a refused suspend; doubled with

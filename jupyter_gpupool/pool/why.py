@@ -15,9 +15,10 @@ from typing import Iterable
 
 from ..units import format_bytes, format_seconds
 from .explain import Explanation, HeldLease, Standing, explain
-from .facts import Facts, Session
+from .facts import Facts
 from .model import Owner
 from .schedule import Plan
+from .session import Session
 from .words import eta
 
 #: Lines about leases of the same owner, and of others; the rest is summed up.

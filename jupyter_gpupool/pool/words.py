@@ -14,11 +14,12 @@ from ..errors import Code
 from ..states import HAS_LEASE
 from ..units import format_bytes, format_seconds
 from .events import Action, QueueMoved, StateChanged
-from .facts import Facts, Session
+from .facts import Facts
 from .model import Reason, Refusal
 from .placement import asking
 from .preemption import stays_until, suspendable, yields_at
 from .schedule import Plan
+from .session import Session
 from .shares import Budget
 
 #: In a queue up to this length, each session gets its news at once; in a longer one ...

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jupyter_gpupool.pool.draft import Room
-from jupyter_gpupool.pool.facts import DeviceLedger, Facts, Session, Wait, record, restored
+from jupyter_gpupool.pool.facts import DeviceLedger, Facts
 from jupyter_gpupool.pool.model import Owner, PoolSettings, Request, SessionRecord, Slice
 from jupyter_gpupool.pool.schedule import order
+from jupyter_gpupool.pool.session import Session, Wait, record, restored
 from jupyter_gpupool.pool.transitions import InvalidTransition, move
 
 from .builders import device

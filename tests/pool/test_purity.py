@@ -42,6 +42,7 @@ ORDER = [
     "attribution",
     "events",
     "ledgers",
+    "session",
     "facts",
     "selfcheck",
     "limits",
