@@ -32,7 +32,7 @@ from ..config.calendar import next_change
 from ..config.schedules import Schedule, machine_zone
 from ..config.tree import check_sizes, children, written
 from ..errors import Code, GPUPoolError, RefusedError
-from ..pool.groups import Daily, Portion
+from ..pool.groups import DAY, Daily, Portion
 from ..pool.residence import guessed_cost, slice_length
 from ..units import format_bytes, format_seconds, parse_bytes
 from . import config_report
@@ -209,10 +209,49 @@ def _warnings(base: BrokerSettings, unknown: Sequence[Fault], machine: Gpus) -> 
             "other. Give the GPUs of the real one: --devices 16x80GiB."
         )
     yield from _short_memory(base, machine)
+    yield from _without_effect(base, machine)
     for name, rule in base.members.items():
         empty = not (rule.users or rule.asks or rule.everybody)
         if empty and not children(base.pool.groups, name):
             yield f"The group {name!r} has no users and no groups in it: nobody can be in it."
+
+
+def _without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
+    """Yield what keeps all kernels that ask for nothing from a slice, and budgets beyond reach."""
+    pool = base.pool
+    if pool.classes_allowed is not None and pool.default_priority not in pool.classes_allowed:
+        yield (
+            f"c.GPUPool.classes_allowed does not name {pool.default_priority!r}, the default "
+            "class: kernels that ask for no class get no slice."
+        )
+    asked, text = pool.default_memory, format_bytes(pool.default_memory)
+    for user, quota in pool.quotas.items():
+        if quota.memory is not None and quota.memory < asked:
+            yield (
+                f"The quota of {user!r} is {format_bytes(quota.memory)} of memory, and "
+                f"c.GPUPool.default_memory is {text}: kernels that ask for no size are refused."
+            )
+    for name, group in pool.groups.items():
+        if group.daily and group.daily.rule == "refill" and group.daily.renews:
+            yield (
+                f"The budget of the group {name!r} refills all the time, so its 'renews' has no "
+                "effect."
+            )
+    if not machine.capacities:
+        return
+    most = DAY * len(machine.capacities)
+    for name, group in pool.groups.items():
+        cap = group.cap.of(machine.capacities) if group.cap else asked
+        if cap < asked:
+            yield (
+                f"The cap of the group {name!r} is {format_bytes(cap)}, and "
+                f"c.GPUPool.default_memory is {text}: kernels that ask for no size are refused."
+            )
+        if group.daily and group.daily.seconds > most:
+            yield (
+                f"The group {name!r} can never use its gpu_seconds_per_day: these GPUs have "
+                f"{format_seconds(most)} in a day."
+            )
 
 
 def _short_memory(base: BrokerSettings, machine: Gpus) -> Iterator[str]:

@@ -46,7 +46,9 @@ def _faults(report: Report, width: int) -> Iterator[str]:
             if fault["origin"]:
                 yield f"  {fault['origin']}{line}"
         text = f"{fault['message']} {fault['next_step']}".rstrip()
-        yield from _wrapped(text[0].upper() + text[1:], width, indent, indent)
+        if not text.startswith("c."):  # the name of an option keeps its form
+            text = text[0].upper() + text[1:]
+        yield from _wrapped(text, width, indent, indent)
         yield ""
     count = "1 mistake" if len(faults) == 1 else f"{len(faults)} mistakes"
     yield f"The configuration has {count}."

@@ -20,6 +20,8 @@ DAILY_KEYS = ("seconds", "rule", "renews", "then")
 
 _NAME = re.compile(r"[^\W_][\w.-]{0,63}")
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})")
+#: A smaller size as a plain number is most likely meant in another unit.
+LEAST_BYTES = 1 << 20
 _DEVICES = re.compile(r"([0-9]*\.?[0-9]+)\s*(?:devices?|gpus?)", re.IGNORECASE)
 
 
@@ -197,6 +199,20 @@ def _read_weight(value: Any) -> float:
     return number
 
 
+def read_bytes(value: Any) -> int:
+    """Return the bytes of a size; a small number without a unit is taken for a mistake.
+
+    Raises
+    ------
+    ValueError
+        With a sentence for people.
+    """
+    found = parse_bytes(value)
+    if not isinstance(value, str) and found < LEAST_BYTES:
+        raise ValueError(f"{value} means {value} bytes. Write a unit, such as '{value}GiB'.")
+    return found
+
+
 def read_portion(value: Any) -> Portion:
     """Return a part of the pool: ``"40%"``, ``"2 devices"``, ``"24GiB"`` or bytes.
 
@@ -221,9 +237,13 @@ def read_portion(value: Any) -> Portion:
             raise ValueError(f"{value!r} is nothing. {form}")
         return Portion(devices=float(devices[1]))
     try:
-        return Portion(bytes=parse_bytes(value))
+        parse_bytes(value)
     except ValueError:
         raise ValueError(f"{value!r} is no part of the pool. {form}") from None
+    try:
+        return Portion(bytes=read_bytes(value))
+    except ValueError:
+        raise ValueError(f"{value} means {value} bytes. {form}") from None
 
 
 def read_daily(value: Any) -> Daily:

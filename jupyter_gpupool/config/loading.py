@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -249,7 +250,7 @@ def _read(path: Path, *, required: bool) -> Config | None:
         text = f"The configuration file {path} ended the program ({error})."
         raise WrongConfiguration([Fault(text)]) from None
     except Exception as error:
-        text = f"The configuration file {path} cannot be read: {_one_line(error)}."
+        text = f"The configuration file {path} cannot be read: {_one_line(error, path)}."
         raise WrongConfiguration([Fault(text, "Correct it; nothing was changed.")]) from error
     # A file of another application may have any content; only our sections are checked.
     return Config({name: value for name, value in config.items() if _meant(name)})
@@ -261,6 +262,11 @@ def _meant(section: str) -> str:
     return near.get(nearest(section.replace("_", "").lower(), near, likeness=_LIKENESS), "")
 
 
-def _one_line(error: Exception) -> str:
-    line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+def _one_line(error: Exception, path: Path) -> str:
+    """Return an error with the last line of the file at ``path`` that led to it."""
+    number = error.lineno if isinstance(error, SyntaxError) else None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Path(frame.filename) == path and not isinstance(error, SyntaxError):
+            number = frame.lineno
+    line = f", line {number}" if number else ""
     return f"{type(error).__name__}{line}: {' '.join(str(error).split())}"

@@ -20,7 +20,7 @@ from ..errors import BrokerUnavailable
 from ..pool.model import PREEMPT_ALL, PreemptRule, Quota
 from ..text import did_you_mean, one_of
 from ..units import parse_bytes, parse_seconds
-from .grouping import read_daily
+from .grouping import read_bytes, read_daily
 from .mistakes import Fault, WrongValue
 
 #: The groups of a user, by the user's name.
@@ -105,7 +105,7 @@ class Size(_Quantity):
     def read(self, value: Any) -> int:
         if isinstance(value, float):
             raise ValueError(f"{value!r} is not a whole number of bytes.")
-        return parse_bytes(value)
+        return read_bytes(value)
 
 
 class Seconds(_Quantity):
@@ -179,7 +179,7 @@ def _limit(key: str, limit: Any) -> Any:
     if key == "gpu_seconds_per_day":
         return read_daily(limit)
     if key in ("memory", "suspended"):
-        return 0 if type(limit) is int and limit == 0 else parse_bytes(limit)
+        return 0 if type(limit) is int and limit == 0 else read_bytes(limit)
     if type(limit) is not int or limit < 0:
         raise ValueError(f"{limit!r} is no limit. Write a whole number, 0 or more.")
     return limit

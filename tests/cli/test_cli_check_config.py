@@ -167,6 +167,39 @@ def test_nobody_can_be_in_an_empty_group(config, capsys):
     ]
 
 
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        ("classes_allowed = ['batch']", "kernels that ask for no class get no slice"),
+        ("quotas = {'*': {'memory': '2GiB'}}", "The quota of '*' is 2 GiB of memory, and"),
+        ("groups = {'g': {'users': '*', 'cap': '2GiB'}}", "The cap of the group 'g' is 2 GiB, and"),
+        (
+            "groups = {'g': {'users': '*', 'gpu_seconds_per_day': '49h'}}",
+            "The group 'g' can never use its gpu_seconds_per_day: these GPUs have 48 h in a day.",
+        ),
+        (
+            "quotas = {}; c.GPUPool.groups = {'g': {'users': '*', 'gpu_seconds_per_day': REFILL}}",
+            "The budget of the group 'g' refills all the time, so its 'renews' has no effect.",
+        ),
+    ],
+)
+def test_what_has_no_effect_or_serves_nobody_is_warned_about(
+    no_configuration, capsys, options, warning
+):
+    """All of these were good configurations."""
+    path = no_configuration / "jupyter_server_config.py"
+    refill = "REFILL = {'seconds': '1h', 'rule': 'refill', 'renews': '05:00'}"
+    path.write_text(f"{refill}\nc.GPUPool.{options}\n")
+    assert warning in " ".join(report(capsys)["warnings"])
+    path.write_text("")
+    assert report(capsys)["warnings"] == []
+
+
+def test_misspelt_section_keeps_its_form(no_configuration, capsys):
+    (no_configuration / "jupyter_server_config.py").write_text("c.GPUpool.attach = 'cell'\n")
+    assert text(capsys).startswith("c.GPUpool in")
+
+
 def test_what_the_running_broker_has_is_compared_key_by_key(config, broker, capsys):
     in_force = shown(load_settings(), private=True)
     config.write_text(

@@ -139,8 +139,8 @@ def test_the_command_line_is_named_as_the_origin(folders):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'."),
-        ("1 / 0", "ZeroDivisionError: division by zero."),
+        ("import no_such_module", "ModuleNotFoundError, line 1: No module named 'no_such_module'."),
+        ("1 / 0", "ZeroDivisionError, line 1: division by zero."),
         ("c.GPUPool. = 1", "SyntaxError, line 1: invalid syntax"),
     ],
 )
@@ -149,6 +149,18 @@ def test_a_file_that_fails_is_named(folders, text, message):
     error = refusal()
     assert error.message.startswith(f"The configuration file {path} cannot be read: {message}")
     assert error.code == "config"
+
+
+def test_exception_in_a_file_has_its_line(folders):
+    path = write(folders[0], "def f():\n    return {}['no']\n\nf()\n")
+    text = f"The configuration file {path} cannot be read: KeyError, line 2: 'no'."
+    assert refusal().message.startswith(text)
+
+
+@pytest.mark.parametrize("text", ["default_memory = 4", "quotas = {'*': {'memory': 4}}"])
+def test_small_number_of_bytes_is_a_forgotten_unit(folders, text):
+    write(folders[0], f"c.GPUPool.{text}")
+    assert "4 means 4 bytes. Write a unit, such as '4GiB'." in str(refusal())
 
 
 def test_file_that_calls_exit_does_not_end_the_program(folders):

@@ -35,11 +35,12 @@ def settings(**options):
 
 
 def test_same_values_in_other_notation_are_no_difference(folder):
-    broker = status(settings(default_memory="2GiB", idle_timeout=600, quotas={"*": {"memory": 1}}))
+    quotas = {"*": {"memory": 1 << 20}}
+    broker = status(settings(default_memory="2GiB", idle_timeout=600, quotas=quotas))
     loader = KVArgParseConfigLoader(
         argv=["--GPUPool.default_memory=2048MiB", "--GPUPool.idle_timeout=10min"]
     )
-    section = dict(loader.load_config()["GPUPool"]) | {"quotas": {"*": {"memory": 1}}}
+    section = dict(loader.load_config()["GPUPool"]) | {"quotas": {"*": {"memory": 1 << 20}}}
     assert notice(section, broker) == ""
 
 
@@ -70,7 +71,7 @@ def test_variable_that_sets_an_option_is_named_as_origin(folder, monkeypatch):
 
 
 def test_machine_wide_broker_hides_users_and_names_the_admin(folder):
-    broker = settings(quotas={"ada": {"memory": 5}}, admins=["bob"], idle_timeout=5)
+    broker = settings(quotas={"ada": {"memory": "5MiB"}}, admins=["bob"], idle_timeout=5)
     told = status(broker, private=False, machine_wide=True)
     assert "ada" not in json.dumps(told)
     assert "bob" not in json.dumps(told)

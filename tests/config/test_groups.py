@@ -157,6 +157,8 @@ def test_nobody_is_in_a_group_of_a_pool_without_groups():
          "pool's memory, '2 devices', or a size like '24GiB'.")),
         ({"cap": 0.5}, ("groups['g']['cap']: 0.5 is no part of the pool. Write '40%' of the pool's "
          "memory, '2 devices', or a size like '24GiB'.")),
+        ({"guarantee": 40}, ("groups['g']['guarantee']: 40 means 40 bytes. Write '40%' of the "
+         "pool's memory, '2 devices', or a size like '24GiB'.")),
         ({"weight": 0}, ("groups['g']['weight']: The weight is 0. Write a number above zero; a "
          "group with weight 2 gets twice as much of what is left over as one with 1.")),
         ({"weight": "3"}, "groups['g']['weight']: '3' is not a number."),
