@@ -205,6 +205,25 @@ def test_slice_grows_to_its_limit_out_of_free_memory(program):
     assert p.do("check") == 210 * MiB
 
 
+def test_lone_program_has_the_gpu_beyond_host_memory(make_broker):
+    """A program that is open keeps what it is guaranteed; without it, all is the lone one's."""
+    broker = make_broker(emulate="1x512MiB,context=32MiB", host_memory=200 * MiB).started
+    p = Program(broker, memory=100 * MiB, limit=512 * MiB)
+    other = Program(broker, memory=150 * MiB, limit=150 * MiB)
+    p.begin(60 * MiB)
+    assert p.do("alloc", bytes=200 * MiB, byte=2) is None, "more than host memory takes"
+    assert p.do("alloc", bytes=100 * MiB, byte=3) == OUT_OF_MEMORY, "the other one's"
+    other.begin(64 * MiB)
+    assert other.status()["granted_bytes"] == 150 * MiB
+    other.close()
+    wait_until(lambda: p.do("alloc", bytes=100 * MiB, byte=3) is None, "the other one's memory", 60)
+    assert p.do("check") == 360 * MiB
+    with broker.client() as client:
+        lines = client.call("why", session=p.session)["lines"]
+    assert any("It cannot be suspended: its state may need" in line for line in lines), lines
+    p.close()
+
+
 def test_refused_allocations_in_a_row_ask_the_broker_once(program):
     """The process refuses the rest by itself until something changes."""
     p = program(memory=100 * MiB, limit=100 * MiB)
