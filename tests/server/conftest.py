@@ -2,6 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.broker import kit as brokers
@@ -29,9 +31,10 @@ def broker(folder, request):
 def start(folder, broker):
     """Start servers that run as the broker's user."""
     servers = []
+    numbers = itertools.count()
 
     def make(*options):
-        home = folder / f"s{len(servers)}"
+        home = folder / f"s{next(numbers)}"
         home.mkdir()
         servers.append(Server(folder, broker.socket, *options, home=home))
         return servers[-1]

@@ -95,8 +95,12 @@ class Server:
             with suppress(ValueError):
                 return json.loads(found[0].read_text()) if found else None
 
-        self.url = wait_until(ready, "the server's own file", 90)["url"].rstrip("/")
-        wait_until(self._answers, "the server to answer", 60)
+        try:
+            self.url = wait_until(ready, "the server's own file", 240)["url"].rstrip("/")
+            wait_until(self._answers, "the server to answer", 60)
+        except BaseException:
+            self.end()
+            raise
 
     def _answers(self):
         with suppress(requests.ConnectionError):
