@@ -9,6 +9,9 @@ streams before any of the broker's code runs. It runs its module as ``python -m`
 ``/proc`` shows its own command line and environment. Only its parent, the server, is another.
 Other programs of tests are forked in the same way (:func:`run`).
 
+Other servers fork kernels (:func:`kernels`). They have imported ipykernel. One was started with the
+guard preloaded, as kernels are: the guard reads a process's variables at its first CUDA call.
+
 A forked broker forks its children as well, instead of executing them, if they use the emulated
 driver. The dynamic loader reads its variables at the start of a process only: the server starts
 with the emulated driver's, and the self-test's program loads the guard by itself.
@@ -24,10 +27,12 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -37,6 +42,7 @@ from unittest.mock import patch
 
 from jupyter_gpupool import starting
 from jupyter_gpupool.devices import child
+from jupyter_gpupool.guard import install
 from tests.emulated import library_dir
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +59,9 @@ _ROOM = {"arguments": 600, "environment": 16_000}
 #: Bytes of the longest request: arguments and an environment.
 _LONGEST = 1 << 17
 
+#: The variables that the dynamic loader reads.
+_LOADER = ("LD_PRELOAD", "LD_LIBRARY_PATH")
+
 #: Descriptors that a request has at most.
 _DESCRIPTORS = 4
 
@@ -63,8 +72,10 @@ _PID = 4
 class Forked:
     """A forked broker, with what the tests use of :class:`subprocess.Popen`."""
 
-    def __init__(self, pid, status):
+    def __init__(self, server, pid, status):
+        self._server = server
         self.pid = pid
+        self.stdin = self.stdout = self.stderr = None
         self.returncode = None
         #: Readable when the process has ended.
         self.status = status
@@ -81,7 +92,7 @@ class Forked:
         if self.returncode is None:
             if not select.select([self.status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"forked broker {self.pid}", timeout)
-            self.returncode = int(os.read(self.status, 20) or _server().fail())
+            self.returncode = int(os.read(self.status, 20) or self._server.fail())
             self._close()
         return self.returncode
 
@@ -109,14 +120,15 @@ class Forked:
 class _Server:
     """The process that forks, and the socket to it. It ends when the socket closes."""
 
-    def __init__(self):
+    def __init__(self, modules, loader):
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = os.memfd_create("errors")
+        room = "-" * _ROOM["arguments"]
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(its.fileno()), "-" * _ROOM["arguments"]],
+                [sys.executable, "-m", __name__, str(its.fileno()), modules, room],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
-                pass_fds=(its.fileno(),), env=_environment(), cwd=ROOT,
+                pass_fds=(its.fileno(),), env={**_environment(), **loader}, cwd=ROOT,
             )  # fmt: skip
         self.pid = self._process.pid
         atexit.register(self._end)
@@ -131,6 +143,7 @@ class _Server:
     def fail(self):
         """Say why the server ended. The next test starts another, so that one test fails only."""
         _server.cache_clear()
+        _kernel_server.cache_clear()
         code = self._process.wait(60)
         said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace")
         raise EOFError(f"the process that forks brokers has ended with {code}: {said}")
@@ -142,7 +155,19 @@ class _Server:
 
 @lru_cache(maxsize=1)
 def _server():
-    return _Server()
+    return _Server("brokers", {"LD_LIBRARY_PATH": EMULATED})
+
+
+@lru_cache(maxsize=2)
+def _kernel_server(guarded):
+    if not guarded:
+        return _Server("kernels", {})
+    folder = Path(tempfile.mkdtemp(prefix="gpupool-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = install.guard_directory(folder)
+    return _Server(
+        "kernels", install.session_environment(folder, Path(), {"LD_LIBRARY_PATH": EMULATED})
+    )
 
 
 def _environment():
@@ -150,7 +175,6 @@ def _environment():
     return {
         **{k: v for k, v in os.environ.items() if not k.startswith(("GPUPOOL_", "JUPYTER_"))},
         "PYTHONPATH": os.pathsep.join((str(ROOT), light)),
-        "LD_LIBRARY_PATH": EMULATED,
         "ROOM": "-" * _ROOM["environment"],
     }
 
@@ -173,13 +197,44 @@ def start(module, arguments, *, env, stdout, descriptor, folder=str(ROOT)):
     """Start ``python -m module arguments...`` as :class:`subprocess.Popen` would."""
     command = [sys.executable, "-m", module, *arguments]
     request = {"command": command, "env": {**env}, "cwd": folder, "standard": [1, 2]}
-    return _fork(request, [stdout, stdout, descriptor])
+    return _fork(_server(), request, [stdout, stdout, descriptor])
 
 
 def run(command, *, env, standard, folder=str(ROOT)):
     """Start a Python program, with these three standard streams."""
     request = {"command": [*command], "env": {**env}, "cwd": folder, "standard": [0, 1, 2]}
-    return _fork(request, [*standard])
+    return _fork(_server(), request, [*standard])
+
+
+def kernels(command, *, env, stdin=None, stdout=None, stderr=None, cwd=None, **options):
+    """Start a kernel as :class:`subprocess.Popen` does; execute what cannot be forked."""
+    guarded = _guarded(env)
+    plain = all(env.get(name) == os.environ.get(name) for name in _LOADER)
+    if command[:3] != [sys.executable, "-m", "ipykernel_launcher"] or not (guarded or plain):
+        return subprocess.Popen(
+            command, env=env, stdin=stdin, stdout=stdout, stderr=stderr, cwd=cwd, **options
+        )
+    request = {"command": command, "env": env, "cwd": str(cwd or Path.cwd()), "standard": [0, 1, 2]}
+    nothing = open(os.devnull, "rb")  # noqa: SIM115
+    outputs = [number if given is None else given for number, given in ((1, stdout), (2, stderr))]
+    try:
+        process = _fork(_kernel_server(guarded), request, [nothing.fileno(), *outputs])
+    except BaseException:
+        nothing.close()
+        raise
+    process.stdin = nothing
+    return process
+
+
+def _guarded(env):
+    """Return whether the dynamic loader would load the guard, and the emulated driver behind it."""
+    loaded = _guard(env)
+    folder, *rest = env.get("LD_LIBRARY_PATH", "").split(":")
+    return (
+        rest == [EMULATED]
+        and loaded == [f"{folder}/{install.LIBRARIES[0]}"]
+        and os.path.samefile(loaded[0], install.library())  # noqa: PTH121
+    )
 
 
 def can_run(command, env):
@@ -196,8 +251,7 @@ def parent():
     return _server().pid
 
 
-def _fork(request, descriptors):
-    server = _server()
+def _fork(server, request, descriptors):
     ours, its = os.pipe()
     try:
         try:
@@ -205,7 +259,7 @@ def _fork(request, descriptors):
         finally:
             os.close(its)
         pid = int.from_bytes(os.read(ours, _PID), "big") or server.fail()
-        return Forked(pid, ours)
+        return Forked(server, pid, ours)
     except BaseException:
         os.close(ours)
         raise
@@ -279,6 +333,8 @@ def _become(request, given):
         os.dup2(descriptor, number)
         os.close(descriptor)
     command = request["command"]
+    if sys.argv[2] == "kernels":
+        _search(request["cwd"], request["env"])
     for descriptor in given:
         os.set_inheritable(descriptor, True)
         command = [word.replace(DESCRIPTOR, str(descriptor)) for word in command]
@@ -299,6 +355,14 @@ def _run(command):
         for name in command[1:]:  # a program's module that is imported already
             sys.modules.pop(name, None)
         runpy.run_path(command[1], run_name="__main__")
+
+
+def _search(folder, env):
+    """Let modules be searched for where a process with this folder and environment searches."""
+    own = os.environ["PYTHONPATH"].split(":")
+    given = filter(None, env.get("PYTHONPATH", "").split(":"))
+    installed = (entry for entry in sys.path[1:] if entry not in own)
+    sys.path[:] = dict.fromkeys([folder, *given, *installed, str(ROOT)])  # it is installed, too
 
 
 def _rename(command, env, folder):
@@ -380,14 +444,17 @@ def _run_child(command, env, folder, stdin, stdout):
 if __name__ == "__main__":
     import gc
 
-    import jupyter_gpupool.broker.app
-    import jupyter_gpupool.devices.nvidia.checkpoint
-    import jupyter_gpupool.devices.nvidia.nvml
-    import jupyter_gpupool.devices.nvidia.programs  # noqa: F401
+    if sys.argv[2] == "kernels":
+        import ipykernel.kernelapp  # noqa: F401
+    else:
+        import jupyter_gpupool.broker.app
+        import jupyter_gpupool.devices.nvidia.checkpoint
+        import jupyter_gpupool.devices.nvidia.nvml
+        import jupyter_gpupool.devices.nvidia.programs  # noqa: F401
 
-    for name in ("pynvml", "cuda.core.checkpoint"):
-        with suppress(ImportError):  # a broker reports its absence
-            importlib.import_module(name)
+        for name in ("pynvml", "cuda.core.checkpoint"):
+            with suppress(ImportError):  # a broker reports its absence
+                importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection would copy the pages that all brokers share
     _run(_become(*_serve(socket.socket(fileno=int(sys.argv[1])))))

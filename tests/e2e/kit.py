@@ -26,6 +26,7 @@ from typing import Any, Callable, Iterator
 
 import psutil
 import pytest
+from jupyter_client import launcher
 
 from jupyter_gpupool import startrecord
 from jupyter_gpupool.client import Client
@@ -328,6 +329,8 @@ class Pool:
         monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(self.folder / "runtime"))
         monkeypatch.setenv("IPYTHONDIR", str(self.folder / "ipython"))
         monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+        # The start of a kernel is most of the CPU time of most tests.
+        monkeypatch.setattr(launcher, "Popen", forks.kernels)
 
     # ------------------------------------------------------------------ the broker
 

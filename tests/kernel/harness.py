@@ -13,8 +13,11 @@ import time
 from pathlib import Path
 from queue import Empty
 from typing import Any
+from unittest.mock import patch
 
-from jupyter_client import KernelManager
+from jupyter_client import KernelManager, launcher
+
+from tests.broker import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = "--IPKernelApp.extra_extensions=jupyter_gpupool.kernel"
@@ -179,7 +182,10 @@ def start_kernel(python: str, env: dict[str, str], *, agent: bool = True, **extr
     manager.kernel_spec.argv[0] = python
     environ = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL_")}
     environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "light")))
-    manager.start_kernel(env={**environ, **env, **extra}, extra_arguments=[AGENT] if agent else [])
+    with patch.object(launcher, "Popen", forks.kernels):
+        manager.start_kernel(
+            env={**environ, **env, **extra}, extra_arguments=[AGENT] if agent else []
+        )
     try:
         return Kernel(manager)
     except BaseException:

@@ -29,7 +29,7 @@ class _Checkpoint:
         return light
 
 
-_forks = sys.orig_argv[1:3] == ["-m", "tests.broker.forks"]
+_forks = sys.orig_argv[1:3] == ["-m", "tests.broker.forks"] and "brokers" in sys.orig_argv
 _worker = "worker" in sys.orig_argv and any(a.endswith("devices/child.py") for a in sys.orig_argv)
 if _worker or _forks:
     sys.meta_path.insert(0, _Checkpoint())
