@@ -79,6 +79,8 @@ class Server:
             *(f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={self.folder}"),
             *("--ServerApp.allow_unauthenticated_access=False", "--ServerApp.ip=127.0.0.1"),
             *([] if os.geteuid() or user is not None else ["--allow-root"]),
+            # jupyter_lsp asks Node, npm and R for language servers at each start.
+            "--LanguageServerManager.autodetect=False",
             *options,
         ]
         if user is not None:
