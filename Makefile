@@ -21,7 +21,7 @@ UI_SOURCES := $(shell find labextension/src labextension/style labextension/sche
 UI_HOME := $(VENV)/share/jupyter/labextensions/@jupyter-gpupool/labextension
 JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" PYTHON="$(abspath $(BIN))/python" jlpm
 
-.PHONY: run test quick test-python test-ui test-long lint lint-ui lab docs bench lock clean
+.PHONY: run test quick test-python test-beside test-ui test-long lint lint-ui lab docs bench lock clean
 .PHONY: ui screenshots chromium gpu
 
 $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) $(wildcard share/jupyter/kernels/*/*)
@@ -58,7 +58,16 @@ $(VENV)/.ui: $(VENV)/.node $(UI_SOURCES)
 run: $(VENV)/.ready
 	$(BIN)/jupyter gpupool demo
 
-test: lint lint-ui test-python test-ui
+# Two parts run beside each other, because the tests wait more than they compute. The output of
+# the second comes whole when it ends. A part that fails does not keep the others from running.
+# The JupyterLab part is built first: Python tests walk through the folders where it appears.
+test: $(VENV)/.lab
+	-@$(MAKE) --no-print-directory $(VENV)/.ui chromium
+	@$(MAKE) --no-print-directory --keep-going -j 2 test-python test-beside
+
+test-beside:
+	@$(MAKE) --no-print-directory --keep-going lint lint-ui test-ui > $(VENV)/beside.log 2>&1; \
+	  code=$$?; cat $(VENV)/beside.log; exit $$code
 
 quick: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "quick and not long"
