@@ -42,9 +42,11 @@ class Room:
         self.uuid = ledger.device.uuid
         #: Bytes free now, and bytes free once all suspends under way are done; both without
         #: promised bytes.
-        self.avail = ledger.free
+        # ``ledger.free``, written out: a pass makes a room for each device.
+        self.avail = ledger.capacity - ledger.granted - ledger.foreign - ledger.overuse
         self.expect = self.avail + ledger.incoming
         self.promised = 0
+        #: The leases here, once the draft has a reservation: see :meth:`Draft.reserve`.
         self.leases: list[tuple[Session, int]] = []
         #: The leases that some session may preempt, and their bytes in all; see
         #: :attr:`Draft.offers_known`.
@@ -126,15 +128,15 @@ class Draft:
     #: Whether the rooms have their leases that some session may preempt, and whether one is in use.
     offers_known: bool = False
     offers_in_use: bool = False
+    #: What this plan grants; and whether the rooms know their leases.
+    _taken: list[tuple[Session, Slice]] = field(default_factory=list)
+    _leases_known: bool = False
     _usage: dict[str, OwnerUsage] = field(default_factory=dict)
     #: Bytes by group with a cap.
     _groups: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rooms = {uuid: Room(ledger) for uuid, ledger in self.facts.devices.items()}
-        for s in self.facts.leased.values():
-            for x in s.lease.slices:
-                self.rooms[x.device].leases.append((s, x.bytes))
         self.host = self.facts.host_room
         for name in self.facts.tree.caps:
             usage = self.facts.group_usage.get(name)
@@ -152,7 +154,8 @@ class Draft:
 
     def count(self, owner: Owner, charge: Charge, sign: int = 1) -> None:
         """Count a charge in with the owner and its groups, or out with ``sign`` -1."""
-        self.usage(owner.name).add(charge, sign)
+        if self.facts.settings.quotas:  # else no limit reads it
+            self.usage(owner.name).add(charge, sign)
         for name in self.facts.tree.capped(owner.group) if self.facts.tree.caps else ():
             self._groups[name] += sign * charge[0]
 
@@ -230,7 +233,11 @@ class Draft:
 
     def now(self, s: Session, needs: Sequence[Need]) -> tuple[Slice, ...] | None:
         """Return where ``s`` could have its ``needs`` at once, or None."""
-        return choose(needs, self.facts.devices, self.left, preferred(s))
+        if self.reservation is None:  # as ``left``, without a call for each device
+            left = {uuid: room.avail for uuid, room in self.rooms.items()}
+        else:
+            left = {uuid: self.left(room.ledger) for uuid, room in self.rooms.items()}
+        return choose(needs, self.facts.devices, left, preferred(s))
 
     def host_left(self, devices: Iterable[str] = ()) -> int:
         """Return the host bytes that a suspend may take; those that the head will need are kept.
@@ -285,10 +292,30 @@ class Draft:
             room = self.rooms[x.device]
             room.avail -= x.bytes
             room.expect -= x.bytes
-            # Like the present leases, it may now end before the head of the queue starts.
-            held = sum(size for v, size in room.leases if v is s)
-            room.leases = [(v, size) for v, size in room.leases if v is not s]
-            room.leases.append((s, held + x.bytes))
+            if self._leases_known:
+                self._note_taken(s, x)
+            else:
+                self._taken.append((s, x))
+
+    def _note_taken(self, s: Session, x: Slice) -> None:
+        """Like the present leases, it may now end before the head of the queue starts."""
+        room = self.rooms[x.device]
+        held = sum(size for v, size in room.leases if v is s)
+        room.leases = [(v, size) for v, size in room.leases if v is not s]
+        room.leases.append((s, held + x.bytes))
+
+    def _find_leases(self) -> None:
+        """Note the leases in their rooms: only :meth:`Room.spare`, for a reservation, needs them.
+
+        The facts do not change during a pass, so what counts is that the grants follow in their
+        order, not when this is done.
+        """
+        self._leases_known = True
+        for s in self.facts.leased.values():
+            for x in s.lease.slices:
+                self.rooms[x.device].leases.append((s, x.bytes))
+        for s, x in self._taken:
+            self._note_taken(s, x)
 
     def promise(self, s: Session, promise: Promise) -> None:
         """Promise bytes to ``s`` that suspends under way will free."""
@@ -319,6 +346,8 @@ class Draft:
 
     def reserve(self, held: Reservation, head: Session) -> None:
         """Reserve memory and its owner's quota for the head of the queue."""
+        if not self._leases_known:
+            self._find_leases()
         self.reservation = held
         self.count(head.owner, held.charge)
         for uuid in held.wanted if head.lease.slices else ():

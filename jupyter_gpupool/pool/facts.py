@@ -26,7 +26,7 @@ from typing import Iterable, Iterator, Mapping, Sequence
 
 from ..states import ATTACHED
 from .groups import Tree
-from .ledgers import GroupUsage, OwnerUsage
+from .ledgers import GroupUsage, Leaving, OwnerUsage
 from .metering import LeaseInUse, Meters
 from .model import Device, DeviceView, Owner, PoolSettings, Slice
 from .session import Lease, Session, Wait
@@ -107,6 +107,9 @@ class Facts:
         self.grown: dict[str, Session] = {}
         #: Those that cannot be suspended, and one that waits for it; see :mod:`.unsuspendable`.
         self.stuck: dict[str, tuple[Session, Session]] = {}
+        #: When idle sessions leave, and the sessions for which that must be seen again.
+        self.leaving = Leaving()
+        self.untimed: dict[str, Session] = {}
         self.usage: dict[str, OwnerUsage] = {}
         #: The same of groups: what their members have, those of the groups in them included.
         self.group_usage: dict[str, GroupUsage] = {}
@@ -132,10 +135,15 @@ class Facts:
         try:
             yield
         finally:
-            s.asking = s.times = s.using = None
+            s.asking = None
             self._count(s, 1)
             if self._index(s):
                 self.begin_wait(s, self.now)
+
+    def forget_times(self, s: Session) -> None:
+        """Note that the times at which ``s`` may or must leave its slice may be others now."""
+        s.times = s.using = None
+        self.untimed[s.id] = s
 
     def begin_wait(self, s: Session, since: float) -> None:
         """Let ``s`` begin to wait for a lease or for growth, inside :meth:`change`."""
@@ -157,9 +165,10 @@ class Facts:
         """Remove a session."""
         self._count(s, -1)
         del self.sessions[s.id]
-        for index in (self.waiting, self.leased, self.short, self.grown):
+        for index in (self.waiting, self.leased, self.short, self.grown, self.untimed):
             index.pop(s.id, None)
         self.stuck.pop(s.id, None)
+        self.leaving.times.pop(s.id, None)
 
     def _count(self, s: Session, sign: int) -> None:
         lease, parked = s.lease, s.suspended_bytes if s.suspended else 0
@@ -179,12 +188,15 @@ class Facts:
             usage = self.usage.setdefault(s.owner.name, OwnerUsage())
             usage.suspended += sign * (parked + lease.host_bound)
             if lease.slices:
-                usage.add((lease.charge, len(lease.slices), 1), sign)
+                usage.memory += sign * lease.charge
+                usage.devices += sign * len(lease.slices)
+                usage.leases += sign
         self.host_used += sign * parked
         self.host_going += sign * lease.host_bound
 
     def _index(self, s: Session) -> bool:
         """Put ``s`` into its subsets; return whether it now has less than guaranteed."""
+        self.forget_times(s)
         slices, memory = s.lease.slices, s.request.memory
         attached = s.state in ATTACHED
         short = attached and len(slices) == s.request.devices
@@ -266,15 +278,9 @@ class Facts:
         """
         if uuid not in self.devices:
             device = Device(
-                uuid=uuid,
-                index=len(self.devices),
-                name="not found",
-                model="",
-                memory_total=0,
-                can_suspend=False,
-                can_migrate=False,
-                tier="none",
-            )
+                uuid, len(self.devices), "not found", "", 0,
+                can_suspend=False, can_migrate=False, tier="none",
+            )  # fmt: skip
             self.devices[uuid] = DeviceLedger(device, fault="the device was not found")
             self.version += 1
         return self.devices[uuid]
@@ -293,10 +299,10 @@ class Facts:
             if name in self.sessions:
                 s = self.sessions[name]
                 s.owner = Owner(s.owner.name, groups[name])
-                s.asking = s.times = s.using = None
+                s.asking = None
+                self.forget_times(s)
         self._grow_tree()
-        for s in self.leased.values():
-            self.meters.changed[s.id] = True
+        self.meters.changed.update(dict.fromkeys(self.leased, True))
         self.group_usage.clear()
         for s in self.leased.values():
             for name in self.tree.path(s.owner.group):
@@ -330,8 +336,7 @@ class Facts:
         self.capacities = sorted(sizes, reverse=True)
         self.suspends = any(d.device.can_suspend for d in self.devices.values())
         self._grow_tree()
-        for s in self.leased.values():
-            self.meters.changed[s.id] = True
+        self.meters.changed.update(dict.fromkeys(self.leased, True))
         self.version += 1
 
     # ------------------------------------------------------------------ host memory

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What an owner and a group have now."""
+"""What an owner and a group have now, and when idle sessions leave."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .model import Charge
 
@@ -41,3 +41,12 @@ class GroupUsage:
     def stays(self) -> int:
         """Bytes that no suspend under way frees."""
         return self.memory - self.leaving
+
+
+@dataclass(slots=True)
+class Leaving:
+    """When idle sessions leave their slices; see :func:`~.preemption.leaving`."""
+
+    times: dict[str, float] = field(default_factory=dict)
+    #: The :attr:`~.facts.Facts.version` of these times.
+    version: int = -1

@@ -59,6 +59,9 @@ class Pool:
         self._facts = Facts(settings)
         self._plan = Plan()
         self._news = News()
+        #: The records since the last event. Only an event changes the facts or the plan, and the
+        #: broker reads the record of the session that an event names about ten times.
+        self._records: dict[str, SessionRecord] = {}
 
     @property
     def settings(self) -> PoolSettings:
@@ -77,6 +80,7 @@ class Pool:
             If the pool is broken; the message asks for a report and holds the session's history.
         """
         facts = self._facts
+        self._records.clear()
         facts.now = max(facts.now, event.now)
         # The event before the clock: a hold at the end of the idle time-out must find its lease.
         actions = update(facts, event, self._plan)
@@ -124,7 +128,7 @@ class Pool:
         facts, first = self._facts, self._plan
         actions: Actions = []
         for _ in range(ROUNDS):
-            if facts.waiting or facts.short or facts.tree.budgeted:
+            if facts.meters.changed and (facts.waiting or facts.short or facts.tree.budgeted):
                 facts.settle()  # the plan depends on what is used now
             new = plan(facts, self._plan, relieve)
             if new.short and facts.grown:
@@ -171,8 +175,12 @@ class Pool:
 
     def record(self, session: str) -> SessionRecord:
         """Return a session as it is now."""
-        found = self._facts.sessions[session]
-        return record(found, reason(self._facts, self._plan, found))
+        known = self._records.get(session)
+        if known is None:
+            found = self._facts.sessions[session]
+            known = record(found, reason(self._facts, self._plan, found))
+            self._records[session] = known
+        return known
 
     def records(self) -> list[SessionRecord]:
         """Return all sessions as they are now, in the order in which they were opened."""
@@ -352,7 +360,7 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
                 since = min(since, gap.wanted)
             if since != gap.wanted:
                 v.measured.gap = replace(gap, wanted=since)
-                v.times = None
+                facts.forget_times(v)
                 changed = True
     return actions, changed
 

@@ -35,6 +35,10 @@ BACK = 1 / 24
 
 LN2 = math.log(2)
 
+#: Rates are added up in this part of a device, as whole numbers: what was added can be subtracted
+#: again without a rest, so a change costs the same with one session as with a thousand.
+UNITS = 1 << 100
+
 
 @dataclass(slots=True, eq=False)
 class Meter:
@@ -48,9 +52,10 @@ class Meter:
     #: Devices in use now, by memory and by compute.
     memory_rate: float = 0.0
     compute_rate: float = 0.0
-    #: The same by session. Summed again at each change, as floats that are added and subtracted
-    #: would leave a rest.
+    #: The same by session, and the sums in :data:`UNITS`.
     parts: dict[str, tuple[float, float]] = field(default_factory=dict)
+    memory_units: int = 0
+    compute_units: int = 0
 
     @property
     def rate(self) -> float:
@@ -101,6 +106,24 @@ class Meter:
             self.memory, self.compute = found.memory, found.compute
             self.today, self.spent, self.at = found.today, found.spent, now
 
+    def use(self, session: str, part: tuple[float, float] | None) -> None:
+        """Let a session use ``part`` from now on; None: nothing. :meth:`advance` comes first."""
+        memory, compute = self.parts.pop(session, (0.0, 0.0))
+        more, faster = part or (0.0, 0.0)
+        if part is not None:
+            self.parts[session] = part
+        # A part becomes the same number each time, so the sums end at 0.
+        self.memory_units += int(more * UNITS) - int(memory * UNITS)
+        self.compute_units += int(faster * UNITS) - int(compute * UNITS)
+        self.memory_rate = self.memory_units / UNITS
+        self.compute_rate = self.compute_units / UNITS
+
+    def use_nothing(self) -> None:
+        """Let no session use anything from now on."""
+        self.parts.clear()
+        self.memory_units = self.compute_units = 0
+        self.memory_rate = self.compute_rate = 0.0
+
     def changes_at(self, now: float, daily: Daily) -> float:
         """Return when the budget is next used up, or not used up any more; infinity if never."""
         today, spent = self.budget(now, daily)
@@ -140,8 +163,11 @@ class Meters:
         #: Sessions whose leases may have changed since the last :meth:`settle`, in their order.
         self.changed: dict[str, bool] = {}
         self._leases: dict[str, LeaseInUse] = {}
-        self._there: dict[str, dict[str, LeaseInUse]] = {}
-        #: Devices whose leases have changed.
+        #: By device: the leases of sessions that compute.
+        self._computing: dict[str, dict[str, LeaseInUse]] = {}
+        #: Leases that have changed since the last :meth:`settle`, and the devices where sessions
+        #: compute that did not, or the other way round.
+        self._put: dict[str, LeaseInUse] = {}
         self._devices: dict[str, bool] = {}
         self._gone: list[str] = []
         #: By session with a lease: its accounts and their daily budgets.
@@ -152,37 +178,42 @@ class Meters:
         old = self._leases.get(session)
         if old == lease and session in self._of:
             return
-        for device in old.memory if old is not None else ():
-            del self._there[device][session]
-            self._devices[device] = True
-        self._leases[session] = lease
-        for device in lease.memory:
-            self._there.setdefault(device, {})[session] = lease
+        self._compute_no_more(session, old)
+        self._leases[session] = self._put[session] = lease
+        for device in lease.memory if lease.active else ():
+            self._computing.setdefault(device, {})[session] = lease
             self._devices[device] = True
 
     def drop(self, session: str) -> None:
         """Let a session have no lease."""
-        old = self._leases.pop(session, None)
-        for device in old.memory if old is not None else ():
-            del self._there[device][session]
-            self._devices[device] = True
+        self._compute_no_more(session, self._leases.pop(session, None))
+        self._put.pop(session, None)
         self._gone.append(session)
 
+    def _compute_no_more(self, session: str, lease: LeaseInUse | None) -> None:
+        for device in lease.memory if lease is not None and lease.active else ():
+            del self._computing[device][session]
+            self._devices[device] = True
+
     def settle(self, now: float, rules: PoolSettings) -> None:
-        """Let the rates follow the leases, from ``now`` on."""
+        """Let the rates follow the leases, from ``now`` on.
+
+        Beside the changed leases, only those that compute on the same devices can have another
+        part now: memory is one's own, and who computes nothing has no part of the compute.
+        """
         devices, self._devices = self._devices, {}
         gone, self._gone = self._gone, []
-        changed: dict[str, LeaseInUse] = {}
+        changed, self._put = self._put, {}
         for device in devices:
-            changed.update(self._there[device])
+            changed.update(self._computing.get(device, {}))
         total: dict[str, int] = {}
         half_life = rules.half_life
         for session, lease in changed.items():
             compute = 0.0
             for device in lease.memory if lease.active else ():
                 if device not in total:
-                    there = self._there[device].values()
-                    total[device] = sum(other.compute for other in there if other.active)
+                    there = self._computing[device].values()
+                    total[device] = sum([other.compute for other in there])
                 compute += lease.compute / total[device]
             found = self._of.get(session)
             if found is None:
@@ -190,15 +221,18 @@ class Meters:
             part = math.fsum(lease.memory.values()), compute
             if found[0][0].parts.get(session) != part:
                 for account, daily in found:
-                    _change(account, session, part, now, half_life, daily)
+                    account.advance(now, half_life, daily)
+                    account.use(session, part)
         for session in gone:
             for account, daily in self._of.pop(session, ()):
-                _change(account, session, None, now, half_life, daily)
+                account.advance(now, half_life, daily)
+                account.use(session, None)
 
     def _accounts(
         self, owner: Owner, now: float, rules: PoolSettings
     ) -> Iterable[tuple[Meter, Daily | None]]:
-        yield self.users.setdefault(owner.name, Meter(now)), rules.quota_of(owner.name).daily
+        daily = rules.quota_of(owner.name).daily if rules.quotas else None
+        yield self.users.setdefault(owner.name, Meter(now)), daily
         for group in path(rules.groups, owner.group) if rules.groups else ():
             yield self.groups.setdefault(group, Meter(now)), rules.groups[group].daily
 
@@ -212,8 +246,7 @@ class Meters:
             group = rules.groups.get(name)
             account.advance(now, rules.half_life, group.daily if group else None)
         for account in (*self.users.values(), *self.groups.values()):
-            account.parts.clear()
-            account.memory_rate = account.compute_rate = 0.0
+            account.use_nothing()
         self._of.clear()
 
     def recovered(
@@ -252,21 +285,3 @@ class Meters:
                 if name in rules.groups
             },
         )
-
-
-def _change(  # noqa: PLR0917
-    account: Meter,
-    session: str,
-    part: tuple[float, float] | None,
-    now: float,
-    half_life: float,
-    daily: Daily | None,
-) -> None:
-    """Let a session of the account use ``part`` from now on; None: nothing."""
-    account.advance(now, half_life, daily)
-    if part is None:
-        account.parts.pop(session, None)
-    else:
-        account.parts[session] = part
-    account.memory_rate = math.fsum(memory for memory, _ in account.parts.values())
-    account.compute_rate = math.fsum(compute for _, compute in account.parts.values())

@@ -20,7 +20,7 @@ gets the tightest device with room (best fit), which keeps large gaps for large 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Callable, Mapping, Sequence
+from typing import Mapping, Sequence
 
 from .facts import DeviceLedger, Facts, charge_of
 from .limits import never, never_there
@@ -98,10 +98,10 @@ def in_turn(needs: Sequence[Need]) -> Sequence[int]:
 def choose(
     needs: Sequence[Need],
     ledgers: Mapping[str, DeviceLedger],
-    left: Callable[[DeviceLedger], int],
+    left: Mapping[str, int],
     last: Sequence[str] = (),
 ) -> tuple[Slice, ...] | None:
-    """Return slices for all ``needs`` where ``left(ledger)`` has the bytes for them, or None.
+    """Return slices for all ``needs`` where ``left`` has the bytes for them, or None.
 
     All on the devices of ``last`` if they are suitable, else each on the tightest suitable device.
     """
@@ -109,7 +109,7 @@ def choose(
         same = []
         for need, uuid in zip(needs, last, strict=True):
             ledger = ledgers.get(uuid)
-            if ledger is None or not need.allows(ledger) or left(ledger) < need.amount(ledger):
+            if ledger is None or not need.allows(ledger) or left[uuid] < need.amount(ledger):
                 break
             same.append(Slice(uuid, need.amount(ledger)))
         else:
@@ -120,7 +120,7 @@ def choose(
         need = needs[at]
         best: tuple[int, int] | None = None
         for ledger in (ledgers[need.fixed],) if need.fixed else ledgers.values():
-            room = left(ledger)
+            room = left[ledger.device.uuid]
             # The cheap comparison first: most devices fail it.
             if room < need.least or ledger.device.uuid in used or not need.allows(ledger):
                 continue
@@ -276,9 +276,10 @@ def _impossible(needs: tuple[Need, ...], facts: Facts) -> Reason | None:
                 return Reason("paused", text=ledger.paused)
             if ledger.fault:
                 return Reason("drained", devices=(need.fixed,), text=ledger.fault)
-    if choose(needs, devices, lambda d: d.capacity - d.foreign - d.overuse) is not None:
+    left = {uuid: d.capacity - d.foreign - d.overuse for uuid, d in devices.items()}
+    if choose(needs, devices, left) is not None:
         return None
-    if choose(needs, devices, lambda d: d.capacity) is not None:
+    if choose(needs, devices, {uuid: d.capacity for uuid, d in devices.items()}) is not None:
         return Reason("foreign", bytes=max(need.least for need in needs))
     suited = (d.paused for d in devices.values() if any(need.suits(d) for need in needs))
     paused = next((text for text in suited if text), "")

@@ -21,7 +21,7 @@ from typing import Any, Collection, Iterable, Mapping, Sequence
 
 from ..states import ATTACHED
 from ..units import format_bytes
-from .draft import Draft, Reservation, Room
+from .draft import Draft, Lack, Reservation, Room
 from .facts import Facts
 from .model import Charge, HostLack, Reason, Rule, Slice
 from .placement import (
@@ -122,6 +122,27 @@ def times(s: Session, facts: Facts) -> tuple[float, float]:
         leaves = possible if asked else max(possible, idle + settings.idle_timeout, keep)
         s.times = facts.version, yields, leaves
     return s.times[1], s.times[2]
+
+
+def leaving(facts: Facts) -> dict[str, float]:
+    """Return by idle session when the pool suspends it even if no session waits.
+
+    Every event asks for the earliest of them, which with 300 idle leases took a tenth of a grant.
+    An entry is the second of :func:`times` and valid as long as that one's cache: what drops the
+    cache (:meth:`Facts.forget_times`, another version) has the entry made again here.
+    """
+    found = facts.leaving.times
+    if facts.leaving.version != facts.version:
+        facts.leaving.version = facts.version
+        found.clear()
+        facts.untimed = dict(facts.leased)
+    for name, s in facts.untimed.items():
+        if s.state == "idle":
+            found[name] = times(s, facts)[1]
+        else:
+            found.pop(name, None)
+    facts.untimed.clear()
+    return found
 
 
 def yields_at(s: Session, facts: Facts) -> float:
@@ -466,12 +487,18 @@ def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Of
 
     Behind the head of the queue, host memory that the head is going to need is not used.
     """
+    lacks = draft.lacking(s.owner, found.charge)
+    takes = draft.now(s, found.needs) if lacks is None else None
+    if takes is not None:
+        return Offer(takes, ready=True)
+    return make_room(draft, s, found, lacks, behind_head=behind_head)
+
+
+def make_room(
+    draft: Draft, s: Session, found: Asking, lacks: Lack | None, *, behind_head: bool
+) -> Offer | Reason:
+    """Do the same for ``s`` if it lacks free memory or exceeds the limit ``lacks``."""
     owner, needs = s.owner, found.needs
-    lacks = draft.lacking(owner, found.charge)
-    if lacks is None:
-        takes = draft.now(s, needs)
-        if takes is not None:
-            return Offer(takes, ready=True)
     why = impossible(found, draft.facts)
     if why is not None:
         return why
@@ -510,8 +537,8 @@ def _lack(found: Collection[HostLack]) -> HostLack:
 
 def fits_now(draft: Draft, needs: Sequence[Need]) -> bool:
     """Return whether ``needs`` would fit in free memory without the head's reservation."""
-    rooms = draft.rooms
-    return choose(needs, draft.facts.devices, lambda d: rooms[d.device.uuid].avail) is not None
+    left = {uuid: room.avail for uuid, room in draft.rooms.items()}
+    return choose(needs, draft.facts.devices, left) is not None
 
 
 def blocked_as(draft: Draft, s: Session, need: Need, rule: Rule) -> Rule:

@@ -48,7 +48,7 @@ def changed(facts: Facts, s: Session, event: ev.RequestChanged, plan: Plan) -> A
         return _answer(s, event.rid, refusal)
     old = s.request
     with facts.change(s):
-        s.request = new
+        s.request, s.possible = new, -1
     if s.state not in ATTACHED:
         return _answer(s, event.rid, _size_note(facts, s, plan))
     less = new.memory < old.memory or new.limit < old.limit

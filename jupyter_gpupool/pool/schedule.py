@@ -85,6 +85,8 @@ from .preemption import (
     attempt,
     blocked_as,
     leases_in_use,
+    leaving,
+    make_room,
     not_before,
     paused,
     reservation,
@@ -186,7 +188,7 @@ def barred(s: Session, shares: Shares) -> Reason | None:
     allowed = facts.settings.classes_allowed
     if allowed is not None and s.state != "active" and s.request.priority not in allowed:
         return Reason("class-closed", limit=s.request.priority)
-    spent = shares.spent(s.owner)
+    spent = shares.spent(s.owner) if shares.budgeted else None
     if spent is not None and spent.daily.then == "stop" and s.state != "active":
         return Reason("budget", group=spent.group, at=spent.until)
     return None
@@ -213,12 +215,10 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
     most = facts.settings.max_wait
     in_use = bool(facts.settings.preempt and plan.order)
     found = [] if plan.reservation is None else [plan.reservation.next_at]
-    for s in facts.leased.values():
+    found += leaving(facts).values()
+    for s in facts.leased.values() if plan.order else ():
         if s.state == "idle":
-            yields, leaves = times(s, facts)
-            found.append(leaves)
-            if plan.order:
-                found.append(yields)
+            found.append(times(s, facts)[0])
         if in_use and s.state in ATTACHED:
             found += use_times(s, facts)
     for s in plan.queue:
@@ -234,7 +234,8 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
         found += (budget_changes_at(facts, owner) for owner in owners.values())
     if plan.contended:
         found.append(facts.now + RECHECK)
-    return min((at for at in found if at > facts.now), default=math.inf)
+    now = facts.now
+    return min([at for at in found if at > now], default=math.inf)
 
 
 # --------------------------------------------------------------------------- the pass
@@ -256,12 +257,15 @@ def plan(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
 
 
 def _overdue(facts: Facts) -> list[Session]:
-    """Return the idle sessions whose time is over."""
-    found = []
-    for s in facts.leased.values():
-        if s.state == "idle" and times(s, facts)[1] <= facts.now:
-            found.append(s)
-    return found
+    """Return the idle sessions whose time is over, in the order of their leases."""
+    if not facts.leased:
+        return []
+    known = leaving(facts)
+    now = facts.now
+    if min(known.values(), default=math.inf) > now:
+        return []
+    due = {name for name, at in known.items() if at <= now}
+    return [s for s in facts.leased.values() if s.id in due]
 
 
 def outlook(facts: Facts, before: Plan, but: str = "") -> Draft:
@@ -401,7 +405,13 @@ class _Pass:
         if why is not None:
             plan.reasons[s.id] = why
             return
-        offer = attempt(draft, s, found, behind_head=behind_head)
+        lacks = draft.lacking(s.owner, found.charge)
+        takes = draft.now(s, found.needs) if lacks is None else None
+        offer: Offer | Reason
+        if takes is not None:
+            offer = Offer(takes, ready=True)
+        else:
+            offer = make_room(draft, s, found, lacks, behind_head=behind_head)
         if draft.promises and not (isinstance(offer, Offer) and not offer.victims):
             offer = self._overtake(s, found, offer, behind_head=behind_head)
         if isinstance(offer, Offer):

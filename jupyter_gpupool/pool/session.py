@@ -153,6 +153,8 @@ class Session:
     roomless: str = ""
     #: Its machine or control group is short of memory: it must not be suspended.
     pressed: bool = False
+    #: The version of devices and rules by which its request can be met; -1: not known.
+    possible: int = -1
     #: Cached results of :func:`~.placement.asking` and :func:`~.preemption.times`, and their
     #: :attr:`Facts.version`. :meth:`Facts.change` drops both. ``times`` is also dropped by every
     #: event that names the session, every sample, and every wait that begins or ends beside it.

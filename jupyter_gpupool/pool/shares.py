@@ -363,6 +363,14 @@ class Shares:
         return self._spent[key]
 
 
+def level(s: Session, facts: Facts) -> int:
+    """Return :meth:`Shares.level`; of a session that is not old enough, without the shares."""
+    settings = facts.settings
+    if settings.ageing <= 0 or facts.now - s.wait.since < settings.ageing:
+        return settings.priority_classes.get(s.request.priority, 0)
+    return Shares(facts).level(s)
+
+
 def _idle(s: Session) -> bool:
     return s.state == "idle"
 

@@ -32,7 +32,7 @@ from .placement import preferred
 from .residence import Gap
 from .running import TURN, cost
 from .session import Session, weighted
-from .shares import Shares
+from .shares import level
 
 Actions = list[Action]
 
@@ -83,7 +83,7 @@ def _stop_waiting(facts: Facts, s: Session) -> Actions:
 
 
 def _begin_attach(facts: Facts, s: Session, takes: tuple[Slice, ...]) -> Actions:
-    s.lease.level = Shares(facts).level(s)
+    s.lease.level = level(s, facts)
     s.epoch += 1
     s.retry_at = 0.0
     facts.set_slices(s, takes)

@@ -47,7 +47,7 @@ def update(facts: Facts, event: ev.Event, plan: Plan) -> Actions:
     s = facts.sessions.get(name)
     if s is None or s.state == "ended":
         return _gone(name, s, event)
-    s.times = s.using = None
+    facts.forget_times(s)
     if kind in _EFFECTS:
         state, act = _EFFECTS[kind]
         epoch: int = event.epoch  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def _device_memory(facts: Facts, event: ev.DeviceMemorySeen, plan: Plan) -> Acti
 def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Actions:
     """Record the measured use of an attached session, and fit its lease to it."""
     lease, held = s.lease, held_on(s, uuid)
-    s.times = s.using = None
+    facts.forget_times(s)
     before = lease.footprints.get(uuid, -1)
     lease.footprints[uuid] = size
     lease.footprint += size - max(before, 0)
@@ -171,7 +171,7 @@ def _host_memory(facts: Facts, event: ev.HostMemorySeen) -> Actions:
 def _host_pressure(facts: Facts, event: ev.HostPressure) -> Actions:
     for s in facts.sessions.values():
         s.pressed = s.id in event.sessions
-        s.times = s.using = None
+        facts.forget_times(s)
     return []
 
 
@@ -225,6 +225,7 @@ def _opened(facts: Facts, event: ev.SessionOpened) -> Actions:
                 gated=event.gated,
                 opened_at=facts.now,
                 state_since=facts.now,
+                possible=facts.version,
             )
         )
         if not event.rid:
@@ -277,9 +278,17 @@ def _settle(facts: Facts, s: Session, bound: tuple[str, ...]) -> Actions:
 
 
 def _refuse_if_hopeless(facts: Facts, s: Session, why: str) -> Actions:
-    """Refuse the holds of a session without a lease if its request can never be met."""
-    refusal = None if s.suspended else ever(s.request, s, facts)
+    """Refuse the holds of a session without a lease if its request can never be met.
+
+    The answer for a session without suspended state that is bound to no device depends on its
+    request, its owner, the rules and the devices; any change of these sets ``possible`` to -1 or
+    raises the version.
+    """
+    if s.suspended or (s.possible == facts.version and not s.bound):
+        return []
+    refusal = ever(s.request, s, facts)
     if refusal is None:
+        s.possible = facts.version
         return []
     actions = refuse_holds(s, refusal)
     return actions + move(facts, s, "detached", why) if s.state == "queued" else actions

@@ -8,6 +8,7 @@ from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.explain import Explanation
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import SessionRecord
+from jupyter_gpupool.pool.preemption import leaving
 from jupyter_gpupool.states import HAS_LEASE
 
 
@@ -17,6 +18,7 @@ def check_pool(pool: Pool, now: float, *, deep: bool = True) -> dict[str, Explan
     With ``deep``, planning again must not change an explanation either.
     """
     assert pool.self_check() == []
+    check_leaving(pool)
     records = pool.records()
     for record in records:
         check_record(record)
@@ -29,6 +31,15 @@ def check_pool(pool: Pool, now: float, *, deep: bool = True) -> dict[str, Explan
     if deep:
         check_promises(pool, now, plans)
     return plans
+
+
+def check_leaving(pool: Pool) -> None:
+    """Check that the kept times of idle sessions are those that the facts give now."""
+    facts = pool._facts
+    kept = dict(leaving(facts))
+    for s in facts.sessions.values():
+        facts.forget_times(s)
+    assert leaving(facts) == kept
 
 
 def check_record(r: SessionRecord) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import jupyter_gpupool.pool
+from benchmarks.pool_trace import story
 
 FOLDER = Path(jupyter_gpupool.pool.__file__).parent
 FILES = sorted(FOLDER.glob("*.py"))
@@ -110,3 +111,11 @@ def test_a_module_imports_only_from_lower_layers(file):
 def test_no_module_is_too_long():
     lengths = {f.stem: len(f.read_text().splitlines()) for f in FILES}
     assert {name: n for name, n in lengths.items() if n > 600} == {}
+
+
+def test_hold_that_gets_a_free_slice_runs_little_code():
+    """A reader who follows the event through the pool opens these files, in as many changes."""
+    found = story()["HoldTaken"]
+    assert found["calls"] <= 80
+    assert found["files"] <= 9
+    assert found["changes_of_file"] <= 30

@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.groups import DAY, Daily, Group, Portion, Tree, path
-from jupyter_gpupool.pool.model import Owner, Quota
+from jupyter_gpupool.pool.metering import LeaseInUse, Meters
+from jupyter_gpupool.pool.model import Owner, PoolSettings, Quota
 
 from .builders import Lab, all_of, device, got, none
 
@@ -310,3 +312,35 @@ def test_growth_stops_at_the_cap(make):
     refusal = got(lab.grow("a", 1), ev.Answer).refusal
     assert refusal.code == "quota"
     assert "group bio" in refusal.message
+
+
+def test_rates_follow_the_leases_and_leave_no_rest_after_many_changes():
+    rng, rules, meters = random.Random(3), PoolSettings(), Meters()
+    leases: dict[str, LeaseInUse] = {}
+    for now in range(1, 2000):
+        name = f"s{rng.randrange(12)}"
+        if rng.random() < 0.3 and name in leases:
+            del leases[name]
+            meters.drop(name)
+        else:
+            memory = {f"G{i}": rng.random() for i in rng.sample(range(3), rng.randint(1, 2))}
+            owner = Owner(f"u{int(name[1:]) % 2}")
+            leases[name] = LeaseInUse(owner, rng.random() < 0.5, rng.randint(1, 100), memory)
+            meters.put(name, leases[name])
+        meters.settle(float(now), rules)
+        for user in ("u0", "u1"):
+            account = meters.users.get(user)
+            mine = [x for x in leases.values() if x.owner.name == user]
+            rate = math.fsum(part for x in mine for part in x.memory.values())
+            compute = 0.0
+            for x in mine:
+                for uuid in x.memory if x.active else ():
+                    there = [y.compute for y in leases.values() if y.active and uuid in y.memory]
+                    compute += x.compute / sum(there)
+            assert account is None or account.memory_rate == pytest.approx(rate, abs=1e-12)
+            assert account is None or account.compute_rate == pytest.approx(compute, abs=1e-12)
+    for name in leases:
+        meters.drop(name)
+    meters.settle(2000.0, rules)
+    for account in meters.users.values():
+        assert (account.memory_rate, account.compute_rate, account.parts) == (0.0, 0.0, {})
