@@ -8,6 +8,7 @@ import os
 import select
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -43,6 +44,15 @@ def test_threads_start_processes_at_once(tmp_path):
         processes = [*threads.map(lambda folder: run(folder, "pass"), folders)]
     assert [process.wait(60) for process in processes] == [0] * len(folders)
     assert len({process.pid for process in processes}) == len(folders)
+
+
+def test_process_is_in_a_group_of_its_own_from_the_start(tmp_path):
+    """Jupyter's clients send signals to a kernel's group: it must not be that of the tests."""
+    for _ in range(20):
+        process = run(tmp_path, "input")
+        with suppress(ProcessLookupError):  # it has ended
+            assert os.getpgid(process.pid) == process.pid
+        assert process.wait(60) == 0
 
 
 def test_end_of_the_server_fails_one_test_and_is_explained(tmp_path):
