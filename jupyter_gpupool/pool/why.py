@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Iterable
+from typing import Iterable, Mapping
 
 from ..units import format_bytes, format_seconds
 from .explain import Explanation, HeldLease, Standing, explain
 from .facts import Facts
+from .groups import DailyEnd
 from .model import Owner
 from .schedule import Plan
 from .session import Session
@@ -302,7 +303,18 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
         if budget.until < math.inf:
             what = "there are more" if budget.spent else "as things are, they are used up"
             line += f"; {what} {_when(budget.until, now)}"
+            whose = "its" if budget.group else "your"
+            when = "Until then" if budget.spent else "From then on"
+            line += f". {when} {whose} kernels {_END_WORDS[budget.daily.then]}"
         yield f"{line}."
+
+
+#: What the end of a daily budget means for kernels.
+_END_WORDS: Mapping[DailyEnd, str] = {
+    "borrow": "get only what no other kernel wants",
+    "refuse": "get no new slice",
+    "stop": "are suspended, even if no other kernel waits",
+}
 
 
 def _gpu(facts: Facts, uuid: str) -> str:

@@ -231,8 +231,9 @@ def test_standing_tells_what_is_left_of_the_budget(make):
     found, lines = lab.pool.standing(Owner("ann"), lab.now + 30)
     (left,) = found.budgets
     assert (left.used, left.spent) == (pytest.approx(30), False)
-    assert lines == (
-        "You have 70 of 100 GPU-seconds left today; as things are, they are used up in 70 s.",
+    assert "".join(lines) == (
+        "You have 70 of 100 GPU-seconds left today; as things are, they are used up in 70 s. "
+        "From then on your kernels get only what no other kernel wants."
     )
 
 
