@@ -3,6 +3,7 @@
 const tests = require('./playwright.config.js');
 
 process.env.GPUPOOL_UI_DEVICE = '24GiB'; // for server.py
+process.env.GPUPOOL_UI_TURNS = 'no';
 
 /** `jlpm screenshots`: the pictures of the documentation, from the real thing. */
 module.exports = {

@@ -45,6 +45,8 @@ POOL = {
     "host_memory": "16GiB",
     "idle_timeout": 3600,
 }
+if os.environ.get("GPUPOOL_UI_TURNS") == "no":  # for pictures, which take longer than a time slice
+    POOL["preempt"] = ["class", "guarantee", "burst"]
 
 #: Of the neighbours: a user id that no account has. Only root can have neighbours of other users.
 NEIGHBOUR = 21001 if os.geteuid() == 0 else None
@@ -173,8 +175,13 @@ class Stage:
     def _options(self):
         # The broker's own configuration: with another one the panel says so.
         options = json.loads(self.broker.config_file.read_text())["GPUPool"]
+        pairs = [
+            (name, value)
+            for name, given in options.items()
+            for value in (given if isinstance(given, list) else [given])
+        ]
         return (
-            *(f"--GPUPool.{name}={value}" for name, value in options.items()),
+            *(f"--GPUPool.{name}={value}" for name, value in pairs),
             "--GPUPoolExtension.slow_resume=0",
             "--GPUPoolExtension.idle_warning=8",
         )

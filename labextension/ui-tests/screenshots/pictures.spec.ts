@@ -65,10 +65,9 @@ test('pictures', async ({ browser }) => {
   await ask('options');
 
   // Both devices in use, and a queue.
-  await neighbour('a', { gib: 7, alloc: 3 });
-  await neighbour('b', { gib: 7, alloc: 5 });
-  await neighbour('c', { gib: 7, alloc: 2 });
-  await neighbour('d', { gib: 7, alloc: 2 });
+  for (const name of ['a', 'b', 'c', 'd']) {
+    await neighbour(name, { gib: 7, alloc: 0.25 });
+  }
   const explore = await lab.notebook('explore');
   await explore.run(uses(3 * 1024));
   await expect(explore.chip).toHaveText(/^Idle/);
@@ -81,6 +80,7 @@ test('pictures', async ({ browser }) => {
   const late = await lab.notebook('late');
   await late.run(uses(64), false);
   await chip(late, 'waiting', /^Waiting: /);
+  await page.setViewportSize({ width: 1280, height: HEIGHT });
   await late.chip.click();
   await expect(popover).toContainText('Why am I waiting?');
   await expect(popover).toContainText('in the queue');
@@ -88,7 +88,6 @@ test('pictures', async ({ browser }) => {
   await page.keyboard.press('Escape');
   await lab.execute('gpupool:show-panel');
   await expect(lab.panel.getByRole('img', { name: /^Memory/ }).first()).toBeVisible();
-  await page.setViewportSize({ width: 1280, height: HEIGHT });
   await page.sidebar.setWidth(300, 'right');
   await train.activate();
   await expect(
