@@ -8,7 +8,8 @@ In the order in which an event travels:
 ``machine``         the one door: ``Pool.handle(event)`` returns actions
 ``events``          what goes in, and what comes out
 ``model``, ``groups``  frozen values: sessions, devices, settings; the tree of groups
-``facts``, ``ledgers``  sessions and the accounts that follow from them
+``session``         one session: its record, lease, wait and past
+``facts``, ``ledgers``  all sessions, and the accounts that follow from them
 ``metering``        what users and groups have used over time
 ``updates``         what each event changes in the facts
 ``requests``        another size, growth, release, keep
