@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterable, Mapping, get_args
 
 from ..pool.groups import Daily, DailyEnd, DailyRule, Group, Portion
 from ..text import did_you_mean, one_of
-from ..units import parse_bytes, parse_seconds
+from ..units import LEAST_BYTES, parse_bytes, parse_seconds
 from .mistakes import Fault, WrongValue
 
 KEYS = ("parent", "users", "unix_groups", "hub_groups", "order", "guarantee", "weight", "cap",
@@ -20,8 +20,6 @@ DAILY_KEYS = ("seconds", "rule", "renews", "then")
 
 _NAME = re.compile(r"[^\W_][\w.-]{0,63}")
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})")
-#: A smaller size as a plain number is most likely meant in another unit.
-LEAST_BYTES = 1 << 20
 _DEVICES = re.compile(r"([0-9]*\.?[0-9]+)\s*(?:devices?|gpus?)", re.IGNORECASE)
 
 

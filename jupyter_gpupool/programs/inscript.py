@@ -264,9 +264,11 @@ def _check_same(link: SessionLink, asked: Asked) -> None:
         enough = name in ("memory", "devices") and isinstance(have, int) and have >= int(want or 0)
         if have == want or enough:
             continue
+        if name in ("memory", "limit"):
+            have, want = (format_bytes(int(size or 0)) for size in (have, want))
         raise RefusedError(
-            f"This program holds a slice with {name} {have!r} already, and a second block asks "
-            f"for {want!r}.",
+            f"This program holds a slice with another {name} ({have}) already, and a second block "
+            f"asks for {want}.",
             code=Code.IN_USE,
             next_step="Ask for enough in the outer block, or end that first.",
         )

@@ -17,7 +17,7 @@ from ..kernel.frameworks import show_devices
 from ..kernel.link import SessionLink
 from ..launcher import OUTER_VARIABLES, START_TIMEOUT, living_broker, merge_environment
 from ..startrecord import kernel_environment
-from ..units import parse_bytes
+from ..units import LEAST_BYTES, parse_bytes
 
 #: In the environment of a program that ``jupyter gpupool run`` has started: its name.
 NAME_VARIABLE = "GPUPOOL_NAME"
@@ -55,9 +55,12 @@ def read_size(text: str | int, what: str) -> int:
     if text in ("", 0):
         return 0
     try:
-        return parse_bytes(text)
+        found = parse_bytes(text)
+        if found < LEAST_BYTES:
+            raise ValueError(f"{text} is less than 1 MiB. Write a size such as '8GiB'.")
     except ValueError as error:
         raise RefusedError(f"The {what} is wrong: {error}", code=Code.BAD_REQUEST) from None
+    return found
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,8 @@ tell("freed")
 
 def test_refusal_is_an_error_with_a_code(broker, script):
     one = script("""
-for options in ({"memory": "9TiB"}, {"memory": "12"}, {"priority": "royal"}, {"max_wait": "x"}):
+for options in ({"memory": "9TiB"}, {"memory": "12"}, {"memory": 8}, {"priority": "royal"},
+                {"max_wait": "x"}):
     try:
         with jupyter_gpupool.slice(**options):
             print("held")
@@ -210,6 +211,7 @@ tell("done")
 """)
     assert one.said().startswith("over-device 9 TiB")
     assert one.said().startswith("bad-request The memory is wrong: '12' has no unit")
+    assert one.said().startswith("bad-request The memory is wrong: 8 is less than 1 MiB.")
     assert one.said().startswith("unknown-priority")
     assert one.said().startswith("bad-request max_wait is wrong")
     assert one.said() == "done"
@@ -328,10 +330,10 @@ with jupyter_gpupool.slice("200MiB"):
         with jupyter_gpupool.slice("300MiB"):
             print("held")
     except RefusedError as error:
-        tell(error.code)
+        tell(error)
 """)
     assert one.said() == "200"
-    assert one.said() == "in-use"
+    assert "another memory (200 MiB) already, and a second block asks for 300 MiB" in one.said()
     assert one.end() == 0
 
 
