@@ -315,7 +315,7 @@ def test_growth_stops_at_the_cap(make):
     assert "group bio" in refusal.message
 
 
-def test_rates_follow_the_leases_and_leave_no_rest_after_many_changes():
+def test_rates_follow_the_leases_and_leave_no_rest():
     rng, rules, meters = random.Random(3), PoolSettings(), Meters()
     leases: dict[str, LeaseInUse] = {}
     for now in range(1, 2000):
