@@ -89,7 +89,7 @@ def test_no_kernel_is_suspended_without_host_memory(pool):
         cell = asyncio.create_task(late.run("pass"))
         await state(late, "queued")
         await until(
-            lambda: "host memory" in (late.session() or {}).get("wait_reason", ""),
+            lambda: "for suspended state" in (late.session() or {}).get("wait_reason", ""),
             "the reason",
             show=late.session,
         )
