@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sqlite3
@@ -42,9 +43,16 @@ def test_record_survives_json_unchanged():
     assert from_json(to_json(RECORD)) == RECORD
 
 
+def test_record_leaves_out_what_is_empty_and_nothing_else():
+    record = SessionRecord("s", Owner("ann"), Request(1, 1), "lazy", gated=False, opened_at=1.0)
+    data = to_json(record)
+    assert data.keys() == {"id", "owner", "request", "attach", "state", "gated", "opened_at"}
+    assert from_json(json.loads(json.dumps(data))) == record
+
+
 def test_record_of_a_newer_or_older_version_is_read():
     data = to_json(RECORD) | {"invented": 1}
-    del data["keep_until"]
+    del data["gated"]
     assert from_json(data) == RECORD
 
 

@@ -242,6 +242,8 @@ async def test_children_end_with_their_parent(emulated, waiting):
     for child in children:
         # ^C in a terminal goes to the foreground group, to which they do not belong.
         assert os.getsid(child.pid) == child.pid
+    sampler, worker, _ = (os.getpriority(os.PRIO_PROCESS, child.pid) for child in children)
+    assert sampler > worker, "a kernel that asks for a slice goes before a sample"
     # This one is stopped, so it cannot read the end of its stdin.
     os.kill(children[1].pid, signal.SIGSTOP)
     process.kill()

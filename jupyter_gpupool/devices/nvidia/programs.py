@@ -20,6 +20,7 @@ cuInit for each call; after a loss, the broker asks a new worker for the driver'
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -27,6 +28,7 @@ import signal
 import sys
 import threading
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Callable, Mapping
 
 from ... import procfs
@@ -35,6 +37,9 @@ from ...procfs import ProcessId
 from . import members
 
 Handler = Callable[..., Mapping[str, Any]]
+
+#: The niceness of the program that samples.
+NICE = 5
 
 #: Bytes of the self-test's pattern: more than one 2 MiB page of device memory.
 SIZE = 4 << 20
@@ -58,6 +63,16 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the line above
         os._exit(0)
+
+
+def be_nice() -> None:
+    """Let the broker and the kernels go first: a sample can wait, a kernel that asks for a GPU not.
+
+    Where Linux groups processes by session, the niceness of this one's group counts.
+    """
+    os.nice(NICE)
+    with contextlib.suppress(OSError):  # Linux without such groups
+        Path("/proc/self/autogroup").write_text(f"{NICE}\n")
 
 
 def claim_stdout() -> int:
@@ -101,6 +116,7 @@ def monitor(out: int) -> dict[str, Handler]:
     """Start NVML. A thread waits for Xid errors, and sends an event for each."""
     from .nvml import Nvml
 
+    be_nice()
     nvml = Nvml()
 
     def discover() -> dict[str, Any]:
