@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import socket
@@ -506,3 +507,31 @@ def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
         await loop.sock_sendall(one, b'"}\n')
 
     run(folder, monkeypatch, scenario)
+
+
+# --------------------------------------------------------------------------- garbage
+
+
+def test_new_objects_that_replace_old_ones_are_collected_in_small_parts(folder, monkeypatch):
+    """Python's own count stays low then: in the end it looked at all of them within a request."""
+    young = []
+
+    async def scenario(service, connect):
+        sock = await connect(ADA)
+        kept = [[] for _ in range(3000)]
+        gc.collect()
+        received = service.received
+
+        def replacing(connection, message):
+            for at in range(100):
+                kept[(100 * len(young) + at) % 3000] = []
+            young.append(len(gc.get_objects(0)) + len(gc.get_objects(1)))
+            received(connection, message)
+
+        service.received = replacing
+        for _ in range(8):
+            await asyncio.get_running_loop().sock_sendall(sock, flood(25))
+            await messages(sock, 25)
+
+    run(folder, monkeypatch, scenario)
+    assert max(young[40:]) < 2500
