@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from forked import create_subprocess_exec
 
 from jupyter_gpupool import procfs
 from jupyter_gpupool.devices.nvidia.service import DeviceService
+from tests.devices.forked import create_subprocess_exec
 
 MiB = 1 << 20
 

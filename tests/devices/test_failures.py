@@ -122,7 +122,7 @@ async def test_resume_finds_processes_beyond_the_known_ones(emulated):
 async def test_hanging_worker_is_replaced_and_the_session_runs(emulated, op):
     machine = emulated("1x1GiB,context=16MiB")
     async with (
-        machine.started(lock_timeout=0.1, call_timeout=2.0) as (service, devices),
+        machine.started(lock_timeout=0.1, call_timeout=6.0) as (service, devices),
         machine.target() as target,
     ):
         uuid = devices[0].uuid
@@ -143,7 +143,7 @@ async def test_hanging_worker_is_replaced_and_the_session_runs(emulated, op):
 async def test_hanging_restore_leaves_the_session_suspended(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with (
-        machine.started(call_timeout=2.0) as (service, devices),
+        machine.started(call_timeout=6.0) as (service, devices),
         machine.target() as target,
     ):
         uuid = devices[0].uuid
@@ -166,7 +166,7 @@ async def test_hanging_restore_leaves_the_session_suspended(emulated):
 async def test_driver_that_never_answers_is_hung_in_bounded_time(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with (
-        machine.started(lock_timeout=0.1, call_timeout=2.0) as (service, devices),
+        machine.started(lock_timeout=0.1, call_timeout=6.0) as (service, devices),
         machine.target() as target,
     ):
         await target.do("context")
@@ -297,7 +297,7 @@ async def test_target_stopped_during_a_suspend_runs_once_continued(emulated, wai
     machine = emulated("1x1GiB,context=16MiB")
     _, until_async = waiting
     async with (
-        machine.started(call_timeout=2.0) as (service, devices),
+        machine.started(call_timeout=6.0) as (service, devices),
         machine.target() as target,
     ):
         uuid = devices[0].uuid

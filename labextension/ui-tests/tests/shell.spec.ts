@@ -47,7 +47,7 @@ test('commands, what runs, and the tile of the launcher', async ({ lab }) => {
     'Ask for GPU Memory…',
     'Release the GPU Now',
     'Keep the GPU for 10 Minutes',
-    'Why Am I Waiting for a GPU?',
+    'Why Does This Kernel Wait or Keep Its GPU?',
     'Show GPU Pool Panel'
   ]) {
     await expect(items.filter({ hasText: name })).toHaveCount(1);
@@ -56,7 +56,7 @@ test('commands, what runs, and the tile of the launcher', async ({ lab }) => {
   await notebook.activate();
   await lab.execute('gpupool:why', {}, false);
   const dialog = page.locator('.jp-Dialog');
-  await expect(dialog).toContainText('This kernel is not waiting for a GPU.');
+  await expect(dialog).toContainText('It keeps, without using it,');
   await dialog.getByRole('button', { name: 'Close' }).click();
 
   await lab.execute('running:show-panel');
