@@ -512,7 +512,7 @@ def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
 # --------------------------------------------------------------------------- garbage
 
 
-def test_new_objects_that_replace_old_ones_are_collected_in_small_parts(folder, monkeypatch):
+def test_replaced_objects_are_collected_in_small_parts(folder, monkeypatch):
     """Python's own count stays low then: in the end it looked at all of them within a request."""
     young = []
 

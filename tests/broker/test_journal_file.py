@@ -458,7 +458,7 @@ def test_log_is_written_over_without_being_truncated(folder):
     journal.close()
 
 
-def test_only_the_commit_that_starts_a_long_log_again_is_not_synced(folder):
+def test_commit_that_starts_a_long_log_again_is_not_synced(folder):
     """A sync there keeps nothing whole: what the log moved into the file was not synced either."""
     journal = Journal(folder / "journal.sqlite", LOG)
     unsynced = []
