@@ -195,20 +195,21 @@ class GPUPool(Configurable):
     )
     groups = _option(
         Dict(),
-        "Groups of users, by name, and what each gets of the pool. Who is in it: users (a list of "
-        "names, or '*' for everybody else), unix_groups and hub_groups (lists). guarantee is what "
-        "its members get back at once from those who borrow it, cap the most that they have "
-        "together: per cent of the pool's memory, devices, or a size. weight divides what is left "
-        "over: with 2 a group gets twice as much of it as with 1, the default. parent is the group "
-        "that it is a part of. "
-        "gpu_seconds_per_day is a budget: GPU-seconds or text such as '8h'; or a dict "
-        "with seconds, rule ('window': all of it again at one time of the day, the default; "
-        "'refill': a little of it all the time), renews (that time, in UTC; '00:00') and then, "
-        "what happens at its end ('borrow': only what no other session wants, the default; "
-        "'refuse': no new slice either; 'stop': running kernels are suspended as well). A user is "
-        "in the group that names the user, else in one with a Unix group or a Hub group of the "
-        "user's, else in that for everybody; where several have the same claim, a lower order "
-        "wins. A kernel may choose another group of its user's.",
+        "Groups of users, by name, and what each gets of the pool. Three keys say who belongs to "
+        "a group: users is a list of names, or '*' for everybody that no other group takes; "
+        "unix_groups and hub_groups are lists. guarantee is what the group gets back at once from "
+        "those who borrow it. cap is the most that the group may have. Both are per cent of the "
+        "pool's memory, devices, or a size. weight divides what is left over: a group of weight 2 "
+        "gets twice as much of it as one of weight 1, the default. parent names the group that "
+        "contains this one. gpu_seconds_per_day is a budget: GPU-seconds, or text such as '8h', or "
+        "a dict. The dict has seconds; rule ('window', the default, renews all of it at one time "
+        "of the day; 'refill' renews a little of it all the time); renews (that time in UTC, "
+        "'00:00'); and then, which says what happens at its end ('borrow', the default: the group "
+        "gets only what no other session wants; 'refuse': it gets no new slice either; 'stop': "
+        "the pool suspends its running kernels as well). A user belongs to the group that names "
+        "the user. If no group does, one with a Unix group or a Hub group of the user counts, and "
+        "then the group for everybody. If several groups count, the one with the lower order "
+        "wins. A kernel may choose another group that its user belongs to.",
         unit="dict of group name to dict",
         default="{} (no groups)",
         example='groups = {"lab": {"guarantee": "60%", "users": ["ada"]}, "rest": {"users": "*"}}',
