@@ -239,7 +239,6 @@ class BrokerApp:
             core.note("journal-lost", reason=core.journal.set_aside)
         broker.health.begin(broker.devices)
         broker.maintenance.begin()
-        broker.usage.recover()
 
     def _announce(self, broker: Broker) -> None:
         settings, machine_wide = self.configuration.settings, self.configuration.machine_wide

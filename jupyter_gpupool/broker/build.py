@@ -198,8 +198,8 @@ async def build(
     )
     recovery = Recovery(
         core, service, pages=pages, activity=activity, guard=guard, landings=landings,
-        lifecycle=lifecycle, actions=actions, sudden_ends=sudden_ends, alone_since=alone_since,
-        log=log,
+        lifecycle=lifecycle, actions=actions, sudden_ends=sudden_ends, usage=usage,
+        alone_since=alone_since, log=log,
     )  # fmt: skip
     return Broker(
         core=core, runner=runner, devices=devices, service=service, health=health, room=room,

@@ -152,11 +152,13 @@ class Recovered(Event):
 class UsageRecovered(Event):
     """After a restart of the broker: what users and groups had used (``Pool.usage``).
 
-    Before :class:`Recovered`. What the pool has counted since its own start is added.
+    After :class:`Recovered`: the memory of leases that have outlived the broker counts from
+    ``since`` on (None: from now on). What the pool has counted since its own start is added.
     """
 
     users: Mapping[str, Usage] = field(default_factory=dict)
     groups: Mapping[str, Usage] = field(default_factory=dict)
+    since: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -297,13 +297,14 @@ class Pool:
             footprints=dict(s.lease.footprints),
         )
 
-    def usage(self, now: float | None = None) -> PoolUsage:
+    def usage(self, now: float | None = None, since: float = -math.inf) -> PoolUsage:
         """Return what users and groups have used, at ``now`` (None: at the last event).
 
-        It survives a restart of the broker as :class:`~.events.UsageRecovered`.
+        Only those that have used anything ``since`` then. It survives a restart of the broker as
+        :class:`~.events.UsageRecovered`.
         """
         facts = self._facts
-        return facts.meters.view(max(facts.now, now or facts.now), facts.settings)
+        return facts.meters.view(max(facts.now, now or facts.now), facts.settings, since)
 
     def standing(self, owner: Owner, now: float) -> tuple[Standing, tuple[str, ...]]:
         """Return an owner's guarantees, shares and daily budgets at ``now``, and their lines."""

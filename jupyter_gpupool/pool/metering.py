@@ -255,33 +255,41 @@ class Meters:
         rules: PoolSettings,
         users: Mapping[str, Usage],
         groups: Mapping[str, Usage],
+        since: float,
     ) -> None:
-        """Add what was counted before a restart; the time in between decays it."""
+        """Add what was counted before a restart; the time in between decays it.
+
+        The memory of leases that have outlived the broker counts from ``since`` on.
+        """
         for known, found in ((self.users, users), (self.groups, groups)):
-            for name, had in found.items():
+            for name in dict.fromkeys((*found, *known)):
                 daily = rules.quota_of(name).daily
                 if known is self.groups:
                     group = rules.groups.get(name)
                     daily = group.daily if group else None
-                old = Meter(had.at, had.memory, had.compute, had.today, had.spent)
-                old.advance(now, rules.half_life, daily)
                 account = known.setdefault(name, Meter(now))
                 account.advance(now, rules.half_life, daily)
+                had = found.get(name) or Usage(at=since)
+                old = Meter(had.at, had.memory, had.compute, had.today, had.spent)
+                old.advance(min(since, now), rules.half_life, daily)
+                old.memory_rate = account.memory_rate
+                old.advance(now, rules.half_life, daily)
                 account.memory += old.memory
                 account.compute += old.compute
                 account.today += old.today
                 account.spent = account.spent or old.spent
 
-    def view(self, now: float, rules: PoolSettings) -> PoolUsage:
-        """Return the usage of all users and groups at ``now``."""
+    def view(self, now: float, rules: PoolSettings, since: float = -math.inf) -> PoolUsage:
+        """Return the usage of all users and groups at ``now`` that have used any ``since`` then."""
         return PoolUsage(
             users={
                 name: account.read(now, rules.half_life, rules.quota_of(name).daily)
                 for name, account in self.users.items()
+                if account.at >= since or account.parts
             },
             groups={
                 name: account.read(now, rules.half_life, rules.groups[name].daily)
                 for name, account in self.groups.items()
-                if name in rules.groups
+                if name in rules.groups and (account.at >= since or account.parts)
             },
         )

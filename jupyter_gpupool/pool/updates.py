@@ -185,7 +185,8 @@ def _settings(facts: Facts, event: ev.SettingsChanged) -> Actions:
 
 
 def _usage_recovered(facts: Facts, event: ev.UsageRecovered) -> Actions:
-    facts.meters.recovered(facts.now, facts.settings, event.users, event.groups)
+    since = facts.now if event.since is None else event.since
+    facts.meters.recovered(facts.now, facts.settings, event.users, event.groups, since)
     return []
 
 

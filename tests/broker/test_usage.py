@@ -41,7 +41,7 @@ def test_usage_survives_a_broker_that_is(make_broker, end):
         kernel = kit.Kernel(broker, "second")
         before = used(kernel)
         if end == "killed":
-            wait_until(lambda: stored(broker), "the journal to have it")
+            wait_until(lambda: stored(broker) > before - 0.3, "the journal to have it")
             broker.kill()
         else:
             broker.stop()
@@ -54,15 +54,40 @@ def test_usage_survives_a_broker_that_is(make_broker, end):
         kernel.close()
 
 
+@pytest.mark.parametrize("goes_on", [True, False], ids=["goes on", "ends with the broker"])
+def test_killed_broker_loses_a_second_of_a_lease_that(make_broker, goes_on):
+    broker = make_broker(groups=GROUPS).started
+    kernel = kit.Kernel(broker, "first")
+    try:
+        kernel.attach()
+        wait_until(lambda: used(kernel) > 5, "use during one lease")
+        before = used(kernel)
+        wait_until(lambda: stored(broker) > before - 2.5, "the journal to have most of it")
+        broker.kill()
+        if not goes_on:
+            kernel.kill()
+        assert broker.start()["ok"]
+        if not goes_on:
+            kernel.close()
+            kernel = kit.Kernel(broker, "second")
+        wait_until(lambda: broker.session(kernel.session), "the session")
+        assert used(kernel) > before - 2.5
+    finally:
+        kernel.close()
+
+
 def stored(broker):
-    """What another broker would find in the journal."""
+    """What another broker would count of this user's day."""
     import sqlite3
 
     with broker.client() as client:
         path = client.call("status")["broker"]["journal"]
+    found = {}
     with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as db:
-        row = db.execute("SELECT value FROM meta WHERE name = 'usage'").fetchone()
-    return row is not None and read_usage(row[0])[0]
+        for name in ("usage", "usage-recent"):
+            row = db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+            found |= read_usage(row[0] if row is not None else "")[0]
+    return found[USER].today if USER in found else -1
 
 
 def test_status_shows_group_use_and_share(make_broker):

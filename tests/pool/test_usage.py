@@ -12,7 +12,7 @@ import pytest
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.groups import DAY, Daily, Group, Portion, Tree, path
 from jupyter_gpupool.pool.metering import LeaseInUse, Meters
-from jupyter_gpupool.pool.model import Owner, PoolSettings, Quota
+from jupyter_gpupool.pool.model import Owner, PoolSettings, Quota, Usage
 
 from .builders import Lab, all_of, device, got, none
 
@@ -91,6 +91,45 @@ def test_usage_survives_a_restart(make):
     found = used(other, "ann")
     assert found.dominant == pytest.approx(before.users["ann"].dominant / 2)
     assert found.today == pytest.approx(10)
+
+
+def test_memory_of_a_lease_counts_while_no_broker_runs(make):
+    lab = make(device(0), half_life=HALF)
+    lab.running("a", 8, owner="ann")
+    lab.after(10)
+    before, since = lab.pool.usage(lab.now), lab.now
+    other = make(device(0), half_life=HALF)
+    other.now = lab.now + 4
+    other.send(ev.Recovered, records=(lab.record("a"),))
+    other.send(ev.UsageRecovered, users=before.users, since=since)
+    found = used(other, "ann")
+    assert found.today == pytest.approx(10 + 4 * 8 / 16), "alone, it had all of the compute before"
+    other.after(1)
+    assert used(other, "ann").today == pytest.approx(10 + 4 * 8 / 16 + 1)
+
+
+def test_usage_before_the_last_commit_does_not_count_twice(make):
+    other = make(device(0), half_life=HALF)
+    lab = make(device(0), half_life=HALF)
+    lab.now = 7200.0
+    lab.running("a", 16, owner="ann")
+    old = {"ann": Usage(memory=1.0, today=3.0, at=lab.now - 3600)}
+    other.now = lab.now + 2
+    other.send(ev.Recovered, records=(lab.record("a"),))
+    other.send(ev.UsageRecovered, users=old, since=lab.now)
+    assert used(other, "ann").today == pytest.approx(3 + 2)
+
+
+def test_recent_usage_is_of_those_that_used_anything(make):
+    lab = make(device(0), half_life=HALF)
+    lab.running("a", 8, owner="ann")
+    lab.end("a")
+    lab.after(5)
+    since = lab.now
+    lab.running("b", 8, owner="bob")
+    assert set(lab.pool.usage(lab.now, since).users) == {"bob"}
+    lab.after(5)
+    assert set(lab.pool.usage(lab.now, lab.now).users) == {"bob"}, "it has a lease"
 
 
 def test_usage_goes_on_by_other_rules(make):

@@ -524,8 +524,12 @@ class World:
             s.charge = self.naive.due(s)
             s.refused = True
             found.append(r)
-        self.pool.handle(ev.UsageRecovered(now=self.now, users=usage.users, groups=usage.groups))
         self.send(ev.Recovered(now=self.now, records=tuple(found)))
+        self.send(
+            ev.UsageRecovered(
+                now=self.now, users=usage.users, groups=usage.groups, since=self.now - 1
+            )
+        )
 
 
 _WEIGHTS = {

@@ -54,6 +54,7 @@ from ..pages.activity import DEVICE_HOLD, Activity
 from ..pages.control import ControlPages
 from ..sessions import LiveSession
 from .records import from_json, frozen_in, read_session
+from .usage import UsageBook
 
 #: A hold in place of an agent's own holds until the agent is back, for at most so many seconds: the
 #: pool does not take the slice meanwhile. In the attach policy ``lazy`` the guard shows use, and
@@ -157,6 +158,7 @@ class Recovery:
         lifecycle: Lifecycle,
         actions: DeviceActions,
         sudden_ends: SuddenEnds,
+        usage: UsageBook,
         alone_since: float,
         log: logging.Logger,
     ) -> None:
@@ -169,6 +171,7 @@ class Recovery:
         self._lifecycle = lifecycle
         self._actions = actions
         self._sudden_ends = sudden_ends
+        self._usage = usage
         self._alone_since = alone_since
         self._log = log
 
@@ -197,6 +200,7 @@ class Recovery:
         for one in found:
             core.sessions.add(one.session)
         core.handle(e.Recovered(now=core.now(), records=tuple(one.record for one in found)))
+        self._usage.recover()
         for one in found:
             self._go_on(one)
         self._pages.sweep()

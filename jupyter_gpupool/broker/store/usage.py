@@ -2,8 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """What users and groups have used, kept in the journal: a restart forgets nobody's share.
 
-One value of the journal, written anew: some seconds after a lease has ended, and once a minute
-while there are leases. A broker that is killed forgets at most what was used since.
+Two values of the journal: the usage of all users, written once a minute while there are leases, and
+the usage of those that have used anything since, written every second. The next broker counts the
+memory of the leases that have outlived this one from its last commit on (their compute is not
+known). So a broker that is killed loses about a second. No write is synced to the disk.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from typing import Any, Mapping
 
 from ...pool import events as e
 from ...pool.model import Usage
-from ...states import ATTACHED
+from ...states import HAS_LEASE
 from ..core import Core
 
-#: The journal's value.
-_META = "usage"
+#: The journal's values: the usage of all, and of those that have used anything since.
+_ALL, _RECENT = "usage", "usage-recent"
 
-#: Seconds after the end of a lease, and between two looks while there are leases.
-SOON, LATER = 5.0, 60.0
+#: Seconds between two writes of the recent usage, and of all, while there are leases.
+SOON, LATER = 1.0, 60.0
 
 #: Users, and groups, that are kept: those that have used most. Some 80 bytes each.
 MOST = 2000
@@ -40,47 +42,54 @@ class UsageBook:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._timer: asyncio.TimerHandle | None = None
-        self._due = math.inf
+        #: When the usage of all was written last.
+        self._saved_at = -math.inf
+        #: When the broker before this one last wrote; None: there was none.
+        self._since = float(core.journal.meta("clock") or 0) or None
 
     def recover(self) -> None:
-        """Tell the pool what the journal has."""
-        users, groups = read_usage(self._core.journal.meta(_META))
-        if users or groups:
-            self._core.handle(e.UsageRecovered(now=self._core.now(), users=users, groups=groups))
+        """Tell the pool what the journal has, once it has the leases of the broker before."""
+        core, (users, groups) = self._core, read_usage(self._core.journal.meta(_ALL))
+        recent = read_usage(core.journal.meta(_RECENT))
+        core.handle(
+            e.UsageRecovered(
+                now=core.now(),
+                users=users | recent[0],
+                groups=groups | recent[1],
+                since=self._since,
+            )
+        )
+        self._look()
 
     def changed(self, change: e.StateChanged) -> None:
-        """Write soon if a lease has ended, or later if one has begun."""
-        if change.new in ATTACHED:
-            self._within(LATER)
-        elif change.old in ATTACHED or change.old == "detaching":
-            self._within(SOON)
-
-    def save(self) -> None:
-        """Note it for the next commit."""
-        found = self._core.pool.usage(self._core.now())
-        self._core.journal.remember(_META, usage_text(found.users, found.groups))
+        """Write soon if a lease has begun or ended."""
+        if self._timer is None and (change.new in HAS_LEASE or change.old in HAS_LEASE):
+            self._timer = asyncio.get_running_loop().call_later(SOON, self._look)
 
     def close(self) -> None:
         """Write for the last time."""
         if self._timer is not None:
             self._timer.cancel()
-        self.save()
+        self._save(self._core.now())
 
-    def _within(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        if loop.time() + seconds >= self._due:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._due = loop.time() + seconds
-        self._timer = loop.call_at(self._due, self._look)
+    def _save(self, now: float) -> None:
+        """Let the next commit write the usage of all."""
+        found = self._core.pool.usage(now)
+        self._saved_at = now
+        self._core.journal.remember(_ALL, usage_text(found.users, found.groups))
+        self._core.journal.remember(_RECENT, "")
 
     def _look(self) -> None:
-        self._timer, self._due = None, math.inf
-        self.save()
-        self._core.flush_later()
-        if any(state in ATTACHED for state in self._core.busy.values()):
-            self._within(LATER)
+        core, now, self._timer = self._core, self._core.now(), None
+        leases = any(state in HAS_LEASE for state in core.busy.values())
+        if now >= self._saved_at + LATER:
+            self._save(now)
+        else:
+            found = core.pool.usage(now, self._saved_at)
+            core.journal.remember(_RECENT, usage_text(found.users, found.groups))
+        core.flush_later()
+        if leases:
+            self._timer = asyncio.get_running_loop().call_later(SOON, self._look)
 
 
 def usage_text(users: Mapping[str, Usage], groups: Mapping[str, Usage]) -> str:
