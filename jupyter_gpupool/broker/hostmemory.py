@@ -71,21 +71,27 @@ class HostRoom:
 
     # ------------------------------------------------------------------ suspends
 
-    async def take(self, session: str, pid: int, size: int) -> str:
-        """Set ``size`` bytes aside for a suspend of process ``pid``; return why not, or "".
+    async def take(self, session: str, pid: int, size: int) -> tuple[str, bool]:
+        """Set ``size`` bytes aside for a suspend of process ``pid``, until :meth:`give`.
 
-        Until :meth:`give`.
+        Return why not, or "", and whether a limit forbids it even with nothing else there.
         """
         try:
             levels = await self.read(lambda: self.host.levels(pid))
         except OSError as error:
-            return f"Host memory cannot be read now: {error}. The pool tries again by itself."
+            return (
+                f"Host memory cannot be read now: {error}. The pool tries again by itself.",
+                False,
+            )
+        never = self.never(levels, size)
+        if never:
+            return never, True
         # No await from here on: two suspends that were read at once are counted in turn.
         tightest = min(levels, key=self._spare)
         if size and size > self._spare(tightest):
-            return self._refusal(tightest, size)
+            return self._refusal(tightest, size), False
         self._going[session] = size, frozenset(level.key for level in levels)
-        return ""
+        return "", False
 
     def give(self, session: str) -> None:
         """Note that the suspend is over: the figures include its copy, or it made none."""

@@ -251,8 +251,9 @@ class GPUPool(Configurable):
     unsuspendable = _choice(
         Unsuspendable,
         "What happens to a kernel that the driver cannot suspend, or has failed to suspend three "
-        "times in succession, while others wait for its slice: 'warn' tells its user, 'ask' tells "
-        "and later asks the user to end it, 'end' also ends it at last. See unsuspendable_after.",
+        "times in succession, or whose state is larger than its control group may hold, while "
+        "others wait for its slice: 'warn' tells its user, 'ask' tells and later asks the user to "
+        "end it, 'end' also ends it at last. See unsuspendable_after.",
         example='unsuspendable = "end"',
     )
     unsuspendable_after = _option(

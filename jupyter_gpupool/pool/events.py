@@ -333,12 +333,13 @@ class SuspendRefused(Event):
     """The session was not suspended and keeps running.
 
     ``busy``: its agent has a hold on the way, or did not answer. ``pinned``: the driver cannot
-    suspend it (``message`` says why). ``drain``: work did not drain in time. ``host``: no room.
+    suspend it (``message`` says why). ``drain``: work did not drain in time. ``host``: no room now.
+    ``limit``: its state is larger than a limit of host memory where its processes run.
     """
 
     session: str
     epoch: int
-    kind: Literal["busy", "pinned", "drain", "host"]
+    kind: Literal["busy", "pinned", "drain", "host", "limit"]
     message: str
 
 

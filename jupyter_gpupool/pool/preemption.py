@@ -76,6 +76,8 @@ def obstacle(s: Session, facts: Facts) -> str:
         return s.pinned_reason
     if not suspendable(s, facts):
         return "the GPU cannot suspend a process"
+    if s.confined:
+        return s.refused
     if s.failures >= TRIES and s.refused:
         return f"{s.failures} attempts failed, the last one so: {s.refused.rstrip('.')}"
     most = facts.settings.host_most(s.owner.name)

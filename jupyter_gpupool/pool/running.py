@@ -90,12 +90,16 @@ REASONS = {
 def cost(s: Session, swap: float | None) -> float:
     """Return the seconds that moving ``s`` out and in takes: measured, or guessed.
 
-    By the mean of one suspend or resume of any session, ``swap``; without one, by its size.
+    By the mean of one suspend or resume of any session, ``swap``; without one, by what it has in
+    device memory, or may have as long as that was not measured.
     """
-    known = s.measured
+    known, lease = s.measured, s.lease
     if known.suspend is not None and known.resume is not None:
         return known.moving
-    return 2 * swap if swap is not None else guessed_cost(s.lease.granted)
+    if swap is not None:
+        return 2 * swap
+    seen = len(lease.footprints) >= len(lease.slices)
+    return guessed_cost(lease.footprint if seen else lease.granted)
 
 
 def time_slice(s: Session, facts: Facts) -> float:

@@ -60,7 +60,8 @@ class Lease:
     stay: Stay = field(default_factory=Stay)
     #: Whether the session was told that another one waits for its slice.
     told_wanted: bool = False
-    #: Seconds that moving it out and in takes, as known when it began; see :mod:`.running`.
+    #: Seconds that moving it out and in takes, as known when it began (until a move was measured:
+    #: guessed from its measured use); see :mod:`.running`.
     cost: float = 0.0
     #: The number of the class in which it got the lease: its own, or one to which age raised it.
     level: int = -(1 << 62)
@@ -147,6 +148,8 @@ class Session:
     failures: int = 0
     #: Why its last suspend failed, though host memory had room; it is tried again.
     refused: str = ""
+    #: That was a limit of host memory below its state: only less state or a higher limit helps.
+    confined: bool = False
     #: Why it was preempted while in use, until it has its next lease; "" if it was not.
     preempted: str = ""
     #: Why its last suspend was refused for lack of host memory.

@@ -96,7 +96,7 @@ def _attached(facts: Facts, s: Session, seconds: float) -> Actions:
     """The lease is in effect: suspended state is back on its devices."""
     state, s.suspended = s.suspended, ()
     s.preempted = ""
-    s.failures, s.refused = 0, ""
+    s.failures, s.refused, s.confined = 0, "", False
     if state:
         s.resumes += 1
         s.bound = tuple(x.device for x in s.lease.slices)
@@ -199,6 +199,7 @@ def _suspended(facts: Facts, s: Session, state: tuple[Slice, ...], cuda: bool | 
     s.suspends += bool(state)
     s.failures, s.retry_at = 0, 0.0
     s.roomless = s.pinned_reason = s.refused = ""
+    s.confined = False
     s.release_asked = False
     facts.host_takes(sum(x.bytes for x in state) - s.lease.host_bound)
     facts.end_lease(s)

@@ -26,9 +26,9 @@ from .session import NEVER, Session, restored, weighted
 from .transitions import Actions, grant_holds, lose, move, refuse_holds, resize, wish
 
 #: Seconds before a session is tried again after a failed attach or a refused suspend; doubled with
-#: every further failure, up to ``BACK_OFF_MOST``. ``drain`` and ``host`` begin with a longer delay
-#: because work and memory pressure last longer than a race with the next cell.
-BACK_OFF = {"attach": 1.0, "busy": 1.0, "drain": 10.0, "host": 10.0}
+#: every further failure, up to ``BACK_OFF_MOST``. The others begin with a longer delay than
+#: ``busy`` because work and memory pressure last longer than a race with the next cell.
+BACK_OFF = {"attach": 1.0, "busy": 1.0, "drain": 10.0, "host": 10.0, "limit": 10.0}
 BACK_OFF_MOST = 60.0
 #: Seconds after a restart of the broker in which a session that was waiting may claim its place.
 REJOIN = 60.0
@@ -144,6 +144,8 @@ def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Act
     if not held:
         return []
     lease.sampled_at = facts.now
+    if facts.swap is None:
+        lease.cost = cost(s, None)  # guessed from what it uses, until a move was measured
     if size:
         s.bound = tuple(x.device for x in lease.slices)
     actions: Actions = []
@@ -423,7 +425,8 @@ def _suspend_done(facts: Facts, s: Session, event: ev.SuspendDone) -> Actions:
 
 
 def _suspend_refused(facts: Facts, s: Session, event: ev.SuspendRefused) -> Actions:
-    s.roomless = event.message if event.kind == "host" and not s.holds else ""
+    host = event.kind in ("host", "limit")
+    s.roomless = event.message if host and not s.holds else ""
     if event.kind == "pinned":
         s.pinned_reason = event.message or "the driver cannot suspend it"
         s.pinned_at = facts.now
@@ -432,6 +435,7 @@ def _suspend_refused(facts: Facts, s: Session, event: ev.SuspendRefused) -> Acti
         # back-off it would meet the session's next short cell.
         _back_off(facts, s, event.kind)
         s.refused = event.message if event.kind != "host" else ""
+        s.confined = event.kind == "limit"
     new: State = "active" if s.holds else "idle"
     return move(facts, s, new, f"{event.kind}: {event.message}") + grant_holds(s)
 

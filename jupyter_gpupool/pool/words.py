@@ -210,7 +210,7 @@ def _users(facts: Facts) -> str:
     """Return which kernels have the slices, as the end of a sentence."""
     idle = [s for s in facts.leased.values() if s.state == "idle"]
     roomless = sum(1 for s in idle if s.roomless)
-    failed = sum(1 for s in idle if s.refused and s.retry_at > facts.now)
+    failed = sum(1 for s in idle if s.refused and not s.roomless and s.retry_at > facts.now)
     users = []
     if any(s.state == "active" for s in facts.leased.values()):
         users.append("running cells")

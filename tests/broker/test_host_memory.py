@@ -194,11 +194,13 @@ def test_container_of_2_gib_can_suspend_a_gib(tree):
 
     async def scenario():
         room = HostRoom(tree.host)
-        assert await room.take("a", 7, GiB) == ""
+        assert await room.take("a", 7, GiB) == ("", False)
         room.give("a")
-        why = await room.take("a", 7, 1300 * MiB)
+        why, lasts = await room.take("a", 7, 1300 * MiB)
         assert why.startswith("1.3 GiB of GPU state has no room in host memory now: control group")
-        why = await room.take("a", 7, 2 * GiB)
+        assert not lasts
+        why, lasts = await room.take("a", 7, 2 * GiB)
+        assert lasts
         assert "cannot be moved to host memory here: control group /job may use 2 GiB" in why
         assert "512 MiB stays free (c.GPUPool.host_reserve)" in why
         room.close()
@@ -216,13 +218,13 @@ def test_suspends_under_way_count_in_their_shared_levels(tree):
         room = HostRoom(tree.host, HostReserve)
         # Each alone would fit: 16 - 1 - 1.6 - 0.2.
         found = await asyncio.gather(room.take("a", 7, 8 * GiB), room.take("b", 8, 8 * GiB))
-        assert sorted(map(bool, found)) == [False, True]
-        assert await room.take("c", 9, 8 * GiB) == ""  # another group of this machine
+        assert sorted(bool(why) for why, _ in found) == [False, True]
+        assert await room.take("c", 9, 8 * GiB) == ("", False)  # another group of this machine
         room.give("a")
         room.give("b")
-        assert await room.take("b", 8, 8 * GiB) == ""
-        assert await room.take("d", 9, 20 * GiB) != ""
-        assert await room.take("e", 9, 0) == ""  # nothing to move needs no room
+        assert await room.take("b", 8, 8 * GiB) == ("", False)
+        assert (await room.take("d", 9, 20 * GiB))[0]
+        assert await room.take("e", 9, 0) == ("", False)  # nothing to move needs no room
         room.close()
 
     asyncio.run(scenario())
@@ -322,6 +324,32 @@ def test_limit_below_the_slice_is_told_before_a_kernel_waits(broker, program):
     in_group(broker, GiB)
     assert two.do("calm")["error"] == 0
     assert three.answer() is None
+
+
+def test_limit_below_the_slice_leads_to_a_warning(make_broker):
+    """Preempted while it computes: it kept its slice, and others waited without end."""
+    broker = make_broker(
+        preempt=["class"], unsuspendable="ask", unsuspendable_after=["1s", "1s", "1s"]
+    ).started
+    in_group(broker, 150 * MiB, limit=256 * MiB)
+    made = [Program(broker, "one", memory=400 * MiB, priority="batch")]
+    broker.tree.process(made[0].process.pid, "0::/job")
+    try:
+        made[0].begin(300 * MiB)
+        assert made[0].do("storm") is None
+        for number in (0, 1):
+            made.append(Program(broker, f"other {number}", memory=400 * MiB))
+            broker.tree.process(made[-1].process.pid, "0::/")
+        made[1].begin(MiB)
+        assert made[1].do("storm") is None
+        made[2].tell("context")
+        (told, *_) = wait_until(lambda: broker.rows("warn"), "the warning")
+        assert told["session"] == made[0].session
+        assert "control group /job may use 256 MiB" in told["reason"]
+        assert made[0].do("calm")["error"] == 0
+    finally:
+        for one in made:
+            one.close()
 
 
 def test_largest_state_goes_back_when_host_memory_is_short(broker, program):

@@ -9,6 +9,7 @@ import pytest
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.groups import Group, Portion
 from jupyter_gpupool.pool.model import PREEMPT_ALL, Owner, Slice
+from jupyter_gpupool.pool.residence import SLICE_LEAST
 from jupyter_gpupool.pool.shares import RECHECK
 
 from .builders import Lab, all_of, device, got, none
@@ -540,6 +541,61 @@ def test_attempt_that_succeeds_ends_the_warnings(make):
     lab.done("high")
     lab.after(1000)
     assert len(all_of(lab.past, ev.Warn)) == 1
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_limit_of_host_memory_below_the_state_leads_to_a_warning(make, idle):
+    lab = make(device(0), preempt=PREEMPT_ALL, half_life=3600.0)
+    lab.running("stuck", 16, priority="batch")
+    if idle:
+        lab.drop("stuck")
+    lab.after(100)
+    ask(lab, "high")
+    end = lab.now + 65
+    while lab.now < end:
+        if lab.state("stuck") == "detaching":
+            lab.refused("stuck", "limit", "its control group may use 8 bytes")
+        lab.after(1.0)
+    warn = got(lab.past, ev.Warn, session="stuck")
+    assert "cannot be suspended (its control group may use 8 bytes)" in warn.message
+    assert idle == ("1 idle kernel that cannot be suspended" in lab.reason("high"))
+    assert "tried again" not in lab.reason("high")
+
+
+def test_lack_of_host_memory_leads_to_no_warning(make):
+    lab = make(device(0), preempt=PREEMPT_ALL, half_life=3600.0)
+    lab.running("large", 16, priority="batch")
+    lab.after(100)
+    ask(lab, "high")
+    end = lab.now + 300
+    while lab.now < end:
+        if lab.state("large") == "detaching":
+            lab.refused("large", "host", "no room now")
+        lab.after(1.0)
+    none(lab.past, ev.Warn)
+
+
+def test_first_time_slice_is_of_what_is_resident(make):
+    """What was granted would take 128 times as long to move as what is there."""
+    gib = 1 << 30
+    lab = make(
+        device(0, 96 * gib), preempt=frozenset({"turns"}), half_life=0.0, host_memory=999 * gib
+    )
+    lab.running("first", 64 * gib)
+    ask(lab, "second", 64 * gib)
+    assert ends(lab, "first") == pytest.approx(128 / 0.1), "the worst, if nothing was measured"
+    lab.seen("G0", first=gib // 2)
+    assert ends(lab, "first") == pytest.approx(SLICE_LEAST)
+    lab.seen("G0", first=2 * gib)
+    assert ends(lab, "first") == pytest.approx(4 / 0.1)
+    none(lab.after(39), ev.Suspend)
+    got(lab.after(2), ev.Suspend, session="first")
+
+
+def ends(lab: Lab, name: str) -> float:
+    """Return when a waiting session may take the slice of ``name``."""
+    ((_, at, _),) = lab.pool.explain(name).claims
+    return at
 
 
 def test_refusal_of_the_driver_leads_to_a_warning(make):

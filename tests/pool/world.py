@@ -306,7 +306,7 @@ class World:
             cuda = self.c.choice([None, True, False])
             self.send(ev.SuspendDone(**common, suspended=state, cuda=cuda, seconds=2.0))
         elif how <= 19:
-            kind: Any = self.c.choice(["busy", "pinned", "drain", "host"])
+            kind: Any = self.c.choice(["busy", "pinned", "drain", "host", "limit"])
             self.send(ev.SuspendRefused(**common, kind=kind, message="no"))
         else:
             self.send(ev.SuspendFailed(**common, message="hung"))

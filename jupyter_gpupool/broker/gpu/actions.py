@@ -32,7 +32,7 @@ from .samples import Samples
 YIELD_TIMEOUT = 1.0
 
 #: Why a session is not suspended, in the pool's terms: see :class:`SuspendRefused`.
-Obstacle = Literal["busy", "pinned", "drain", "host"]
+Obstacle = Literal["busy", "pinned", "drain", "host", "limit"]
 
 #: A suspend would lose the session's CUDA graph.
 RECORDING = "it records a CUDA graph"
@@ -209,9 +209,9 @@ class DeviceActions:
             self._core.handle(self._done(action, SuspendOutcome("nothing", cuda=False)))
             return
         before = await self._footprint(session, process, action.slices)
-        problem = await self._room.take(session.id, process.pid, sum(before.values()))
+        problem, lasts = await self._room.take(session.id, process.pid, sum(before.values()))
         if problem:
-            self._refused(action, "host", problem)
+            self._refused(action, "limit" if lasts else "host", problem)
             return
         try:
             session.moving = before
