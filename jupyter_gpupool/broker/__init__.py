@@ -52,6 +52,7 @@
 ``metrics``             switches ``figures`` on and off, and serves them
 ``ratelimit``           limits on what one user or one cause may take
 ``environment``         the driver that the broker sees, its files and limits
+``wakeups``             how soon Linux runs the event loop after a message
 ``shutdown``            signals, and a shutdown in bounded time
 ======================  ========================================================================
 """

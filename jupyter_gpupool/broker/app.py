@@ -44,6 +44,7 @@ from .store.journal_file import JournalLock, check_home, check_record, place, ta
 from .store.records import devices_from_text, devices_to_text
 from .store.recovery import check_reach
 from .transport.listener import Claim, Server
+from .wakeups import wake_soon
 
 #: Seconds that driver calls under way may still take when the broker ends. The next broker
 #: finishes or undoes a longer one: see ``recovery``.
@@ -386,6 +387,7 @@ def main(
             handler.addFilter(LogLimit())
     # Bounds how long the thread that reads the journal can delay the event loop.
     sys.setswitchinterval(0.001)
+    wake_soon()
 
     async def run() -> None:
         app = BrokerApp(

@@ -244,6 +244,8 @@ async def test_children_end_with_their_parent(emulated, waiting):
         assert os.getsid(child.pid) == child.pid
     sampler, worker, _ = (os.getpriority(os.PRIO_PROCESS, child.pid) for child in children)
     assert sampler > worker, "a kernel that asks for a slice goes before a sample"
+    policies = [os.sched_getscheduler(child.pid) for child in children]
+    assert policies == [os.SCHED_BATCH, os.SCHED_OTHER, os.SCHED_OTHER]
     # This one is stopped, so it cannot read the end of its stdin.
     os.kill(children[1].pid, signal.SIGSTOP)
     process.kill()

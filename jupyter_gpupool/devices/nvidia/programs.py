@@ -68,9 +68,12 @@ def die_with_parent(parent: int) -> None:
 def be_nice() -> None:
     """Let the broker and the kernels go first: a sample can wait, a kernel that asks for a GPU not.
 
-    Where Linux groups processes by session, the niceness of this one's group counts.
+    Where Linux groups processes by session, the niceness of this one's group counts. As a batch
+    process it never interrupts another one when it wakes.
     """
     os.nice(NICE)
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with contextlib.suppress(OSError):  # Linux without such groups
         Path("/proc/self/autogroup").write_text(f"{NICE}\n")
 
