@@ -128,6 +128,8 @@ def format_wait(seconds: float) -> str:
 
 def format_seconds(value: float) -> str:
     """Return ``value`` seconds as people say them: ``"40 s"``, ``"3 min"``, ``"2.5 h"``."""
+    if 0 < value < 0.95:
+        return f"{max(0.1, value):.1f} s"
     if value < 90:
         return f"{value:.0f} s"
     if value < 5400:

@@ -118,6 +118,7 @@ def test_wrong_duration_is_refused_with_an_example(text):
 
 def test_durations_are_shown_in_a_fitting_unit():
     assert [format_seconds(s) for s in (0, 42, 180, 9000)] == ["0 s", "42 s", "3 min", "2.5 h"]
+    assert [format_seconds(s) for s in (0.001, 0.5, 0.96)] == ["0.1 s", "0.5 s", "1 s"]
 
 
 @pytest.mark.parametrize(

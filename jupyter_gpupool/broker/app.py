@@ -249,7 +249,8 @@ class BrokerApp:
             "every user" if machine_wide else f"user id {os.geteuid()}",
             broker.core.journal.path,
         )  # fmt: skip
-        for note in (*settings.notes, *filter(None, [broker.service.hazard])):
+        vain = self.configuration.timetable.overruled(time.time())
+        for note in (*settings.notes, *vain, *filter(None, [broker.service.hazard])):
             _LOG.warning("%s", note)
         if settings.emulate and machine_wide:
             _LOG.warning(

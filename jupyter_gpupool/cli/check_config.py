@@ -125,7 +125,9 @@ def examine(
     faults += names if certain else []
     report["ok"] = not faults
     report["faults"] = [_fault(fault) for fault in faults]
-    report["warnings"] = [*_warnings(base, [] if certain else names, machine)]
+    report["warnings"] = [
+        *_warnings(base, [] if certain else names, machine), *timetable.overruled(now)
+    ]  # fmt: skip
     report["files"] = [str(path) for path in base.files]
     if machine.capacities:
         report["devices"] = {

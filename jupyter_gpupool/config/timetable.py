@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from .calendar import changes, in_force, next_change
 from .mistakes import Fault, Key, WrongConfiguration
@@ -90,6 +90,26 @@ class Timetable:
                 known.setdefault(identity, self._of_schedules(fault, rules))
         return [self.place(fault) for fault in known.values()]
 
+    def overruled(self, now: float) -> list[str]:
+        """Return which schedules set options without effect within a year, as sentences."""
+        schedules, found = self.base.schedules, []
+        combinations = self.combinations(now)
+        for index, schedule in enumerate(schedules):
+            lost: dict[str, set[int]] = {}
+            together = [rules for rules in combinations if index in rules]
+            for path in _leaves(schedule.values):
+                over = [
+                    [i for i in rules if i > index and _sets(schedules[i].values, path)]
+                    for rules in together
+                ]
+                if over and all(over):
+                    name = path[0] + "".join(f"[{key!r}]" for key in path[1:])
+                    lost[name] = {i for some in over for i in some}
+            if lost:
+                rivals = [schedules[i].name for i in sorted(set.union(*lost.values()))]
+                found.append(_in_vain(schedule.name, [*lost], rivals))
+        return found
+
     def _of_schedules(self, fault: Fault, rules: Rules) -> Fault:
         names = " and ".join(map(repr, self.names(rules)))
         path: tuple[Key, ...] = (fault.option, *fault.keys)
@@ -100,6 +120,37 @@ class Timetable:
                 best = keys
         message = f"With {names} in force: {_begun(fault)}"
         return replace(fault, message=message, option="schedules", keys=best, origin="", line=None)
+
+
+def _in_vain(name: str, options: Sequence[str], rivals: Sequence[str]) -> str:
+    them = "it" if len(options) == 1 else "them"
+    others = " or ".join(map(repr, rivals))
+    later = "comes later in the list" if len(rivals) == 1 else "come later in the list"
+    return (
+        f"The schedule {name!r} sets {' and '.join(options)} without effect: whenever it is in "
+        f"force, {others} sets {them} as well, and of several the last one counts. {others} "
+        f"{later}: put {name!r} after it, or remove {them} there."
+    )
+
+
+def _leaves(values: Mapping[Any, Any], above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of each value that a schedule sets."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key)
+
+
+def _sets(values: Any, path: Sequence[Any]) -> bool:
+    """Return whether a schedule with ``values`` overrules the value at ``path`` of one before."""
+    for key in path:
+        if not isinstance(values, Mapping):
+            return True  # it replaces all of the dict
+        if key not in values:
+            return False
+        values = values[key]
+    return True
 
 
 def _begun(fault: Fault) -> str:

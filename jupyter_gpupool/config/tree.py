@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Callable, Iterator, Mapping, Sequence
 
-from ..pool.groups import Group, Portion
+from ..pool.groups import Group, Portion, path
 from ..text import did_you_mean
 from ..units import format_bytes
 from .grouping import Groups, Members
@@ -138,6 +138,8 @@ def _wrong_sizes(tree: Mapping[str, Group], scale: _Scale) -> Iterator[Fault]:
     def more(a: float | None, b: float | None) -> bool:
         return a is not None and b is not None and a > b + scale.tolerance
 
+    #: Groups with a guarantee that a cap above forbids: no sum with it needs another sentence.
+    refused: set[str] = set()
     for name, group in tree.items():
         guarantee, cap = size(group.guarantee), size(group.cap)
         if more(guarantee, cap):
@@ -153,6 +155,8 @@ def _wrong_sizes(tree: Mapping[str, Group], scale: _Scale) -> Iterator[Fault]:
             if own is None or portion is None:
                 continue
             if above is not None and more(own, above[1]):
+                if key == "guarantee":
+                    refused.update(path(tree, name)[:-1])
                 yield Fault(
                     f"The {key} {_said(portion, scale)} cannot be reached: the cap of the group "
                     f"{above[0]!r} above it is {_said(tree[above[0]].cap, scale)}.",
@@ -174,7 +178,7 @@ def _wrong_sizes(tree: Mapping[str, Group], scale: _Scale) -> Iterator[Fault]:
             within, bound = size(tree[parent].cap), "cap"
         inner = [name for name in children(tree, parent) if needs(name) > 0]
         total = sum(map(needs, inner))
-        if not inner or not more(total, within):
+        if not inner or parent in refused or not more(total, within):
             continue
         assert within is not None
         last = inner[-1]

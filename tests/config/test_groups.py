@@ -276,6 +276,11 @@ def test_two_equal_claims_need_an_order(first, second, message):
             "above."),
         ),
         (
+            {"a": {"cap": "20%"}, "b": {"parent": "a"}, "c": {"parent": "b", "guarantee": "30%"}},
+            ("groups['c']['guarantee']: The guarantee 30% cannot be reached: the cap of the group "
+            "'a' above it is 20%. Lower this guarantee or raise that cap."),
+        ),
+        (
             {"a": {"cap": "20%"}, "b": {"parent": "a"}, "c": {"parent": "b", "cap": "30%"}},
             ("groups['c']['cap']: The cap 30% cannot be reached: the cap of the group 'a' above it "
             "is 20%. Lower this cap or raise that cap."),

@@ -90,6 +90,32 @@ def test_of_rules_in_force_together_the_later_one_wins():
     assert (pool.idle_timeout, pool.max_wait) == (2, 1)
 
 
+def test_schedule_that_others_always_overrule_is_named():
+    week = {"name": "week", "time_zone": "Europe/Berlin", "set": {"idle_timeout": 2}}
+    night_ = {**NIGHT, "set": {"idle_timeout": 1, "linger": 5}}
+    (told,) = timetable(schedules=[night_, week]).overruled(NOON)
+    assert told == (
+        "The schedule 'night' sets idle_timeout without effect: whenever it is in force, 'week' "
+        "sets it as well, and of several the last one counts. 'week' comes later in the list: put "
+        "'night' after it, or remove it there."
+    )
+    assert timetable(schedules=[week, night_]).overruled(NOON) == []
+    weekend = {**WEEKEND, "set": {"idle_timeout": 2}}
+    assert timetable(schedules=[night_, weekend]).overruled(NOON) == [], "on other nights it counts"
+
+
+def test_each_value_of_a_dict_is_overruled_by_itself():
+    groups = {"a": {"users": ["ada"]}, "b": {"users": ["bob"]}}
+    first = {**NIGHT, "set": {"groups": {"a": {"weight": 2}, "b": {"weight": 3}}}}
+    second = {"name": "week", "time_zone": "Europe/Berlin"}
+    (told,) = timetable(
+        groups=groups, schedules=[first, {**second, "set": {"groups": {"a": {"weight": 4}}}}]
+    ).overruled(NOON)
+    assert "sets groups['a']['weight'] without effect" in told
+    other = {**second, "set": {"groups": {"a": {"cap": "50%"}}}}
+    assert timetable(groups=groups, schedules=[first, other]).overruled(NOON) == []
+
+
 def test_what_another_file_adds_is_changed_as_well(folder):
     (folder / "jupyter_config.py").write_text("c.GPUPool.quotas.update({'ada': {'leases': 1}})")
     (folder / "jupyter_server_config.py").write_text(

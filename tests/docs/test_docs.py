@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -16,7 +17,9 @@ import pytest
 from jupyter_gpupool.cli.commands import COMMANDS
 from jupyter_gpupool.config import GPUPool
 from jupyter_gpupool.config.reading import QUOTA_KEYS
+from jupyter_gpupool.kernel.advice import advice
 from jupyter_gpupool.kernel.command import SUBCOMMANDS
+from jupyter_gpupool.kernel.guard_state import MemoryFigures
 from jupyter_gpupool.kernelspecs import PROVISIONER
 from jupyter_gpupool.launcher import OPTIONS
 from jupyter_gpupool.pool.transitions import TRANSITIONS
@@ -65,6 +68,16 @@ def test_every_gpu_command_is_documented():
     text = text_of("users.md")
     for name, (usage, _) in SUBCOMMANDS.items():
         assert any(f"`{part.strip()}`" in text for part in usage.split(", or ")), name
+
+
+def test_out_of_memory_example_is_what_the_kernel_prints():
+    """By default the limit of a slice is the whole GPU."""
+    assert GPUPool().default_limit is None
+    gib = 1 << 30
+    figures = MemoryFigures(used=int(11.8 * gib), granted=12 * gib, limit=24 * gib, waiting=0)
+    link = SimpleNamespace(limits={"memory": 24 * gib})
+    line = advice(link, "CUDA out of memory", figures)
+    assert f"\n{line}\n" in (DOCS / "users.md").read_text()
 
 
 def test_options_of_a_kernelspec_are_documented():

@@ -97,7 +97,7 @@ class ProvisionerMessages:
             raise RefusedError(
                 f"This pool has no GPU: {self._no_device}",
                 code=Code.NO_DEVICE,
-                next_step="See `jupyter gpupool doctor`, or try c.GPUPool.emulate = '2x16GiB'.",
+                next_step="`jupyter gpupool doctor` examines the machine.",
             )
         settings = self._configuration.settings
         most = settings.max_sessions_per_user
