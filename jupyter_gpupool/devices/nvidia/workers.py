@@ -34,7 +34,7 @@ _SETTLE_POLL = 0.25
 
 
 class Workers:
-    """The workers of a service; see ``DeviceService`` for the parameters."""
+    """The workers of a service; see ``Inventory`` for the parameters."""
 
     def __init__(
         self,

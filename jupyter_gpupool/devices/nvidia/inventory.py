@@ -1,0 +1,492 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Which GPUs there are, what each can do, and which are left alone for maintenance.
+
+The base of :class:`.service.DeviceService`, which adds what sessions need of the devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Callable, Collection, Mapping, Sequence
+
+from ...errors import Code, DriverError, GPUPoolError
+from ...pool.attribution import driver_share, unlisted
+from ...pool.model import Device
+from ...procfs import ProcessId
+from ..model import FileHolder, assumed_context
+from . import driver
+from .driver import MODULE
+from .examiner import Examiner, Findings
+from .interpreter import child_environment
+from .operations import Operation
+from .sampler import FREED_TIMEOUT, SAMPLE_TIMEOUT, Sampler, to_memo
+from .selftest import Verdict
+from .visibility import DEVICE_FILES, Aside, Given, Row, holders
+from .workers import Workers
+
+#: Self-tests that run at once: each starts two processes that load the driver.
+_SELFTESTS = 4
+
+#: Seconds for one driver call of a self-test, which moves a few MiB. Kernels wait for a broker that
+#: starts, and if the test under the guard hangs, the one without the guard follows.
+TEST_CALL_TIMEOUT = 15.0
+
+#: Seconds between two checks of the memory left by ended self-tests.
+_RESIDUE_POLL = 0.1
+
+#: Part of the name of every device of the emulated driver.
+_EMULATED = "EMULATED"
+
+
+class Inventory:
+    """The GPUs of this machine, and the child processes that ask the driver about them.
+
+    Parameters
+    ----------
+    env:
+        The whole environment for child processes (it chooses the driver library); None: this
+        process's own.
+    lock_timeout:
+        Seconds for a session's submitted GPU work to finish before a suspend is given up.
+    call_timeout:
+        Seconds for any other driver call, without copying, before its process is killed.
+    sample_timeout:
+        Seconds for NVML to take one sample.
+    guard:
+        Whether sessions run under the guard: then each device is tested with it, and gets the tier
+        "guarded" if it passes.
+    python:
+        The interpreter for child processes, which has NVIDIA's packages; "": this process's own.
+    numbers:
+        Result of an earlier service in this PID namespace (:attr:`numbers`); None: no result.
+    choose:
+        Returns which of the machine's GPUs may be used, and why not all.
+    files:
+        Prefix of the paths of the GPUs' device files.
+    version_file:
+        File with the version of the loaded kernel module.
+    on_device_lost:
+        Called with ``(uuid, reason)`` when a device fails (an Xid that is not the application's
+        fault, or NVML cannot read it any more); once, until it is seen healthy again.
+    """
+
+    def __init__(
+        self,
+        *,
+        env: Mapping[str, str] | None = None,
+        log: logging.Logger | None = None,
+        lock_timeout: float = 5.0,
+        call_timeout: float = 120.0,
+        sample_timeout: float = SAMPLE_TIMEOUT,
+        guard: bool = False,
+        numbers: bool | None = None,
+        python: str = "",
+        choose: Callable[[Sequence[Row]], Given] = lambda rows: Given((*rows,)),
+        files: str = DEVICE_FILES,
+        version_file: Path = MODULE,
+        on_device_lost: Callable[[str, str], None] | None = None,
+    ) -> None:
+        #: Why there is no usable device, in a sentence; empty if there is one.
+        self.problem = ""
+        #: Versions from NVML, empty if unknown.
+        self.driver_version = ""
+        self.cuda_version = ""
+        #: Devices without room for a self-test; they count as able to suspend.
+        self.untested: set[str] = set()
+        #: Why no child runs and every call fails; empty if the service serves.
+        self.down = ""
+        #: Devices that the last :meth:`renew` tested.
+        self.renewed: frozenset[str] = frozenset()
+        self.on_device_lost = on_device_lost
+        self._log = log or logging.getLogger(__name__)
+        self._python = python
+        self._env = child_environment(env, python)
+        self._aside = Aside(self._env)
+        self._sampler = Sampler(
+            env=self._env,
+            log=self._log,
+            on_lost=self._lost,
+            timeout=sample_timeout,
+            python=python,
+            numbers=numbers,
+        )
+        self._examiner = Examiner(
+            env=self._env, log=self._log, sampler=self._sampler, guard=guard, python=python
+        )
+        self._choose = choose
+        self._files = files
+        self._version_file = version_file
+        #: Why the pool has only some of the machine's GPUs, in sentences.
+        self.limit = ""
+        self._everything: tuple[str, ...] = ()
+        self._devices: dict[str, Device] = {}
+        self._workers = Workers(
+            env=self._env,
+            log=self._log,
+            python=python,
+            sampler=self._sampler,
+            lock_timeout=lock_timeout,
+            call_timeout=call_timeout,
+        )
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self, known: Mapping[str, Device] | None = None) -> list[Device]:
+        """Find the devices and test each; return them, an empty list if there is no driver.
+
+        Never raises for a missing or broken driver: :attr:`problem` then says what is wrong.
+        ``known`` are an earlier broker's devices by UUID; they are not tested again, because a test
+        takes memory (a CUDA context) that may be granted to sessions.
+        """
+        if known:
+            self._workers.warm(next(iter(known)))
+        try:
+            rows = await self._discover()
+        except DriverError as error:
+            self.problem = str(error)
+            return []
+        for row in rows:
+            self._add(row)
+        for uuid in self._workers.children.keys() - self._devices.keys():
+            await self._workers.remove(uuid)  # this device is gone
+        trusted = {uuid: d for uuid, d in (known or {}).items() if uuid in self._devices}
+        for uuid, device in trusted.items():
+            self._devices[uuid] = self._examiner.trust(self._devices[uuid], device)
+        await self._sampler.watch([*self._devices])
+        await self._test([uuid for uuid in self._devices if uuid not in trusted])
+        return [*self._devices.values()]
+
+    async def _discover(self) -> list[dict[str, Any]]:
+        """Return a row for each device; raise DriverError if there is none."""
+        found = await self._sampler.discover()
+        self.driver_version, self.cuda_version = found["driver"], found["cuda"]
+        for problem in found["problems"]:
+            self._log.warning("%s", problem)
+        rows: list[dict[str, Any]] = found["devices"]
+        if not rows:
+            nothing = f"The NVIDIA driver {self.driver_version} sees no GPU. {driver.WITHOUT_GPU}"
+            raise DriverError(" ".join(found["problems"]) or nothing, code=Code.NO_DEVICE)
+        self._everything = tuple(row["uuid"] for row in rows if not row["mig"])
+        self._aside.learn(rows)
+        chosen = self._choose(rows)
+        self.limit = chosen.limit
+        if not chosen.rows:
+            raise DriverError(chosen.limit, code=Code.NO_DEVICE)
+        return [dict(row) for row in chosen.rows]
+
+    async def _test(self, fresh: Sequence[str]) -> None:
+        """Test devices, and measure the driver's own memory on them."""
+        before = await self._unattributed(fresh)
+        # One test at a time would take half a minute on a machine with eight GPUs.
+        limit = asyncio.Semaphore(_SELFTESTS)
+
+        async def test(uuid: str) -> None:
+            async with limit:
+                await self.self_test(uuid)
+
+        await asyncio.gather(*(test(uuid) for uuid in fresh))
+        self._sampler.numbers.settle()
+        await self._set_reserved(before)
+        self._devices = {uuid: self._with_landing(d) for uuid, d in self._devices.items()}
+
+    async def close(self, grace: float = 10.0) -> None:
+        """End all children, after operations in flight have ended or ``grace`` seconds."""
+        await self._workers.drain(grace)
+        await asyncio.gather(self._sampler.close(), self._workers.close(grace))
+
+    # ------------------------------------------------------------------ maintenance
+
+    async def assume(self, known: Mapping[str, Device], reason: str) -> list[Device]:
+        """Start with the devices that an earlier broker found, without touching the driver."""
+        for uuid, device in known.items():
+            self._devices[uuid] = self._examiner.trust(device, device)
+            self._workers.add(uuid)
+        self._sampler.numbers.settle()
+        await self.stand_down(reason)
+        return [*self._devices.values()]
+
+    async def stand_down(self, reason: str, uuids: Sequence[str] | None = None) -> None:
+        """End the children that have device files open, once they have nothing to do.
+
+        For ``uuids``, no other child opens the files from now on; None: end all, so that nothing of
+        this service uses the driver. Calls fail with ``reason`` until :meth:`renew`.
+        """
+        chosen = [*self._devices] if uuids is None else [*uuids]
+        async with self._workers.locked(chosen):
+            if uuids is None:
+                self.down = reason
+                await self._sampler.child.hold(reason)
+            await asyncio.gather(*(self._workers.children[uuid].hold(reason) for uuid in chosen))
+        if uuids is not None and self._aside.put(chosen, reason, self._physical()):
+            await self._look_away()
+
+    async def _look_away(self) -> None:
+        """End the children that may have files of set-aside devices open.
+
+        The new children do not open them.
+        """
+        for uuid in [uuid for uuid in self._devices if uuid not in self._aside]:
+            async with self._workers.locked([uuid]):
+                await self._workers.children[uuid].kill()
+        await self._sampler.look_away([u for u in self._devices if u not in self._aside])
+
+    def is_aside(self, uuid: str) -> bool:
+        """Return whether no child of this service has the device's file open."""
+        return uuid in self._aside
+
+    def has_file(self, uuid: str) -> bool:
+        """Return whether a GPU has a device file of its own; a MIG instance has none."""
+        return uuid in self._aside.numbers
+
+    def holders(self, uuid: str = "") -> tuple[list[FileHolder], int]:
+        """Return the processes that have device files open. See :func:`.visibility.holders`."""
+        return holders(self._files, self._aside.numbers[uuid] if uuid else None)
+
+    async def retest(self, uuid: str) -> Device:
+        """Test a lost device, and return its new state.
+
+        Raises
+        ------
+        DriverError
+            If it cannot be read, or has no room for the test.
+        """
+        self._aside.check(uuid)
+        if self.down:
+            raise DriverError(self.down, code=Code.PAUSED)
+        if uuid not in self._devices:
+            raise DriverError(
+                "The driver did not show it at the last resume. Once it does (nvidia-smi -L), "
+                "pause the whole pool and resume it: that looks for the GPUs again.",
+                code=Code.UNKNOWN_DEVICE,
+            )
+        await self._sampler.renew([uuid])
+        device = await self.self_test(uuid)
+        # This shows an Xid of the test itself.
+        (sample,) = await self._sampler.sample([uuid])
+        if sample.lost:
+            raise DriverError(sample.lost, code=Code.LOST)
+        if uuid in self.untested:
+            raise DriverError(
+                device.tier_reason or "It has no room for the test.", code=Code.NO_ROOM
+            )
+        return device
+
+    async def renew(self, uuids: Collection[str] | None = None) -> list[Device]:
+        """Find the devices again; test ``uuids`` (None: all) and new ones; return all.
+
+        Raises
+        ------
+        DriverError
+            If the driver does not start or shows no device. Then nothing has changed.
+        """
+        renewed = {*self._devices} if uuids is None else {*uuids}
+        await self._sampler.child.hold("")
+        await self._sampler.renew(renewed)
+        try:
+            rows = await self._discover()
+        except GPUPoolError:
+            await self._sampler.child.kill()  # it may have opened set-aside devices
+            await self._sampler.child.hold(self.down)
+            raise
+        self._aside.take(renewed, self._everything)
+        there, before = {row["uuid"] for row in rows}, {*self._devices}
+        for uuid in renewed & before - there:  # a missing one may be lost, and reset later
+            await self._workers.remove(uuid)
+            del self._devices[uuid]
+        for row in rows:
+            if row["uuid"] in renewed or row["uuid"] not in self._devices:
+                self._add(row)
+        self.down = self.problem = ""
+        for uuid, worker in self._workers.children.items():
+            if uuid not in self._aside:
+                await worker.hold("")
+        if self._aside:  # the search has opened all devices
+            await self._sampler.look_away([u for u in self._devices if u not in self._aside])
+        else:
+            await self._sampler.watch([*self._devices])
+        self.renewed = frozenset(uuid for uuid in self._devices if uuid in renewed | there - before)
+        await self._test([uuid for uuid in self._devices if uuid in self.renewed])
+        return [*self._devices.values()]
+
+    async def _unattributed(self, uuids: Sequence[str]) -> dict[str, int]:
+        """Return the used bytes of no listed process; {} if NVML does not answer."""
+        with contextlib.suppress(DriverError):
+            samples = await self._sampler.sample(uuids)
+            return {
+                s.uuid: unlisted(s.used, (p.bytes for p in s.processes))
+                for s in samples
+                if not s.lost
+            }
+        return {}
+
+    async def _set_reserved(self, before: Mapping[str, int]) -> None:
+        """Count memory in use before the first session as the driver's own.
+
+        ``before`` is from before the self-tests: the first context may leave memory in use for
+        good. Some drivers need a moment to show the memory of an ended process as free.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + FREED_TIMEOUT
+        after = await self._unattributed([*before])
+        while any(after.get(uuid, 0) > size for uuid, size in before.items()):
+            await asyncio.sleep(_RESIDUE_POLL)
+            again = await self._unattributed([*before])
+            if again == after or loop.time() >= deadline:
+                break
+            after = again
+        with contextlib.suppress(DriverError):
+            for sample in await self._sampler.sample([*before]):
+                size = max(before[sample.uuid], after.get(sample.uuid, 0))
+                share = driver_share(sample.reserved, size, sample.total)
+                self._devices[sample.uuid] = replace(
+                    self._devices[sample.uuid], memory_reserved=share
+                )
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        uuid, mig = row["uuid"], bool(row["mig"])
+        self._devices[uuid] = Device(
+            uuid=uuid,
+            index=row["index"],
+            name=row["name"],
+            model=row["name"],
+            memory_total=row["total"],
+            memory_reserved=row["reserved"],
+            emulated=_EMULATED in row["name"],
+            tier="mig" if mig else "none",
+            can_suspend=False,
+            can_migrate=False,
+            tier_reason="A MIG instance is isolated by hardware; the driver cannot suspend "
+            "processes on it."
+            if mig
+            else "It has not been tested.",
+        )
+        self._workers.add(uuid)
+
+    async def self_test(self, uuid: str) -> Device:
+        """Test a device and return its new state.
+
+        The broker repeats it after a failed resume, or when a device in :attr:`untested` has no
+        lease: the test takes a CUDA context and a few MiB for about a second.
+        """
+        device = self._device(uuid)
+        self._aside.check(uuid)
+        if self.down:
+            raise DriverError(self.down, code=Code.PAUSED)
+        if device.tier == "mig":
+            return device
+        able = driver.capabilities(self.driver_version)
+        found = Findings(Verdict(False, False, able.reason))
+        if able.suspend:
+            found = await self._workers.shielded(self._self_test(device, migrate=able.migrate))
+        (self.untested.discard if found.verdict.tested else self.untested.add)(uuid)
+        limits = able.reason if self._peers(device) else ""
+        tested = self._examiner.apply(found, self._device(uuid), limits)
+        if tested.can_suspend and device.can_migrate and not self._peers(device):
+            # The target of its earlier move is set aside, which is no fault of the driver.
+            tested = replace(tested, can_migrate=True)
+        self._devices[uuid] = self._with_landing(tested)
+        return self._devices[uuid]
+
+    async def _self_test(self, device: Device, *, migrate: bool) -> Findings:
+        def operation(root: ProcessId, session: str) -> Operation:
+            timeout = min(self._workers.call_timeout, TEST_CALL_TIMEOUT)
+            worker = self._workers.children[device.uuid]
+            return self._workers.operation(worker, root, session, timeout)
+
+        async with self._workers.locked([device.uuid]):
+            peers = self._peers(device)
+            return await self._examiner.examine(
+                device, peers[0] if migrate and peers else None, self._physical(), operation,
+                retire=bool(self.hazard),
+            )  # fmt: skip
+
+    @property
+    def numbers(self) -> bool | None:
+        """Whether the process numbers in samples are this namespace's; None: not known.
+
+        If they are not, samples have negative numbers, which no process has.
+        """
+        return self._sampler.numbers.proven
+
+    @property
+    def memo(self) -> str:
+        """:attr:`numbers` for the next broker."""
+        return to_memo(self.numbers)
+
+    @property
+    def versions(self) -> str:
+        """The driver's version and CUDA's."""
+        if not self.driver_version:
+            return "NVIDIA driver, not asked while the pool is paused" if self.down else ""
+        return f"NVIDIA driver {self.driver_version}, CUDA {self.cuda_version}"
+
+    @property
+    def hazard(self) -> str:
+        """Why a resumed process must be suspended before a kill: :func:`.driver.kill_hazard`."""
+        return driver.kill_hazard(self._version_file)
+
+    @property
+    def guard_problem(self) -> str:
+        """Why no device has the tier "guarded", in sentences; empty if a device has it."""
+        devices = self._devices.values()
+        return self._examiner.guard_problem(self.problem, [*devices])
+
+    def context_bytes(self, uuid: str) -> int:
+        """Return the device memory that the first CUDA context of a process costs.
+
+        The self-test measured it; if it could not, this is the usual size.
+        """
+        device = self._device(uuid)
+        return device.context_bytes or assumed_context(device.memory_total)
+
+    def _with_landing(self, device: Device) -> Device:
+        """Return a device with the room of one context for processes that must leave it.
+
+        A process that initialised CUDA on this device, and whose session got its slice on another
+        of the model, makes its first context here and is moved there.
+        """
+        moves = any(d.can_migrate and d.tier == "guarded" for d in self._others(device))
+        lands = moves and device.can_migrate and device.tier == "guarded"
+        return replace(device, landing_bytes=self.context_bytes(device.uuid) if lands else 0)
+
+    def _others(self, device: Device) -> list[Device]:
+        return [self._devices[uuid] for uuid in self._peers(device)]
+
+    def _peers(self, device: Device) -> list[str]:
+        """Return the other devices of the same model, the next one by index first."""
+        same = [d for d in self._devices.values() if d.model == device.model and d.tier != "mig"]
+        others = [d for d in same if d.uuid != device.uuid and d.uuid not in self._aside]
+        return [d.uuid for d in sorted(others, key=lambda d: (d.index < device.index, d.index))]
+
+    # ------------------------------------------------------------------ one device
+
+    def _device(self, uuid: str) -> Device:
+        try:
+            return self._devices[uuid]
+        except KeyError:
+            known = ", ".join(self._devices) or "none"
+            raise DriverError(
+                f"There is no device {uuid}; there is: {known}.", code=Code.UNKNOWN_DEVICE
+            ) from None
+
+    def _physical(self) -> tuple[str, ...]:
+        """Return every GPU that the kernel driver sees: a restore map must name them all."""
+        found = (d.uuid for d in self._devices.values() if d.tier != "mig")
+        return self._everything or tuple(found)
+
+    def _any_device(self) -> Sequence[str]:
+        """Return a device whose worker has nothing to do, if there is one."""
+        if not self._devices:
+            raise DriverError(self.problem or "There is no device.", code=Code.NO_DRIVER)
+        serving = [uuid for uuid in self._devices if uuid not in self._aside]
+        return self._workers.first_free(serving or [*self._devices])
+
+    def _lost(self, uuid: str, reason: str) -> None:
+        self._log.error("Device %s is lost: %s", uuid, reason)
+        if self.on_device_lost is not None:
+            self.on_device_lost(uuid, reason)
