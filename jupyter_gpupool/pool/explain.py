@@ -22,7 +22,7 @@ from .preemption import leaves_at, obstacle, unprotected, yields_at
 from .running import claims, covered, rule_of
 from .schedule import Plan
 from .session import Session
-from .shares import Budget, Shares, budgets
+from .shares import Budget, Shares, budgets, climbs_at
 from .words import reason, stays_reason
 
 
@@ -165,6 +165,8 @@ def explain(facts: Facts, plan: Plan, s: Session) -> Explanation:
     if "idle-lease-yields" in changes:
         times = [h.yields_at for h in holders if h.yields_at is not None]
         times += [h.rule_at for h in holders if h.rule_at is not None and not h.covered]
+        if s.state == "queued" and facts.settings.preempt and not shares.above(s.owner):
+            times += [climbs_at(s, facts)]
     elif "budget-renews" in changes and why is not None:
         times = (why.at,)
     elif "time" in changes:

@@ -64,7 +64,7 @@ from .model import PreemptRule
 from .placement import Asking, asking
 from .residence import SLICE_LEAST, guessed_cost, slice_length
 from .session import NEVER, Session
-from .shares import Shares
+from .shares import RECHECK, Shares
 
 #: The shortest stay of a holder, in seconds.
 STAY_LEAST = 1.0
@@ -212,16 +212,46 @@ def claims(
         length = time_slice(holder, facts)
         if asker.owner == holder.owner or not shares.fair:
             yield TURN, max(ends, asker.wait.since + SLICE_LEAST)
-        elif shares.behind(asker.owner, holder.owner, debt := length * rate(holder, shares)):
-            yield TURN, ends
         elif foresee:
-            yield TURN, max(ends, shares.behind_from(asker.owner, holder.owner, debt))
+            debt, since = length * rate(holder, shares), max(ends, facts.now)
+            behind_from = shares.behind_from(asker.owner, holder.owner, debt, since)
+            yield TURN, ends if behind_from <= since else behind_from
+        elif shares.behind(asker.owner, holder.owner, length * rate(holder, shares)):
+            yield TURN, ends
 
 
 def tier_in_use(asker: Session, holder: Session, shares: Shares) -> int | None:
     """Return the tier in which ``asker`` may preempt ``holder`` now although that is in use."""
     now = shares.facts.now
     return next((tier for tier, at in claims(asker, holder, shares) if at <= now), None)
+
+
+def next_turn(queue: Sequence[Session], facts: Facts) -> float:
+    """Return when, within ``RECHECK`` seconds, a waiting session may take a turn that it may not
+    take now; infinity if none may.
+    """
+    now, until, found = facts.now, facts.now + RECHECK, math.inf
+    if "turns" not in facts.settings.preempt:
+        return found
+    holders = [v for v in facts.leased.values() if slice_ends(v, facts) <= until]
+    if not holders or not queue:
+        return found
+    for s in queue:
+        if (at := s.wait.since + SLICE_LEAST) > now:
+            found = min(found, at)  # between two sessions of one owner
+    shares = Shares(facts)
+    if not shares.fair:
+        return found
+    askers = dict.fromkeys((s.owner, shares.level(s)) for s in queue)
+    for v in holders:
+        level, length = holder_level(v, shares), time_slice(v, facts)
+        debt, since = length * rate(v, shares), max(now, slice_ends(v, facts))
+        for owner, its in askers:
+            if its == level and owner != v.owner and shares.may_be_behind(owner, v.owner, debt):
+                at = shares.behind_from(owner, v.owner, debt, since)
+                if now < at < found:
+                    found = at
+    return found
 
 
 def holder_level(s: Session, shares: Shares) -> int:

@@ -93,9 +93,9 @@ from .preemption import (
     score,
     times,
 )
-from .running import REASONS, STOPPED, free_from, rule_of, use_times
+from .running import REASONS, STOPPED, free_from, next_turn, rule_of, use_times
 from .session import Session
-from .shares import RECHECK, Shares, budget_changes_at
+from .shares import RECHECK, Shares, budget_changes_at, climbs_at
 
 SPENT = "the GPU-seconds of today are used up"
 CLOSED = "kernels of its priority class get no GPU at this time"
@@ -232,6 +232,9 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
         everybody = (*facts.leased.values(), *facts.waiting.values())
         owners = {(s.owner.name, s.owner.group): s.owner for s in everybody}
         found += (budget_changes_at(facts, owner) for owner in owners.values())
+    if in_use:
+        found.append(next_turn(plan.queue, facts))
+        found += (climbs_at(s, facts) for s in plan.queue)
     if plan.contended:
         found.append(facts.now + RECHECK)
     now = facts.now

@@ -68,7 +68,7 @@ from typing import Iterable, Mapping
 
 from .facts import Facts
 from .groups import Daily
-from .metering import Meter
+from .metering import EXACT, LN2, Meter
 from .model import Owner
 from .placement import asking
 from .session import Session
@@ -79,8 +79,6 @@ from .session import Session
 HORIZON = 60.0
 #: Seconds after which the order is looked at again while sessions of several owners wait.
 RECHECK = 10.0
-#: How far ahead of now explanations look for a turn, in seconds.
-FORESEEN = 86400.0
 #: A share is exceeded when it is so by this factor: equal users must not be above for a rounding.
 ABOVE = 1.02
 
@@ -106,6 +104,8 @@ class Shares:
         self._levels: dict[str, int] = {}
         self._above: dict[tuple[str, str], bool] = {}
         self._used: dict[Meter, float] = {}
+        self._bounds: dict[Meter | None, tuple[float, float]] = {}
+        self._steps: dict[Owner, list[Step]] = {}
         self._present: Mapping[str, list[tuple[str, float, float]]] | None = None
         self._mean = sum(facts.capacities) / max(1, len(facts.capacities)) or 1.0
 
@@ -214,12 +214,15 @@ class Shares:
 
     def steps(self, owner: Owner) -> list[Step]:
         """Return (account, weight, name) of the groups of an owner, and of the owner at the end."""
-        meters = self.facts.meters
-        found: list[Step] = [
-            (meters.groups.get(name), self.tree.groups[name].weight, f"group {name}")
-            for name in self.tree.path(owner.group)
-        ]
-        found.append((meters.users.get(owner.name), 1.0, owner.name))
+        found = self._steps.get(owner)
+        if found is None:
+            meters = self.facts.meters
+            found = [
+                (meters.groups.get(name), self.tree.groups[name].weight, f"group {name}")
+                for name in self.tree.path(owner.group)
+            ]
+            found.append((meters.users.get(owner.name), 1.0, owner.name))
+            self._steps[owner] = found
         return found
 
     def parts(self, owner: Owner) -> list[tuple[str, float, float]]:
@@ -289,32 +292,65 @@ class Shares:
         b = 0.0 if its is None else self.used(its)
         return (a + gain) / light < b / heavy
 
-    def behind_from(self, asker: Owner, holder: Owner, gain: float) -> float:
-        """Return from when on :meth:`behind` holds if all goes on as now; infinity if never.
-
-        Never: not within ``FORESEEN`` seconds. For explanations: it takes many steps.
+    def behind_from(self, asker: Owner, holder: Owner, gain: float, since: float) -> float:
+        """Return from when on, at ``since`` at the earliest, :meth:`behind` holds if all goes on as
+        now; infinity if never.
         """
         parted = self._parted(asker, holder)
-        if parted is None:
+        half_life = self.facts.settings.half_life
+        if parted is None or half_life <= 0:
             return math.inf
         (mine, light, _), (its, heavy, _) = parted
-        now, half_life = self.facts.now, self.facts.settings.half_life
+        latest = _part_left(since - self.facts.now, half_life)
+        # With d for the part of today's usage that is left at a time, each sum is a line in d. The
+        # time is that of the largest d at which one of the holder's is above both of the asker's.
+        best = 0.0
+        for end, slope in self._lines(its):
+            low, high = 0.0, latest
+            for other, its_slope in self._lines(mine):
+                c = light * end - heavy * (other + gain)
+                m = light * slope - heavy * its_slope
+                if m > 0:
+                    low = max(low, -c / m)
+                elif m < 0:
+                    high = min(high, -c / m)
+                elif c <= 0:
+                    high = 0.0
+            if low < high:
+                best = max(best, high)
+        if best <= 0:
+            return math.inf
+        at = self.facts.now - half_life * math.log2(best)
+        return max(since, at + EXACT) if best < latest else since
 
-        def holds(seconds: float) -> bool:
-            at = now + seconds
-            a = 0.0 if mine is None else mine.dominant(at, half_life)
-            b = 0.0 if its is None else its.dominant(at, half_life)
-            return (a + gain) / light < b / heavy
+    def may_be_behind(self, asker: Owner, holder: Owner, gain: float) -> bool:
+        """Return False if :meth:`behind` cannot hold within ``RECHECK`` seconds; cheap."""
+        parted = self._parted(asker, holder)
+        if parted is None:
+            return False
+        (mine, light, _), (its, heavy, _) = parted
+        return (self._within(mine)[0] + gain) / light < self._within(its)[1] / heavy
 
-        before, after = 0.0, 1.0
-        while not holds(after):
-            if after > FORESEEN:
-                return math.inf
-            before, after = after, 2 * after
-        while after - before > 0.1:
-            middle = (before + after) / 2
-            before, after = (before, middle) if holds(middle) else (middle, after)
-        return now + after
+    def _within(self, account: Meter | None) -> tuple[float, float]:
+        """Return bounds of the usage of an account in the next ``RECHECK`` seconds."""
+        found = self._bounds.get(account)
+        if found is None:
+            d = _part_left(RECHECK, self.facts.settings.half_life)
+            ends = [(c + m, c + m * d) for c, m in self._lines(account)]
+            found = max(map(min, ends)), max(map(max, ends))
+            self._bounds[account] = found
+        return found
+
+    def _lines(self, account: Meter | None) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return usage by memory and by compute as (c, m): c + m x d, see :meth:`behind_from`."""
+        if account is None:
+            return (0.0, 0.0), (0.0, 0.0)
+        half_life = self.facts.settings.half_life
+        had = account.read(self.facts.now, half_life, None)
+        memory, compute = (
+            rate * half_life / LN2 for rate in (account.memory_rate, account.compute_rate)
+        )
+        return (memory, had.memory - memory), (compute, had.compute - compute)
 
     def _parted(self, one: Owner, other: Owner) -> tuple[Step, Step] | None:
         """Return the steps at which the paths of two owners part; None if they do not."""
@@ -369,6 +405,28 @@ def level(s: Session, facts: Facts) -> int:
     if settings.ageing <= 0 or facts.now - s.wait.since < settings.ageing:
         return settings.priority_classes.get(s.request.priority, 0)
     return Shares(facts).level(s)
+
+
+def climbs_at(s: Session, facts: Facts) -> float:
+    """Return when a waiting session is next raised by a class for its age; infinity if never.
+
+    Unless its owner is above its fair share then.
+    """
+    settings = facts.settings
+    if settings.ageing <= 0:
+        return math.inf
+    own = settings.priority_classes.get(s.request.priority, 0)
+    times = [
+        s.wait.since + settings.ageing * (number - own)
+        for number in settings.priority_classes.values()
+        if number > own
+    ]
+    return min([at for at in times if at > facts.now], default=math.inf)
+
+
+def _part_left(seconds: float, half_life: float) -> float:
+    """Return which part of a usage is left after so many seconds."""
+    return 2.0 ** (-max(0.0, seconds) / half_life) if half_life > 0 else 0.0
 
 
 def _idle(s: Session) -> bool:

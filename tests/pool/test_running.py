@@ -4,16 +4,25 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.facts import Facts
 from jupyter_gpupool.pool.groups import Group, Portion
-from jupyter_gpupool.pool.model import PREEMPT_ALL, Owner, Slice
+from jupyter_gpupool.pool.metering import Meter
+from jupyter_gpupool.pool.model import PREEMPT_ALL, Owner, PoolSettings, Slice
 from jupyter_gpupool.pool.residence import SLICE_LEAST
-from jupyter_gpupool.pool.shares import RECHECK
+from jupyter_gpupool.pool.shares import Shares
 
 from .builders import Lab, all_of, device, got, none
 from .crowd import Crowd
+
+USED = st.one_of(st.just(0.0), st.floats(0, 1000))
+RATE = st.sampled_from([0.0, 0.25, 1.0, 2.0])
 
 HALF = Group(guarantee=Portion(percent=50))
 
@@ -400,9 +409,63 @@ def test_turn_that_comes_later_is_told_with_its_time(make):
     lines = " ".join(lab.pool.why("a").lines)
     assert "this kernel may take it in 39 s (when its time slice is over)" in lines
     assert lab.pool.explain("b").claims == (("turns", holder.rule_at, "a"),)
-    none(lab.after(holder.rule_at - lab.now - 0.2), ev.Suspend)
-    assert lab.pool.explain("a").changes_at == pytest.approx(holder.rule_at, abs=0.2)
-    got(lab.after(RECHECK + 0.2), ev.Suspend, session="b", busy=True)
+    none(lab.after(holder.rule_at - lab.now - 0.01), ev.Suspend)
+    assert lab.pool.explain("a").changes_at == pytest.approx(holder.rule_at, abs=0.01)
+    got(lab.after(0.02), ev.Suspend, session="b", busy=True)
+
+
+def test_turn_between_sessions_of_one_owner_needs_no_other_event(make):
+    """Without usage nobody looked again: the second one waited for any other event."""
+    lab = make(device(0), preempt=PREEMPT_ALL, half_life=0.0, ageing=600.0)
+    lab.running("a", 16, owner="ann")
+    lab.seen("G0", a=1)
+    lab.after(100)
+    none(ask(lab, "b", owner="ann"), ev.Suspend)
+    assert lab.pool.next_wakeup() == lab.now + SLICE_LEAST
+    got(lab.after(SLICE_LEAST), ev.Suspend, session="a")
+
+
+def test_age_that_raises_a_session_by_a_class_counts_at_once(make):
+    lab = make(device(0), preempt=PREEMPT_ALL, half_life=0.0, ageing=60.0)
+    lab.running("a", 16, owner="ann", priority="notebook")
+    lab.seen("G0", a=1)
+    ask(lab, "b", owner="bob", priority="batch")
+    began, classes = lab.now, lab.pool.settings.priority_classes
+    raised = 60.0 * (classes["notebook"] - classes["batch"])
+    none(lab.after(raised - 0.01), ev.Suspend)
+    got(lab.after(0.01), ev.Suspend, session="a")
+    assert lab.now == began + raised
+
+
+@given(
+    mine=st.tuples(USED, USED, RATE, RATE),
+    its=st.tuples(USED, USED, RATE, RATE),
+    gain=st.floats(0, 100),
+    since=st.floats(0, 500),
+    weight=st.sampled_from([0.5, 1.0, 3.0]),
+)
+def test_turn_comes_at_the_first_instant_at_which_it_may(mine, its, gain, since, weight):
+    facts = Facts(PoolSettings(half_life=300.0, groups={"g": Group(weight=weight)}))
+    facts.now = 1000.0
+    for meters, name, (memory, compute, one, other) in (
+        (facts.meters.users, "ann", mine),
+        (facts.meters.groups, "g", its),
+    ):
+        meters[name] = Meter(1000.0, memory, compute)
+        meters[name].memory_rate, meters[name].compute_rate = one, other
+    ann, bob = Owner("ann"), Owner("bob", "g")
+    at = Shares(facts).behind_from(ann, bob, gain, 1000.0 + since)
+
+    def holds(seconds: float) -> bool:
+        facts.now = seconds
+        return Shares(facts).behind(ann, bob, gain)
+
+    if at < math.inf:
+        assert holds(at) or holds(at + 0.01)
+    end = min(at - 0.01, 3000.0)
+    assert not any(holds(1000.0 + since + n * (end - 1000 - since) / 50) for n in range(51)) or (
+        end < 1000.0 + since
+    )
 
 
 def test_resume_after_a_turn_goes_behind_those_that_wait():
