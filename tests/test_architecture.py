@@ -30,9 +30,10 @@ ALLOWED: dict[str, str] = {
     "config": "emulation endpoint guard local_machine pool.groups pool.model",
     "devices": "guard local_machine pool.model pool.attribution",
     "startrecord": "endpoint local_machine",
-    "starting": "__init__ client endpoint guard startrecord",
-    "broker": "__init__ config devices durations emulation endpoint guard local_machine pool "
-    "protocol starting startrecord",
+    "daemon": "guard startrecord",
+    "starting": "__init__ client daemon endpoint guard startrecord",
+    "broker": "__init__ config daemon devices durations emulation endpoint guard local_machine pool "
+    "protocol startrecord",
     "kernel": "__init__ client endpoint guard.page protocol startrecord",
     "launcher": "client config endpoint guard starting startrecord",
     "ipykernel_launcher": "launcher",

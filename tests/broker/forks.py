@@ -40,7 +40,7 @@ from inspect import signature
 from pathlib import Path
 from unittest.mock import patch
 
-from jupyter_gpupool import starting
+from jupyter_gpupool import daemon
 from jupyter_gpupool.devices import child
 from jupyter_gpupool.guard import install
 from tests.emulated import library_dir
@@ -189,7 +189,7 @@ def instead_of_launches():
             command[2], [*arguments, DESCRIPTOR], env=env, stdout=log, descriptor=ready, folder="/",
         ).pid  # fmt: skip
 
-    with patch.object(starting, "_spawn", spawn):
+    with patch.object(daemon, "_spawn", spawn):
         yield
 
 

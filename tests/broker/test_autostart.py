@@ -16,7 +16,7 @@ import pytest
 from traitlets.config import Config
 from traitlets.config.loader import KVArgParseConfigLoader
 
-from jupyter_gpupool import starting
+from jupyter_gpupool import daemon
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import BrokerUnavailable, RefusedError
 from jupyter_gpupool.procfs import identify
@@ -161,10 +161,10 @@ def test_program_that_hangs_before_it_runs_the_broker_is_ended(clean, monkeypatc
     stuck, pid = clean / "stuck", clean / "pid"
     stuck.write_text(f"#!/bin/sh\necho $$ > {pid}\nsleep 600\n")
     stuck.chmod(0o755)
-    monkeypatch.setattr(starting.sys, "executable", str(stuck))
+    monkeypatch.setattr(daemon.sys, "executable", str(stuck))
     begun = time.monotonic()
     with pytest.raises(BrokerUnavailable, match="did not start in time and was ended") as raised:
-        starting.launch(clean / "b.sock", ["/bin/true"], os.environ, begun + 3)
+        daemon.launch(clean / "b.sock", ["/bin/true"], os.environ, begun + 3)
     assert raised.value.code == "start-timeout"
     assert time.monotonic() - begun < 60
     wait_until(lambda: identify(int(pid.read_text())) is None, "its end", 60)

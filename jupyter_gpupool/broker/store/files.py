@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Awaitable, Callable, Sequence
 
 from ... import local_machine, procfs
+from ...daemon import broker_environment
 from ...endpoint import user_runtime_dir
 from ...errors import GPUPoolError
-from ...starting import broker_environment
 from ...startrecord import (
     BadRecord,
     StartRecord,
