@@ -149,11 +149,22 @@ _HOST_CHANGES: dict[str, dict[HostLack, str]] = {
 }
 
 
-def explain(facts: Facts, plan: Plan, s: Session) -> Explanation:
-    """Return why ``s`` waits or keeps its slice: leases in its way, the rule, what changes it."""
-    why, held = plan.reasons.get(s.id), plan.reservation
+def explain_all(facts: Facts, plan: Plan) -> dict[str, Explanation]:
+    """Return :func:`explain` of every session, by session."""
     shares = Shares(facts)
     shares.order()
+    return {s.id: _explain(shares, plan, s) for s in facts.sessions.values()}
+
+
+def explain(facts: Facts, plan: Plan, s: Session) -> Explanation:
+    """Return why ``s`` waits or keeps its slice: leases in its way, the rule, what changes it."""
+    shares = Shares(facts)
+    shares.order()
+    return _explain(shares, plan, s)
+
+
+def _explain(shares: Shares, plan: Plan, s: Session) -> Explanation:
+    facts, why, held = shares.facts, plan.reasons.get(s.id), plan.reservation
     queue = [w.id for w in plan.queue]
     names = [w.id for w in plan.order]
     reserved = held.wanted if held is not None and held.session == s.id else {}

@@ -106,6 +106,7 @@ class Shares:
         self._used: dict[Meter, float] = {}
         self._bounds: dict[Meter | None, tuple[float, float]] = {}
         self._steps: dict[Owner, list[Step]] = {}
+        self._parts: dict[Owner, list[tuple[str, float, float]]] = {}
         self._present: Mapping[str, list[tuple[str, float, float]]] | None = None
         self._mean = sum(facts.capacities) / max(1, len(facts.capacities)) or 1.0
 
@@ -231,9 +232,12 @@ class Shares:
         Both are parts of what the siblings use (and weigh) that have used anything or wait. Empty
         where usage does not count.
         """
-        found: list[tuple[str, float, float]] = []
         if not self.fair:
+            return []
+        found = self._parts.get(owner)
+        if found is not None:
             return found
+        found = self._parts[owner] = []
         parent = ""
         if self._present is None:
             self._present = self._siblings()
@@ -459,6 +463,8 @@ def budgets(facts: Facts, owner: Owner, now: float) -> list[Budget]:
     """Return the daily budgets of an owner and its groups at ``now``."""
     rules, meters = facts.settings, facts.meters
     found: list[Budget] = []
+    if not facts.tree.budgeted:
+        return found
     accounts = [("", rules.quota_of(owner.name).daily, meters.users.get(owner.name))]
     for name in facts.tree.with_budget(owner.group):
         accounts.append((name, rules.groups[name].daily, meters.groups.get(name)))

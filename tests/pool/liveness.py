@@ -47,7 +47,7 @@ class Look:
 
     @classmethod
     def at(cls, pool: Pool, naive: Naive, told: dict[str, Explanation]) -> Look:
-        devices = pool.view(naive.now).devices
+        devices = pool.device_views()
         free = {d.device.uuid: d.capacity - d.granted - d.foreign for d in devices}
         promised: dict[str, int] = {}
         for e in told.values():

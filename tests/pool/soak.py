@@ -18,6 +18,10 @@ from .world import World
 #: Events after which a new machine with other settings begins.
 EPISODE = 2000
 
+#: Every so many events, explanations are made one by one, and again after planning again, even if
+#: nothing has changed from which they are made.
+EVERY = 10
+
 
 def run(events: int, seed: int, *, shares: bool = False) -> dict[str, object]:
     done, episode = 0, 0
@@ -47,7 +51,13 @@ def run(events: int, seed: int, *, shares: bool = False) -> dict[str, object]:
 
 
 def _world(rng: random.Random, *, shares: bool) -> World:
-    return World(rng, devices=rng.choice([1, 2, 2, 3]), most=rng.choice([4, 6, 9]), shares=shares)
+    return World(
+        rng,
+        devices=rng.choice([1, 2, 2, 3]),
+        most=rng.choice([4, 6, 9]),
+        every=EVERY,
+        shares=shares,
+    )
 
 
 def one(seed: int, episode: int, tail: int = 40, *, shares: bool = False) -> None:

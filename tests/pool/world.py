@@ -134,12 +134,15 @@ class World:
         devices: int = 3,
         most: int = 9,
         deep: bool = True,
+        every: int = 1,
         shares: bool = False,
     ) -> None:
         self.c = c
         self.shares = shares
         self.most = most
         self.deep = deep
+        #: After so many events, explanations are checked one by one.
+        self.every = every
         self.now = 1000.0
         self.settings = random_settings(c, shares=shares)
         self.pool = Pool(self.settings)
@@ -180,7 +183,11 @@ class World:
             self.kinds[name] = self.kinds.get(name, 0) + 1
             self.naive.action(a)
         self.naive.after()
-        before, self.plans = self.plans, check_pool(self.pool, self.now, deep=self.deep)
+        each = self.events % self.every == 0
+        before, self.plans = (
+            self.plans,
+            check_pool(self.pool, self.now, deep=self.deep, one_by_one=each),
+        )
         if self.deep:
             look = Look.at(self.pool, self.naive, self.plans)
             check_liveness(look)
