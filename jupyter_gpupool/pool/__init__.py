@@ -19,7 +19,8 @@ In the order in which an event travels:
 ``placement``       what a session needs, and where it fits
 ``draft``           the copy of the accounts on which a pass tries its plan
 ``preemption``      which leases may be preempted, when, and for which session
-``running``         the same for leases in use: bursts, guarantees, classes, turns
+``victims``         which of them make room for a session, and where it goes
+``running``         ``preemption`` for leases in use: bursts, guarantees, classes, turns
 ``unsuspendable``   what becomes of sessions that cannot be suspended while others wait
 ``residence``       how long an idle lease is protected
 ``transitions``     the states of a session, and every step between them

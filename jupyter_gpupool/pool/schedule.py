@@ -18,12 +18,12 @@ actions (:mod:`.transitions`). In this order:
    the bytes that it is promised are free; it fits in what is free (where it was last, else on the
    tightest device: :mod:`.placement`); its promise stands; it fits once suspends under way are
    done; it fits if the least disruptive victims are preempted (idle leases that no rule protects
-   *now*, such as a lease just moved there: :mod:`.preemption`; then leases in use, by the tiers of
+   *now*, such as a lease just moved there: :mod:`.victims`; then leases in use, by the tiers of
    :mod:`.running`: burst, guarantee, class, turn); it fits if sessions *behind* it
    give up promises that are older than its wait. Otherwise it is blocked, and the
    :class:`~.model.Reason` names the rule.
 4. *The head.* The first session that is blocked for lack of memory reserves devices
-   (:func:`~.preemption.reservation`). Sessions behind it are *backfilled*: served only where that
+   (:func:`~.victims.reservation`). Sessions behind it are *backfilled*: served only where that
    can never delay the head.
 5. *Growth of idle leases* comes last in the order and reserves nothing, because they compute
    nothing. The growth of a busy lease takes its turn in the queue, ages there, and may become the
@@ -49,7 +49,7 @@ Mu'alem and Feitelson, 2001): jobs may overtake as long as they do not delay the
 queue. EASY derives the head's start from the run times that users declare. Notebook users declare
 no time for a cell, so :meth:`~.draft.Room.spare` is stricter: no delay in whatever order the
 present leases end. KAI-Scheduler tries evictions and placements in a ``Statement`` that is
-committed or discarded as a whole, like the draft and :class:`~.preemption.Trial`. dask-gateway's
+committed or discarded as a whole, like the draft and :class:`~.victims.Trial`. dask-gateway's
 controller reconciles: a wake-up only means "look again", so an extra one is harmless and none is
 needed for correctness. Dask.distributed's worker state machine maps (state, state) to a function
 and returns instructions instead of acting (:mod:`.transitions`).
@@ -78,24 +78,11 @@ from .draft import Draft, Promise, Reservation
 from .facts import Facts
 from .model import FOR_MEMORY, FOR_QUOTA, Charge, Reason, Slice
 from .placement import Asking, asking
-from .preemption import (
-    Offer,
-    Trial,
-    asker_kind,
-    attempt,
-    blocked_as,
-    leases_in_use,
-    leaving,
-    make_room,
-    not_before,
-    paused,
-    reservation,
-    score,
-    times,
-)
+from .preemption import asker_kind, leaving, not_before, paused, score, times
 from .running import REASONS, STOPPED, free_from, next_turn, rule_of, use_times
 from .session import Session
 from .shares import RECHECK, Shares, budget_changes_at, climbs_at
+from .victims import Offer, Trial, attempt, blocked_as, leases_in_use, make_room, reservation
 
 SPENT = "the GPU-seconds of today are used up"
 CLOSED = "kernels of its priority class get no GPU at this time"

@@ -52,6 +52,7 @@ ORDER = [
     "draft",
     "running",
     "preemption",
+    "victims",
     "schedule",
     "words",
     "explain",

@@ -1,0 +1,425 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Which victims make room for a session with least disruption, and where it then goes.
+
+:mod:`.preemption` says which leases may be preempted. Of these the pool preempts a lease of a lower
+tier before one of a higher tier, and of one tier the leases with the most bytes x idle time first:
+no more than needed, and only as far as their state fits in host memory and in their owners' quotas.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any, Collection, Iterable, Mapping, Sequence
+
+from .draft import Draft, Lack, Reservation, Room
+from .model import Charge, HostLack, Reason, Rule, Slice
+from .placement import (
+    Asking,
+    Need,
+    choose,
+    impossible,
+    in_order,
+    in_turn,
+    preferred,
+)
+from .preemption import candidate, score, victim_tier
+from .running import covered
+from .session import Session
+
+#: If the usual choice fails for lack of host memory, or because a guarantee covers a victim after
+#: those before it, every combination of up to so many leases is tried. With more leases and too
+#: little host memory, only the one that frees the most per host byte.
+EXACT = 6
+#: Number of places to compare. The best victim may be on a device where little else can be
+#: preempted: then the next session finds nothing there, and more leases end in all.
+WIDTH = 4
+
+#: What host memory may lack; what is likely to end first comes first.
+LACKS: tuple[HostLack, ...] = ("room", "quota", "size")
+
+WAITS = "another kernel waits for memory"
+OWN = "another kernel of the same owner waits and the owner's quota is in use"
+
+
+class Trial:
+    """The choice of victims and places for one session, on a draft that does not change."""
+
+    def __init__(self, draft: Draft, asker: Session, host: int) -> None:
+        self.draft = draft
+        self.asker = asker
+        self.facts = draft.facts
+        if not draft.offers_known:
+            _find_offers(draft)
+        #: Host bytes available for the victims' state.
+        self.host = host
+        self.chosen: list[Session] = []
+        self.freed: dict[str, int] = {}
+        self.takes: tuple[Slice, ...] = ()
+        #: Why choices failed for lack of host memory, and not for lack of leases to preempt.
+        self.host_lacks: set[HostLack] = set()
+        self._failed: HostLack = ""
+        #: A choice failed because a guarantee covers a victim: with others it may not.
+        self.shielded = False
+
+    def add(self, victims: Iterable[Session]) -> None:
+        """Preempt ``victims``."""
+        for v in victims:
+            self.chosen.append(v)
+            for x in v.lease.slices:
+                self.freed[x.device] = self.freed.get(x.device, 0) + x.bytes
+
+    def expect(self, room: Room) -> int:
+        """Return the bytes that become free on a device without more victims."""
+        return room.expect + self.freed.get(room.uuid, 0)
+
+    def tier(self, v: Session) -> int | None:
+        """Return the tier of a candidate; None if it is protected or already in this plan."""
+        if v.id in self.draft.leaving or v.id in self.draft.settled:
+            return None
+        return victim_tier(self.asker, v, self.draft.shares)
+
+    def options(self, room: Room) -> list[tuple[int, Session, int]]:
+        """Return the leases on a device that may still be preempted, as (tier, session, bytes)."""
+        return [
+            (tier, v, size)
+            for v, size in room.candidates
+            if (tier := self.tier(v)) is not None and v not in self.chosen
+        ]
+
+    def reach(self, room: Room) -> int:
+        """Return the bytes that become free on a device if all leases that may be preempted are."""
+        return self.expect(room) + sum(size for _, _, size in self.options(room))
+
+    def victims(self, room: Room, missing: int) -> list[Session] | None:
+        """Return the leases on a device that free ``missing`` bytes there, or None."""
+        if room.offered < missing:
+            return None
+        options = self.options(room)
+        if sum(size for _, _, size in options) < missing:
+            return None
+        now = self.facts.now
+        options.sort(key=lambda o: (o[0], score(o[1], now)))
+        found = self._greedy(options, missing)
+        if found is None and self._failed:
+            # Short of host memory: prefer what frees the most for the least.
+            self.host_lacks.add(self._failed)
+            options.sort(key=lambda o: (o[0], o[1].state_bound / (o[2] or 1), o[1].id))
+            found = self._greedy(options, missing)
+        return found
+
+    def _greedy(
+        self, options: Sequence[tuple[int, Session, int]], missing: int
+    ) -> list[Session] | None:
+        found: list[tuple[Session, int]] = []
+        total = 0
+        for _, v, size in options:
+            if self.fits([*(w for w, _ in found), v]):
+                found.append((v, size))
+                total += size
+                if total >= missing:
+                    break
+        else:
+            return None
+        for item in found[-2::-1]:
+            if total - item[1] >= missing:
+                found.remove(item)
+                total -= item[1]
+        return [v for v, _ in found]
+
+    def fits(self, victims: Sequence[Session]) -> bool:
+        """Return whether ``victims`` may be preempted together with those chosen so far.
+
+        Two rules can forbid it: host memory (and the quotas for suspended state) must have room for
+        the state of all of them, and none of those in use may be covered by a guarantee once those
+        before it are gone. Notes which of the two failed.
+        """
+        everybody = [*self.chosen, *victims]
+        lack = self.draft.host_lack(everybody, self.host)
+        if lack:
+            self._failed = lack
+            return False
+        if self._covered(everybody):
+            self.shielded = True
+            return False
+        return True
+
+    def _covered(self, victims: Sequence[Session]) -> bool:
+        if not self.facts.tree.guarantees:
+            return False
+        tiers = [(v, self.tier(v) or 0) for v in victims]
+        return covered(self.asker, tiers, self.draft.going, self.draft.shares)
+
+    def place(self, needs: Sequence[Need], *, more: bool = True) -> bool:
+        """Choose a device for every need, with ``more`` victims if needed; fill :attr:`takes`.
+
+        Of the possible devices, the ``WIDTH`` with the most bytes to give are compared. No victim
+        is better than some, then the devices of the last lease are better than others, and then the
+        victim with the most bytes x idle time decides. No lease is preempted on a device that the
+        head of the queue has reserved; the session gets only what the head can spare.
+        """
+        last, now = preferred(self.asker), self.facts.now
+        draft, rooms = self.draft, self.draft.rooms
+        by_offer = sorted(rooms.values(), key=_offer)
+        takes: dict[int, Slice] = {}
+        used: set[str] = set()
+        for at in in_turn(needs):
+            need = needs[at]
+            best: tuple[tuple[Any, ...], Room, list[Session]] | None = None
+            good = 0
+            for room in (rooms[need.fixed],) if need.fixed else by_offer:
+                if good == WIDTH:
+                    break
+                if room.uuid in used or not need.allows(room.ledger):
+                    continue
+                amount = need.amount(room.ledger)
+                missing = amount - self.expect(room)
+                found: list[Session] = []
+                if draft.reserved(room):
+                    if draft.left(room.ledger) < amount:
+                        continue
+                elif missing > 0:
+                    victims = self.victims(room, missing) if more else None
+                    if victims is None:
+                        continue
+                    found = victims
+                good += 1
+                key = (
+                    max((self.tier(v) or 0) + 1 for v in found) if found else 0,
+                    room.uuid not in last,
+                    score(found[0], now)[0] if found else self.expect(room),
+                    room.ledger.device.index,
+                )
+                if best is None or key < best[0]:
+                    best = key, room, found
+            if best is None:
+                return False
+            _, room, found = best
+            self.add(found)
+            used.add(room.uuid)
+            takes[at] = Slice(room.uuid, need.amount(room.ledger))
+        self.takes = in_order(needs, takes, self.facts.devices)
+        return True
+
+    # ------------------------------------------------------------------ the owner's own leases
+
+    def own(self, charge: Charge) -> bool:
+        """Preempt leases that count in the owner's limits; return whether these then allow it.
+
+        Suspends under way count, and no more leases are preempted than needed.
+        """
+        draft, owner = self.draft, self.asker.owner
+        back = draft.coming_back(owner)
+        if draft.lacking(owner, charge, back) is None:
+            return True
+        found: list[Session] = []
+        now = self.facts.now
+        for _, v in sorted(self.own_options(), key=lambda o: (o[0], score(o[1], now))):
+            if not self.fits([*found, v]):
+                if self._failed:
+                    self.host_lacks.add(self._failed)
+                continue
+            found.append(v)
+            if draft.lacking(owner, charge, [*back, *found]) is None:
+                break
+        else:
+            return False
+        for v in found[-2::-1]:
+            fewer = [w for w in found if w is not v]
+            if draft.lacking(owner, charge, [*back, *fewer]) is None:
+                found = fewer
+        self.add(found)
+        return True
+
+    def own_options(self) -> list[tuple[int, Session]]:
+        """Return the leases that count in the owner's limits and may be preempted, with tiers."""
+        return [
+            (tier, v)
+            for v in self.draft.sharing(self.asker.owner)
+            if candidate(v, self.facts) is not None and (tier := self.tier(v)) is not None
+        ]
+
+
+def leases_in_use(draft: Draft) -> bool:
+    """Return whether a lease in use may be preempted for some session."""
+    if not draft.offers_known:
+        _find_offers(draft)
+    return draft.offers_in_use
+
+
+def _find_offers(draft: Draft) -> None:
+    """Note in each room the leases that some session may preempt now.
+
+    Only a session that finds no free memory needs them. They follow from the facts alone, which do
+    not change during a pass, so it does not matter when the pass notes them.
+    """
+    draft.offers_known = True
+    for v in draft.facts.leased.values():
+        tier = candidate(v, draft.facts)
+        if tier is not None:
+            draft.offers_in_use = draft.offers_in_use or tier > 0
+            for x in v.lease.slices:
+                room = draft.rooms[x.device]
+                room.candidates.append((v, x.bytes))
+                room.offered += x.bytes
+
+
+def _offer(room: Room) -> tuple[int, int]:
+    """Return the sort key of devices: the one with the most bytes to give first."""
+    return -room.expect - room.offered, -room.ledger.device.index
+
+
+def any_combination(draft: Draft, s: Session, asking: Asking, host: int) -> Trial | None:
+    """Return the smallest set of victims that makes room, if there are few candidates."""
+    owner, needs = s.owner, asking.needs
+    quota = draft.lacking(owner, asking.charge) is not None
+    first = Trial(draft, s, host)
+    # The leases that count in the owner's limits count on every device. Without a limit, all equal
+    # requests for the same devices have the same options: the pass relies on that.
+    options = {v.id: (tier, v) for tier, v in first.own_options()} if quota else {}
+    for room in draft.rooms.values():
+        if not draft.reserved(room) and any(need.allows(room.ledger) for need in needs):
+            options.update((v.id, (tier, v)) for tier, v, _ in first.options(room))
+        if len(options) > EXACT:
+            return None
+    back = draft.coming_back(owner) if quota else []
+    now = draft.facts.now
+    ordered = [v for _, v in sorted(options.values(), key=lambda o: (o[0], score(o[1], now)))]
+    for count in range(1, len(ordered) + 1):
+        for group in combinations(ordered, count):
+            if not first.fits(group):
+                continue
+            if draft.lacking(owner, asking.charge, [*back, *group]) is None:
+                trial = Trial(draft, s, host)
+                trial.add(group)
+                if trial.place(needs, more=False):
+                    return trial
+    return None
+
+
+# --------------------------------------------------------------------------- one session
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A place for a session, and the victims that make room there."""
+
+    takes: tuple[Slice, ...]
+    victims: Sequence[Session] = ()
+    #: The bytes are free now.
+    ready: bool = False
+    reason: str = WAITS
+    #: The tiers of victims in use, by session.
+    tiers: Mapping[str, int] = field(default_factory=dict)
+
+
+def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Offer | Reason:
+    """Return a place for ``s`` in what the draft has left, or why there is none.
+
+    Behind the head of the queue, host memory that the head is going to need is not used.
+    """
+    lacks = draft.lacking(s.owner, found.charge)
+    takes = draft.now(s, found.needs) if lacks is None else None
+    if takes is not None:
+        return Offer(takes, ready=True)
+    return make_room(draft, s, found, lacks, behind_head=behind_head)
+
+
+def make_room(
+    draft: Draft, s: Session, found: Asking, lacks: Lack | None, *, behind_head: bool
+) -> Offer | Reason:
+    """Do the same for ``s`` if it lacks free memory or exceeds the limit ``lacks``."""
+    owner, needs = s.owner, found.needs
+    why = impossible(found, draft.facts)
+    if why is not None:
+        return why
+    host = draft.host_left() if behind_head else draft.host
+    trial = Trial(draft, s, host)
+    own = lacks is None or trial.own(found.charge)
+    placed = own and trial.place(needs)
+    lacking = trial.host_lacks
+    if not placed and (lacking or trial.shielded):
+        other = any_combination(draft, s, found, host)
+        placed, trial = other is not None, other or trial
+    if placed:
+        tiers = {v.id: tier for v in trial.chosen if (tier := trial.tier(v))}
+        return Offer(trial.takes, trial.chosen, reason=WAITS if lacks is None else OWN, tiers=tiers)
+    # If the own leases would satisfy the quota, a wait for memory is also one for the quota.
+    limit, group = (lacks.name, lacks.group) if lacks is not None else ("", "")
+    if lacks is not None and not own:
+        if lacking:
+            return Reason("quota-host", limit=limit, group=group, most=host, lacks=_lack(lacking))
+        others = sum(1 for v in draft.sharing(owner, group) if v is not s)
+        rule: Rule = "cap" if group else "quota"
+        return Reason(rule, limit=limit, most=lacks.most, count=others, group=group)
+    rule = "host" if lacking else "busy"
+    if behind_head and fits_now(draft, needs):
+        rule = "behind-head"
+    # Suspended state may be larger than the request.
+    size = max([s.request.memory, *(need.bytes for need in needs)])
+    why = Reason(rule, bytes=size, count=len(needs), limit=limit, group=group)
+    return replace(why, most=host, lacks=_lack(lacking)) if rule == "host" else why
+
+
+def _lack(found: Collection[HostLack]) -> HostLack:
+    """Return the lack that ends first, of several choices that failed."""
+    return next(lack for lack in LACKS if lack in found)
+
+
+def fits_now(draft: Draft, needs: Sequence[Need]) -> bool:
+    """Return whether ``needs`` would fit in free memory without the head's reservation."""
+    left = {uuid: room.avail for uuid, room in draft.rooms.items()}
+    return choose(needs, draft.facts.devices, left) is not None
+
+
+def blocked_as(draft: Draft, s: Session, need: Need, rule: Rule) -> Rule:
+    """Return the rule that blocks ``need``, given the ``rule`` that blocks a smaller amount.
+
+    The rules differ if less is free than the larger amount, or less can be preempted.
+    """
+    if rule == "behind-head":
+        return rule if fits_now(draft, (need,)) else "busy"
+    if rule == "host":
+        trial = Trial(draft, s, 0)
+        rooms = (r for r in draft.rooms.values() if need.allows(r.ledger) and not draft.reserved(r))
+        return rule if any(trial.reach(r) >= need.amount(r.ledger) for r in rooms) else "busy"
+    return rule
+
+
+def reservation(
+    draft: Draft, s: Session, found: Asking, keep: Collection[str]
+) -> tuple[Reservation, bool]:
+    """Return the reservation of the head of the queue, and whether the head has waited for
+    ``ageing``.
+
+    It begins where the fewest bytes are missing, and keeps earlier devices (``keep``). After each
+    further ``ageing`` seconds it reserves one more, in case a lease on the first never ends.
+    Devices on which programs outside the pool leave too little memory are excluded.
+    """
+    facts, needs, now = draft.facts, found.needs, draft.facts.now
+    since = now if s.wait.head_since is None else s.wait.head_since
+    ageing = max(1.0, facts.settings.ageing)
+    rounds = int((now - since) / ageing)
+    while since + (rounds + 1) * ageing <= now:  # the division may have rounded down slightly
+        rounds += 1
+    count = len(needs) + max(0, rounds - 1)
+    trial, rooms = Trial(draft, s, 0), draft.rooms
+    mine = [rooms[uuid] for uuid in (*keep, *(need.fixed for need in needs if need.fixed))]
+    in_service = [r for r in rooms.values() if not r.ledger.drained]
+    in_service.sort(key=lambda r: (trial.reach(r), r.ledger.device.index), reverse=True)
+    wanted: dict[str, int] = {}
+    more = False
+    for room in dict.fromkeys((*mine, *in_service)):
+        d = room.ledger
+        most = d.capacity - d.foreign - d.overuse
+        amounts = [size for n in needs if n.allows(d) and (size := n.amount(d)) <= most]
+        if not amounts:
+            continue
+        if len(wanted) >= count and room not in mine:
+            more = True
+            break
+        wanted[room.uuid] = max(amounts)
+    next_at = since + (rounds + 1) * ageing if more or rounds < 1 else math.inf
+    return Reservation(s.id, wanted, len(needs), found.charge, next_at), rounds >= 1
