@@ -15,6 +15,7 @@ In the order in which an event travels:
 ``requests``        another size, growth, release, keep
 ``schedule``        the plan: one pass over every session that wants something
 ``limits``          what a kernel and an owner may have; the words of a refusal
+``guarantees``      which sessions ask for no more than their groups are guaranteed
 ``shares``          who goes first: guarantees, budgets, classes, fair shares, age
 ``placement``       what a session needs, and where it fits
 ``draft``           the copy of the accounts on which a pass tries its plan

@@ -64,13 +64,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Iterable, Mapping
+from typing import Mapping
 
 from .facts import Facts
 from .groups import Daily
+from .guarantees import entitled
 from .metering import EXACT, LN2, Meter
 from .model import Owner
-from .placement import asking
 from .session import Session
 
 #: Seconds for which what an owner has now, and has asked for before, counts as used. As long as a
@@ -123,7 +123,7 @@ class Shares:
                 found = self._by_share(found)
             found.sort(key=_idle)
         if self.tree.guarantees and found:
-            self._entitle(found)
+            self.entitled = entitled(facts, found, self.spent)
             if self.entitled:
                 found.sort(key=lambda s: s.id not in self.entitled)
         return found
@@ -362,30 +362,6 @@ class Shares:
             if mine[2] != its[2]:
                 return mine, its
         return None
-
-    # ------------------------------------------------------------------ guarantees
-
-    def _entitle(self, ordered: Iterable[Session]) -> None:
-        """Note which requests are within a guarantee, beside those of the group that go before."""
-        facts, guarantees = self.facts, self.tree.guarantees
-        allowed = facts.settings.classes_allowed
-        held = {
-            name: usage.stays if (usage := facts.group_usage.get(name)) else 0
-            for name in guarantees
-        }
-        for s in ordered:
-            if s.state == "idle" or not s.owner.group:
-                continue
-            names = [name for name in self.tree.path(s.owner.group) if name in guarantees]
-            closed = allowed is not None and s.request.priority not in allowed
-            if not names or closed or self.spent(s.owner) is not None:
-                continue
-            more = asking(s, facts).charge[0]
-            within = frozenset(name for name in names if held[name] + more <= guarantees[name])
-            if within:
-                self.entitled[s.id] = within
-                for name in names:
-                    held[name] += more
 
     # ------------------------------------------------------------------ budgets
 

@@ -29,6 +29,8 @@ from .naive import Naive, NaiveSession
 
 #: Seconds after which a lease has surely had its minimum residence.
 LONG = 60.0
+#: Reasons other than a lack of memory.
+HELD_UP = ("quota", "cap", "paused", "drained", "foreign", "nowhere", "retry", "class-closed")
 #: Larger pools have too many subsets to try.
 MOST_IDLE = 6
 
@@ -148,8 +150,14 @@ def check_guarantees(look: Look) -> None:
             continue
         for group in names:
             sure = groups[group].guarantee
-            # All that wait in the group count, so that the order among them does not.
-            members = [n for n in waiting if group in path(groups, naive.sessions[n].owner.group)]
+            # All that wait in the group for memory count, so that the order among them does not.
+            members = [
+                n
+                for n in waiting
+                if group in path(groups, naive.sessions[n].owner.group)
+                and (why := look.told[n].reason) is not None
+                and why.rule not in HELD_UP
+            ]
             more = sum(_charge(naive.sessions[n], _count(naive.sessions[n])) for n in members)
             if sure is None or held(group) + more > sure.of(sizes):
                 continue

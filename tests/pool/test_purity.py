@@ -48,6 +48,7 @@ ORDER = [
     "selfcheck",
     "limits",
     "placement",
+    "guarantees",
     "shares",
     "draft",
     "running",

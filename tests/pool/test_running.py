@@ -14,7 +14,7 @@ from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.facts import Facts
 from jupyter_gpupool.pool.groups import Group, Portion
 from jupyter_gpupool.pool.metering import Meter
-from jupyter_gpupool.pool.model import PREEMPT_ALL, Owner, PoolSettings, Slice
+from jupyter_gpupool.pool.model import PREEMPT_ALL, Owner, PoolSettings, Quota, Slice
 from jupyter_gpupool.pool.residence import SLICE_LEAST
 from jupyter_gpupool.pool.shares import Shares
 
@@ -224,6 +224,27 @@ def test_reclaim_leaves_the_other_group_what_is_guaranteed_to_it(make):
     assert len(preempted(lab)) == 2
     lab.after(5)
     assert len(preempted(lab)) == 2
+
+
+@pytest.mark.parametrize("why", ["quota", "cap"])
+def test_request_that_a_limit_holds_up_leaves_its_guarantee(make, why):
+    """It was counted first: the rest of its group was above the guarantee, and waited."""
+    lab = make(
+        preempt=PREEMPT_ALL,
+        quotas={"ann": Quota(leases=1)} if why == "quota" else {},
+        groups={
+            "lab": Group(guarantee=Portion(bytes=16)),
+            "in": Group(parent="lab", cap=Portion(bytes=12) if why == "cap" else None),
+        },
+    )
+    ann, bob = Owner("ann", "in"), Owner("bob", "lab")
+    lab.running("one", 16, owner="cyd")
+    lab.running("two", 12, owner="cyd")
+    lab.running("held", 4, owner=ann)
+    lab.after(5)
+    none(ask(lab, "blocked", 12, owner=ann), ev.Suspend)
+    got(ask(lab, "b", 12, owner=bob), ev.Suspend)
+    assert preempted(lab)[0] in ("one", "two")
 
 
 def test_idle_victim_does_not_shield_the_one_that_makes_room(make):

@@ -1,0 +1,95 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Which waiting sessions ask for no more than their groups are guaranteed.
+
+A request is within the guarantee of a group if all that the members of the group have, what those
+before it ask for, and the request itself are no more than is guaranteed. A session that something
+else than memory keeps from being served comes after all others here: it must not keep the guarantee
+from members of its group that could use it.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Iterable
+
+from .facts import Facts
+from .ledgers import OwnerUsage
+from .limits import lacking
+from .model import Charge, Owner
+from .placement import asking, impossible
+from .session import Session
+
+
+def entitled(
+    facts: Facts, ordered: Iterable[Session], spent: Callable[[Owner], object]
+) -> dict[str, frozenset[str]]:
+    """Return by session, given in the order of service, the groups within whose guarantee it asks.
+
+    ``spent`` returns the daily budget of an owner that is used up, or None.
+    """
+    guarantees, path = facts.tree.guarantees, facts.tree.path
+    allowed = facts.settings.classes_allowed
+    held = {
+        name: usage.stays if (usage := facts.group_usage.get(name)) else 0 for name in guarantees
+    }
+    first: list[tuple[Session, list[str]]] = []
+    last: list[tuple[Session, list[str]]] = []
+    limits = _Limits(facts)
+    for s in ordered:
+        if s.state == "idle" or not s.owner.group:
+            continue
+        names = [name for name in path(s.owner.group) if name in guarantees]
+        closed = allowed is not None and s.request.priority not in allowed
+        if not names or closed or spent(s.owner) is not None:
+            continue
+        (first if limits.allow(s) else last).append((s, names))
+    found: dict[str, frozenset[str]] = {}
+    for s, names in (*first, *last):
+        more = asking(s, facts).charge[0]
+        within = frozenset(name for name in names if held[name] + more <= guarantees[name])
+        if within:
+            found[s.id] = within
+            for name in names:
+                held[name] += more
+    return found
+
+
+class _Limits:
+    """Which requests nothing but a lack of memory keeps waiting, with those before them."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        #: What owners and groups would have with the requests so far.
+        self._owners: dict[str, OwnerUsage] = {}
+        self._groups: dict[str, int] = {}
+
+    def allow(self, s: Session) -> bool:
+        """Return whether ``s`` waits for memory alone, and count its request if it does."""
+        facts, found = self._facts, asking(s, self._facts)
+        if (s.wait.failed and s.retry_at > facts.now) or impossible(found, facts) is not None:
+            return False
+        more: Charge = found.charge
+        capped = facts.tree.capped(s.owner.group)
+        for name in capped:
+            if more[0] > 0 and self._in(name) + more[0] > facts.tree.caps[name]:
+                return False
+        if facts.settings.quotas:
+            usage = self._of(s.owner.name)
+            if lacking(facts.settings.quota_of(s.owner.name), usage, more, (0, 0, 0)) is not None:
+                return False
+            usage.add(more)
+        for name in capped:
+            self._groups[name] = self._in(name) + more[0]
+        return True
+
+    def _of(self, owner: str) -> OwnerUsage:
+        if owner not in self._owners:
+            known = self._facts.usage.get(owner)
+            self._owners[owner] = OwnerUsage() if known is None else known.copy()
+        return self._owners[owner]
+
+    def _in(self, group: str) -> int:
+        if group not in self._groups:
+            known = self._facts.group_usage.get(group)
+            self._groups[group] = known.memory if known is not None else 0
+        return self._groups[group]
