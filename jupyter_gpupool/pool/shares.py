@@ -148,7 +148,8 @@ class Shares:
     def _level(self, s: Session) -> int:
         settings = self.facts.settings
         own = settings.priority_classes.get(s.request.priority, 0)
-        waited = self.facts.now - s.wait.since
+        # The clock may have rounded down the instant for which climbs_at() has asked.
+        waited = self.facts.now - s.wait.since + EXACT
         if settings.ageing <= 0 or waited < settings.ageing:
             return own
         points = own + waited / settings.ageing
@@ -382,7 +383,7 @@ class Shares:
 def level(s: Session, facts: Facts) -> int:
     """Return :meth:`Shares.level`; of a session that is not old enough, without the shares."""
     settings = facts.settings
-    if settings.ageing <= 0 or facts.now - s.wait.since < settings.ageing:
+    if settings.ageing <= 0 or facts.now - s.wait.since + EXACT < settings.ageing:
         return settings.priority_classes.get(s.request.priority, 0)
     return Shares(facts).level(s)
 

@@ -26,6 +26,9 @@ from .session import Session
 from .shares import Shares
 from .transitions import Actions, move
 
+#: The rules of a wait for what the group's cap allows.
+_FOR_CAP = ("cap", "behind-group")
+
 #: The stages by what the admin allows.
 STAGES = {"warn": 1, "ask": 2, "end": 3}
 
@@ -76,14 +79,23 @@ def due(s: Session, facts: Facts) -> float:
 
 
 def _waiter(holder: Session, plan: Plan, shares: Shares) -> Session | None:
-    """Return the first session that waits for the slice of ``holder``, and might take it."""
+    """Return the first session that waits for the slice of ``holder``, and might take it.
+
+    For its memory, or because it counts in the cap of a group of both.
+    """
     facts = shares.facts
     own = [facts.devices[x.device] for x in holder.lease.slices]
+    groups = facts.tree.path(holder.owner.group)
     for w in plan.queue:
         why = plan.reasons.get(w.id)
-        if why is None or why.rule not in FOR_MEMORY:
+        if why is None:
             continue
-        if any(need.allows(ledger) for need in asking(w, facts).needs for ledger in own):
+        if why.rule in _FOR_CAP:
+            wanted = why.group in groups
+        else:
+            needs = asking(w, facts).needs if why.rule in FOR_MEMORY else ()
+            wanted = any(need.allows(ledger) for need in needs for ledger in own)
+        if wanted:
             found = next((at for _, at in claims(w, holder, shares, stuck=True)), math.inf)
             if found <= facts.now or (holder.state == "idle" and holder.keep_until <= facts.now):
                 return w
@@ -93,13 +105,20 @@ def _waiter(holder: Session, plan: Plan, shares: Shares) -> Session | None:
 def _stage(facts: Facts, s: Session, waiter: Session) -> Actions:
     rules, stage = facts.settings, s.lease.warned
     size = format_bytes(waiter.request.memory)
-    gpus = " and ".join(f"GPU {facts.devices[x.device].device.index}" for x in s.lease.slices)
+    what = f"{size} on " + " and ".join(
+        f"GPU {facts.devices[x.device].device.index}" for x in s.lease.slices
+    )
+    for group in facts.tree.capped(s.owner.group):
+        if group in facts.tree.path(waiter.owner.group):
+            has, more = facts.group_usage[group].memory, asking(waiter, facts).charge[0]
+            if has + more > facts.tree.caps[group]:
+                what = f"{size} within the cap of the group {group}"
     why = obstacle(s, facts)
     since = s.lease.stuck_since or facts.now
     waited = format_seconds(facts.now - since)
     if stage == STAGES["end"]:
         text = (
-            f"Another kernel waited for {waited} for {size} on {gpus}, and this kernel could not "
+            f"Another kernel waited for {waited} for {what}, and this kernel could not "
             f"be suspended ({why}). The pool ends such a kernel then (c.GPUPool.unsuspendable)."
         )
         s.holds = {}
@@ -109,7 +128,7 @@ def _stage(facts: Facts, s: Session, waiter: Session) -> Actions:
         ]
     ends_at = since + rules.unsuspendable_after[2] if rules.unsuspendable == "end" else None
     text = (
-        f"Another kernel has waited for {waited} for {size} on {gpus}, and this kernel cannot be "
+        f"Another kernel has waited for {waited} for {what}, and this kernel cannot be "
         f"suspended ({why}). "
     )
     if stage == STAGES["warn"]:

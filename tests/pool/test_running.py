@@ -446,16 +446,19 @@ def test_turn_between_sessions_of_one_owner_needs_no_other_event(make):
     got(lab.after(SLICE_LEAST), ev.Suspend, session="a")
 
 
-def test_age_that_raises_a_session_by_a_class_counts_at_once(make):
-    lab = make(device(0), preempt=PREEMPT_ALL, half_life=0.0, ageing=60.0)
+@pytest.mark.parametrize("start", [0.0, 1.7e9 + 0.1, 1.7e9 + 1 / 3, 1.7e9 + 0.77])
+def test_age_that_raises_a_session_by_a_class_counts_at_once(make, start):
+    lab = make(device(0), preempt=PREEMPT_ALL, half_life=0.0, ageing=60.333)
+    lab.now = start
     lab.running("a", 16, owner="ann", priority="notebook")
     lab.seen("G0", a=1)
     ask(lab, "b", owner="bob", priority="batch")
     began, classes = lab.now, lab.pool.settings.priority_classes
-    raised = 60.0 * (classes["notebook"] - classes["batch"])
+    raised = 60.333 * (classes["notebook"] - classes["batch"])
     none(lab.after(raised - 0.01), ev.Suspend)
-    got(lab.after(0.01), ev.Suspend, session="a")
-    assert lab.now == began + raised
+    change = got(lab.after(5), ev.StateChanged, session="a")
+    assert change.new == "detaching"
+    assert change.now - began - raised == pytest.approx(0, abs=0.001)
 
 
 @given(
@@ -680,6 +683,25 @@ def ends(lab: Lab, name: str) -> float:
     """Return when a waiting session may take the slice of ``name``."""
     ((_, at, _),) = lab.pool.explain(name).claims
     return at
+
+
+def test_session_that_fills_the_cap_of_its_group_is_warned(make):
+    """Others of the group waited for the cap without end, and nobody was warned."""
+    lab = make(
+        device(0, can_suspend=False),
+        device(1),
+        preempt=PREEMPT_ALL,
+        groups={"lab": Group(cap=Portion(bytes=16))},
+    )
+    lab.running("stuck", 16, owner=Owner("ann", "lab"), priority="batch")
+    lab.seen("G0", stuck=3)
+    assert lab.where("stuck") == [("G0", 16)]
+    ask(lab, "other", 8, owner=Owner("cyd"))
+    lab.after(10)
+    ask(lab, "high", 8, owner=Owner("bob", "lab"))
+    assert lab.pool.explain("high").reason.rule == "cap"
+    message = got(lab.after(61), ev.Warn, session="stuck").message
+    assert "for 8 B within the cap of the group lab, and this kernel cannot be susp" in message
 
 
 def test_refusal_of_the_driver_leads_to_a_warning(make):
