@@ -21,12 +21,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
 
-from . import startrecord
+from . import startfailures, startrecord
 from .client import Client
 from .daemon import broker_environment, launch, open_log
 from .endpoint import MACHINE_SOCKET, check_path, check_socket, find_socket, is_machine_path
 from .errors import BrokerUnavailable, Code, GPUPoolError
-from .startrecord import START_TIMEOUT, Failures, log_path
+from .startfailures import Failures
+from .startrecord import START_TIMEOUT, log_path
 
 #: A caller that does not wait for another start tries to get the lock for so many seconds.
 _LOOKS = 1.0
@@ -263,7 +264,7 @@ def revive(
 def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
     """Start the broker at ``path`` from its record; return False if there is no record.
 
-    The caller holds the start's lock. Retries up to :data:`startrecord.ATTEMPTS` times with
+    The caller holds the start's lock. Retries up to :data:`startfailures.ATTEMPTS` times with
     back-off, and restores a deleted record from its ``copy`` (see :func:`revive`).
 
     Raises
@@ -274,7 +275,7 @@ def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
     if startrecord.restore(path, copy):
         _LOG.warning("The start record of the broker at %s was deleted and is back", path)
     while True:
-        known = startrecord.read_failures(path)
+        known = startfailures.read_failures(path)
         try:
             record = startrecord.read_record(path)
         except startrecord.BadRecord as error:
@@ -283,10 +284,10 @@ def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
             return False
         if known.given_up and known.pause(time.time()):
             raise _unavailable(known)
-        known = startrecord.note_death(path, known, record)
-        if startrecord.too_often(known):
+        known = startfailures.note_death(path, known, record)
+        if startfailures.too_often(known):
             message = (
-                f"It was started again {startrecord.MOST_DEATHS} times in a row and ended each "
+                f"It was started again {startfailures.MOST_DEATHS} times in a row and ended each "
                 "time before it served a kernel."
             )
             if record.crashed:
@@ -300,13 +301,13 @@ def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
                 return False  # the broker lives but does not answer: another one would not help
             if error.code == Code.KILLED and time.monotonic() < give_up:
                 # Another process killed it: it counts as dead, not as failed.
-                startrecord.note_killed(path, known)
+                startfailures.note_killed(path, known)
                 continue
             failed = _failed(path, known, error.message, error.next_step)
-            if startrecord.read_failures(path).given_up or time.monotonic() > give_up:
+            if startfailures.read_failures(path).given_up or time.monotonic() > give_up:
                 raise failed from None
             continue
-        startrecord.note_start(path, known)
+        startfailures.note_start(path, known)
         return True
 
 
@@ -316,7 +317,7 @@ def _failed(
     """Record a failure for every caller that waits, and return the error."""
     log = f"See its log: {log_path(path)}"
     step = next_step if log in next_step else f"{next_step} {log}".strip()
-    return _unavailable(startrecord.note_failure(path, known, message, step, final=final))
+    return _unavailable(startfailures.note_failure(path, known, message, step, final=final))
 
 
 def _unavailable(known: Failures) -> BrokerUnavailable:

@@ -15,7 +15,6 @@ import os
 import shlex
 import stat
 import sys
-import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Mapping, Sequence
@@ -32,26 +31,6 @@ COPY_VARIABLE = "GPUPOOL_START_RECORD"
 
 #: Longest start of a broker in seconds: it loads the driver and tests every device.
 START_TIMEOUT = 90.0
-
-#: After so many failed starts in a row, callers get an error instead of a wait.
-ATTEMPTS = 3
-
-#: After this many brokers in a row that died before they served a kernel, within this many seconds,
-#: the next start is delayed.
-MOST_DEATHS, WINDOW = 10, 600.0
-
-#: Seconds before the next start, by the number of such deaths. They end at 5 s: a kernel must not
-#: wait long for a broker that some other program keeps killing.
-DEATH_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
-
-#: With this many starts within the window, messages to waiting kernels mention them.
-MANY_STARTS = 3
-
-#: Number of remembered starts.
-_MOST_STARTS = 200
-
-#: Seconds from the last failure to the next attempt, by the number of failures.
-PAUSES = (0.0, 0.5, 2.0, 30.0, 60.0, 300.0)
 
 #: Most bytes of a record: a command, some tens of variables, and small files.
 _MOST_BYTES = 256 << 10
@@ -115,62 +94,12 @@ class StartRecord:
         return bool(self.crashed) or not self.served
 
 
-@dataclass(frozen=True)
-class Failures:
-    """The outcomes of the latest attempts to restart the broker."""
-
-    #: Starts that failed in a row.
-    count: int = 0
-    #: When the next attempt may be made (``time.time()``).
-    due: float = 0.0
-    message: str = ""
-    next_step: str = ""
-    #: When the broker was restarted, within :data:`WINDOW`.
-    starts: tuple[float, ...] = ()
-    #: When useless brokers (:attr:`StartRecord.useless`) were found dead, in a row.
-    deaths: tuple[float, ...] = ()
-    #: The process of the broker that was counted last.
-    counted: int = 0
-
-    @property
-    def given_up(self) -> bool:
-        """Whether callers get the failure now instead of a wait."""
-        return self.count >= ATTEMPTS
-
-    @property
-    def sentence(self) -> str:
-        """The message for kernels that wait for the broker."""
-        return f"The GPU pool's broker ended and cannot be started again: {self.message}"
-
-    def pause(self, now: float) -> float:
-        """Return the seconds until the next attempt may be made after starts that failed."""
-        # A clock that was set back must not lengthen the pause.
-        return min(_pause(self.count), max(0.0, self.due - now))
-
-    def delay(self, now: float) -> float:
-        """Return the seconds to wait before the next attempt."""
-        deaths = min(len(_recent(self.deaths, now)), len(DEATH_PAUSES) - 1)
-        return max(self.pause(now), DEATH_PAUSES[deaths])
-
-    def often(self, now: float) -> str:
-        """Return in words how often the broker was restarted, if often; else ""."""
-        starts = len(_recent(self.starts, now))
-        if starts < MANY_STARTS:
-            return ""
-        return f"after {starts} such starts in the last {WINDOW / 60:g} minutes"
-
-
 # ---------------------------------------------------------------------- the record
 
 
 def record_path(socket: Path) -> Path:
     """Return the file of the record for the broker at ``socket``."""
     return socket.with_name(socket.name + ".start.json")
-
-
-def failures_path(socket: Path) -> Path:
-    """Return the file with the outcomes of the latest attempts."""
-    return socket.with_name(socket.name + ".start.failed")
 
 
 def log_path(socket: Path) -> Path:
@@ -216,13 +145,7 @@ def write_record(
         socket=str(socket),
         files=_files(socket, command),
     )
-    _write(record_path(socket), asdict(record))
-    known = read_failures(socket)
-    if known.count:  # it serves: earlier failures no longer count
-        _write(
-            failures_path(socket),
-            asdict(replace(known, count=0, due=0.0, message="", next_step="")),
-        )
+    write_private(record_path(socket), asdict(record))
     return record
 
 
@@ -231,7 +154,7 @@ def change_record(socket: Path, record: StartRecord, **changes: Any) -> StartRec
     changed = replace(record, **changes)
     with contextlib.suppress(OSError):
         if record_path(socket).exists():  # otherwise it ends normally
-            _write(record_path(socket), asdict(changed))
+            write_private(record_path(socket), asdict(changed))
     return changed
 
 
@@ -254,7 +177,7 @@ def read_record(socket: Path) -> StartRecord | None:
 
 def read_record_file(path: Path) -> StartRecord | None:
     """Return the record in ``path``, as :func:`read_record` does."""
-    found = _read(path)
+    found = read_private(path)
     if found is None:
         return None
     try:
@@ -283,87 +206,6 @@ def can_revive(socket: Path) -> bool:
     Cheap: it looks for the file and does not read it.
     """
     return not is_machine_path(socket) and record_path(socket).exists()
-
-
-# ---------------------------------------------------------------------- outcomes
-
-
-def read_failures(socket: Path) -> Failures:
-    """Return the outcomes of the latest attempts; none if the file cannot be trusted."""
-    try:
-        found = _read(failures_path(socket)) or {}
-        return Failures(
-            count=int(found.get("count", 0)),
-            due=float(found.get("due", 0.0)),
-            message=str(found.get("message", "")),
-            next_step=str(found.get("next_step", "")),
-            starts=tuple(float(at) for at in found.get("starts", ())),
-            deaths=tuple(float(at) for at in found.get("deaths", ())),
-            counted=int(found.get("counted", 0)),
-        )
-    except (GPUPoolError, TypeError, ValueError):
-        return Failures()
-
-
-def note_failure(
-    socket: Path, before: Failures, message: str, next_step: str, *, final: bool = False
-) -> Failures:
-    """Write that a start has failed; return the outcomes so far.
-
-    ``final``: another attempt would fail in the same way.
-    """
-    count = max(before.count + 1, ATTEMPTS if final else 0)
-    due = time.time() + _pause(count)
-    now = replace(before, count=count, due=due, message=message, next_step=next_step)
-    with contextlib.suppress(OSError):  # a full disk: callers wait for the longest time of a start
-        _write(failures_path(socket), asdict(now))
-    return now
-
-
-def _pause(count: int) -> float:
-    """Return the seconds to wait after ``count`` failures in a row."""
-    return PAUSES[min(count, len(PAUSES) - 1)]
-
-
-def note_start(socket: Path, before: Failures) -> None:
-    """Write that a start has succeeded, and when."""
-    now = time.time()
-    starts = (*_recent(before.starts, now), now)[-_MOST_STARTS:]
-    known = Failures(starts=starts, deaths=before.deaths, counted=before.counted)
-    with contextlib.suppress(OSError):
-        _write(failures_path(socket), asdict(known))
-
-
-def note_death(socket: Path, before: Failures, record: StartRecord) -> Failures:
-    """Write how the broker of ``record`` died, once for each broker; return the outcomes so far."""
-    if record.pid == before.counted:
-        return before
-    now = time.time()
-    deaths = (*_recent(before.deaths, now), now)[-MOST_DEATHS:] if record.useless else ()
-    known = replace(before, deaths=deaths, counted=record.pid)
-    with contextlib.suppress(OSError):
-        _write(failures_path(socket), asdict(known))
-    return known
-
-
-def note_killed(socket: Path, before: Failures) -> None:
-    """Write that a broker was killed as it started."""
-    now = time.time()
-    known = replace(before, deaths=(*_recent(before.deaths, now), now)[-MOST_DEATHS:])
-    with contextlib.suppress(OSError):
-        _write(failures_path(socket), asdict(known))
-
-
-def too_often(before: Failures) -> bool:
-    """Return whether every recent broker died before it served a kernel.
-
-    False once callers have got that error and the pause after it is over: then one more may start.
-    """
-    return not before.given_up and len(_recent(before.deaths, time.time())) >= MOST_DEATHS
-
-
-def _recent(times: Sequence[float], now: float) -> tuple[float, ...]:
-    return tuple(at for at in times if 0 <= now - at < WINDOW)
 
 
 def being_started(socket: Path) -> bool:
@@ -402,7 +244,7 @@ def write_copy(record: StartRecord) -> None:
     OSError
         If it cannot be written.
     """
-    _write(copy_path(Path(record.journal)), asdict(record))
+    write_private(copy_path(Path(record.journal)), asdict(record))
 
 
 def remove_copy(journal: str) -> None:
@@ -440,7 +282,7 @@ def restore(socket: Path, copy: str = "") -> bool:
                 return False
             for name, content in record.files.items():
                 _put_back(socket.with_name(name), content)
-            _write(record_path(socket), asdict(record))
+            write_private(record_path(socket), asdict(record))
             return True
     return False
 
@@ -507,7 +349,7 @@ def _bad(path: Path, what: str) -> BadRecord:
     )
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read_private(path: Path) -> dict[str, Any] | None:
     """Return the object in ``path``; None if there is no such file."""
     try:
         folder = os.lstat(path.parent)
@@ -551,7 +393,7 @@ def _files(socket: Path, command: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _write(path: Path, value: Mapping[str, Any]) -> None:
+def write_private(path: Path, value: Mapping[str, Any]) -> None:
     """Replace ``path`` atomically; only this user can read it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):

@@ -30,11 +30,12 @@ ALLOWED: dict[str, str] = {
     "config": "emulation endpoint guard local_machine pool.groups pool.model",
     "devices": "guard local_machine pool.model pool.attribution",
     "startrecord": "endpoint local_machine",
+    "startfailures": "startrecord",
     "daemon": "guard startrecord",
-    "starting": "__init__ client daemon endpoint guard startrecord",
-    "broker": "__init__ config daemon devices durations emulation endpoint guard local_machine pool "
-    "protocol startrecord",
-    "kernel": "__init__ client endpoint guard.page protocol startrecord",
+    "starting": "__init__ client daemon endpoint guard startfailures startrecord",
+    "broker": "__init__ config daemon devices durations emulation endpoint guard local_machine "
+    "pool protocol startfailures startrecord",
+    "kernel": "__init__ client endpoint guard.page protocol startfailures startrecord",
     "launcher": "client config endpoint guard starting startrecord",
     "ipykernel_launcher": "launcher",
     "provisioner": "__init__ client config endpoint guard kernelspecs "

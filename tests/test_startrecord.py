@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from jupyter_gpupool import startrecord
-from jupyter_gpupool.startrecord import BadRecord, Failures, read_record, record_path, write_record
+from jupyter_gpupool import startfailures, startrecord
+from jupyter_gpupool.startfailures import Failures
+from jupyter_gpupool.startrecord import BadRecord, read_record, record_path, write_record
 
 COMMAND = ["/usr/bin/python3", "-m", "jupyter_gpupool.broker"]
 
@@ -109,57 +110,57 @@ def test_record_of_another_boot_is_ignored(socket):
 
 
 def test_failed_starts_back_off_until_one_succeeds(socket):
-    known = startrecord.read_failures(socket)
+    known = startfailures.read_failures(socket)
     assert known == Failures()
-    for count in range(1, startrecord.ATTEMPTS + 1):
+    for count in range(1, startfailures.ATTEMPTS + 1):
         assert not known.given_up
         assert known.pause(time.time()) <= 2.0
-        known = startrecord.note_failure(socket, known, f"failed {count}", "do this")
+        known = startfailures.note_failure(socket, known, f"failed {count}", "do this")
     assert known.given_up
     assert known.message == "failed 3"
     assert 25 < known.pause(time.time()) <= 30
-    assert startrecord.read_failures(socket) == known
+    assert startfailures.read_failures(socket) == known
     # For example, a user started the broker by hand, and it serves.
-    write_record(socket, COMMAND, {})
-    assert startrecord.read_failures(socket) == Failures()
+    startfailures.forgive(socket)
+    assert startfailures.read_failures(socket) == Failures()
 
 
 def died(socket, pid, **how):
     """Record the death of broker ``pid``; return all known failures."""
     record = startrecord.write_record(socket, COMMAND, {})
     record = startrecord.change_record(socket, record, pid=pid, **how)
-    known = startrecord.read_failures(socket)
-    startrecord.note_death(socket, known, read_record(socket))
-    startrecord.note_start(socket, startrecord.read_failures(socket))
-    return startrecord.read_failures(socket)
+    known = startfailures.read_failures(socket)
+    startfailures.note_death(socket, known, read_record(socket))
+    startfailures.note_start(socket, startfailures.read_failures(socket))
+    return startfailures.read_failures(socket)
 
 
 def test_brokers_that_serve_nobody_back_off_and_stop(socket):
     pauses = []
-    for pid in range(1, startrecord.MOST_DEATHS + 1):
-        assert not startrecord.too_often(startrecord.read_failures(socket))
+    for pid in range(1, startfailures.MOST_DEATHS + 1):
+        assert not startfailures.too_often(startfailures.read_failures(socket))
         pauses.append(died(socket, pid).delay(time.time()))
-    assert startrecord.too_often(startrecord.read_failures(socket))
+    assert startfailures.too_often(startfailures.read_failures(socket))
     assert pauses == sorted(pauses)
     assert pauses[0] == 0.0
-    assert pauses[-1] == max(startrecord.DEATH_PAUSES) == 5.0
+    assert pauses[-1] == max(startfailures.DEATH_PAUSES) == 5.0
 
 
 def test_one_more_broker_is_tried_after_the_pause(socket, monkeypatch):
-    for pid in range(1, startrecord.MOST_DEATHS + 1):
+    for pid in range(1, startfailures.MOST_DEATHS + 1):
         known = died(socket, pid)
-    known = startrecord.note_failure(socket, known, "again and again", "", final=True)
+    known = startfailures.note_failure(socket, known, "again and again", "", final=True)
     assert known.given_up
     assert 25 < known.pause(time.time()) <= 30
     later = time.time() + 31
     monkeypatch.setattr(time, "time", lambda: later)
     assert known.pause(later) == 0.0
-    assert not startrecord.too_often(known)
-    assert startrecord.too_often(died(socket, 77))
+    assert not startfailures.too_often(known)
+    assert startfailures.too_often(died(socket, 77))
 
 
 def test_one_death_counts_once_if_many_processes_notice_it(socket):
-    for _ in range(startrecord.MOST_DEATHS):
+    for _ in range(startfailures.MOST_DEATHS):
         known = died(socket, 7)
     assert len(known.deaths) == 1
 
@@ -168,26 +169,26 @@ def test_broker_killed_while_serving_is_always_restarted(
     socket,
 ):
     died(socket, 1)
-    for pid in range(2, 10 * startrecord.MOST_DEATHS):
+    for pid in range(2, 10 * startfailures.MOST_DEATHS):
         known = died(socket, pid, served=True)
         assert known.deaths == ()
         assert known.delay(time.time()) == 0.0
-    assert not startrecord.too_often(known)
+    assert not startfailures.too_often(known)
     assert "such starts in the last 10 minutes" in known.often(time.time())
 
 
 def test_crash_of_a_broker_counts_even_after_it_served(socket):
-    for pid in range(1, startrecord.MOST_DEATHS + 1):
+    for pid in range(1, startfailures.MOST_DEATHS + 1):
         known = died(socket, pid, served=True, crashed="RuntimeError: x")
-    assert startrecord.too_often(known)
+    assert startfailures.too_often(known)
 
 
 def test_old_deaths_do_not_count(socket, monkeypatch):
-    for pid in range(1, startrecord.MOST_DEATHS + 1):
+    for pid in range(1, startfailures.MOST_DEATHS + 1):
         known = died(socket, pid)
-    later = time.time() + startrecord.WINDOW + 1
+    later = time.time() + startfailures.WINDOW + 1
     monkeypatch.setattr(time, "time", lambda: later)
-    assert not startrecord.too_often(known)
+    assert not startfailures.too_often(known)
     assert known.often(later) == ""
 
 

@@ -46,6 +46,7 @@ class Reviver:
     def away(self, error: GPUPoolError) -> GPUPoolError:
         """Try to restart the broker, which does not listen; return the error for the user."""
         # Here, because each kernel's start would pay for it, and few kernels lose their broker.
+        from .. import startfailures
         from .. import startrecord as record
 
         # Other threads read the results at any time, so none of them is set for a moment only.
@@ -58,7 +59,7 @@ class Reviver:
         if not command or not can:
             self.expected, self.patience = False, GRACE
             return error
-        known = record.read_failures(self._path)
+        known = startfailures.read_failures(self._path)
         if known.given_up and known.pause(time.time()):
             self.expected, self.patience = False, 0.0
             return BrokerUnavailable(
@@ -80,7 +81,8 @@ class Reviver:
                 "until the service manager has started it again."
             )
         if self.expected:
-            from ..startrecord import log_path, read_failures
+            from ..startfailures import read_failures
+            from ..startrecord import log_path
 
             text = "The GPU pool's broker ended; it is being started again"
             often = read_failures(self._path).often(time.time())

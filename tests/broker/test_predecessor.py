@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 
-from jupyter_gpupool import startrecord
+from jupyter_gpupool import startfailures, startrecord
 from jupyter_gpupool.broker.pages.control import SHARED_MEMORY, folder_name
 from jupyter_gpupool.errors import BrokerUnavailable
 from jupyter_gpupool.guard import page as layout
@@ -135,7 +135,7 @@ def test_other_state_dir_is_refused_while_kernels_live(clean):  # noqa: F811
     assert one.state() in ("active", "idle")
     with_pid(status(broker.socket)["pid"])
     one.kill()
-    startrecord.failures_path(broker.socket).unlink(missing_ok=True)
+    startfailures.failures_path(broker.socket).unlink(missing_ok=True)
     record.write_text(json.dumps({**old, "command": ["/no/such/python", "-m", "x"]}))
     ensure_broker(settings(clean, state_dir=str(clean / "other")))
     assert broker.status()["sessions"] == []

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jupyter_gpupool import starting, startrecord
+from jupyter_gpupool import startfailures, starting, startrecord
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import BrokerUnavailable
 from jupyter_gpupool.starting import ensure_broker
@@ -86,20 +86,20 @@ def test_third_failed_start_says_why_and_names_the_log(dead):
     with pytest.raises(BrokerUnavailable) as caught:
         starting.revive(dead.socket)
     assert "nonsense" in caught.value.message
-    assert startrecord.read_failures(dead.socket).count == 3
+    assert startfailures.read_failures(dead.socket).count == 3
     # The next caller does not wait, and no broker starts before the pause is over.
     with pytest.raises(BrokerUnavailable, match="nonsense"):
         starting.revive(dead.socket)
-    assert startrecord.read_failures(dead.socket).count == 3
+    assert startfailures.read_failures(dead.socket).count == 3
     # A successful start, here with a server's own configuration, resets the count.
     ensure_broker({"GPUPool": {"emulate": MACHINE, "state_dir": str(dead.folder / "state")}},
                   str(dead.socket))  # fmt: skip
-    assert startrecord.read_failures(dead.socket).count == 0
+    assert startfailures.read_failures(dead.socket).count == 0
 
 
 def test_brokers_that_die_before_use_stop_with_a_reason(dead, monkeypatch):
-    monkeypatch.setattr(startrecord, "DEATH_PAUSES", (0.0,))
-    monkeypatch.setattr(startrecord, "MOST_DEATHS", 3)
+    monkeypatch.setattr(startfailures, "DEATH_PAUSES", (0.0,))
+    monkeypatch.setattr(startfailures, "MOST_DEATHS", 3)
     for _ in range(2):
         assert starting.revive(dead.socket)
         kill(dead)
@@ -107,16 +107,16 @@ def test_brokers_that_die_before_use_stop_with_a_reason(dead, monkeypatch):
         starting.revive(dead.socket)
     assert "3 times in a row" in caught.value.message
     assert str(dead.socket.with_suffix(".log")) in caught.value.next_step
-    assert startrecord.read_failures(dead.socket).given_up
+    assert startfailures.read_failures(dead.socket).given_up
     # No broker starts until the pause is over; then one more start is tried.
     with pytest.raises(BrokerUnavailable, match="3 times in a row"):
         starting.revive(dead.socket)
-    monkeypatch.setattr(startrecord, "PAUSES", (0.0,))
+    monkeypatch.setattr(startfailures, "PAUSES", (0.0,))
     assert starting.revive(dead.socket)
 
 
 def test_broker_killed_while_it_serves_comes_back_each_time(dead, monkeypatch):
-    monkeypatch.setattr(startrecord, "MOST_DEATHS", 2)
+    monkeypatch.setattr(startfailures, "MOST_DEATHS", 2)
     assert starting.revive(dead.socket)
     for _ in range(3):
         with dead.client() as client:
@@ -124,7 +124,7 @@ def test_broker_killed_while_it_serves_comes_back_each_time(dead, monkeypatch):
         wait_until(lambda: startrecord.read_record(dead.socket).served, "the note of it")
         kill(dead)
         assert starting.revive(dead.socket)
-    assert startrecord.read_failures(dead.socket).deaths == ()
+    assert startfailures.read_failures(dead.socket).deaths == ()
 
 
 def test_broker_that_crashes_leaves_its_error(dead):
@@ -169,7 +169,7 @@ def replace_in_record(broker, **changes):
 
 def test_broker_that_is_killed_as_it_starts_is_started_again(dead, tmp_path, monkeypatch):
     """A killed start is no failed start: three of them used to fail every waiting call."""
-    monkeypatch.setattr(startrecord, "DEATH_PAUSES", (0.0,))
+    monkeypatch.setattr(startfailures, "DEATH_PAUSES", (0.0,))
     starts = tmp_path / "starts"
     script = (
         "import os, sys; from pathlib import Path\n"
@@ -183,18 +183,18 @@ def test_broker_that_is_killed_as_it_starts_is_started_again(dead, tmp_path, mon
     replace_in_record(dead, command=[sys.executable, "-c", script, *command[3:]])
     assert starting.revive(dead.socket)
     assert starts.read_text() == "....."
-    assert startrecord.read_failures(dead.socket).count == 0
+    assert startfailures.read_failures(dead.socket).count == 0
 
 
 def test_broker_that_cannot_be_imported_says_why(dead, tmp_path, monkeypatch):
-    monkeypatch.setattr(startrecord, "PAUSES", (0.0,))
+    monkeypatch.setattr(startfailures, "PAUSES", (0.0,))
     (tmp_path / "traitlets.py").write_text("raise RuntimeError('a broken library')")
     environment = startrecord.read_record(dead.socket).environment
     paths = f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"
     replace_in_record(dead, environment={**environment, "PYTHONPATH": paths})
     with pytest.raises(BrokerUnavailable, match="RuntimeError: a broken library"):
         starting.revive(dead.socket)
-    assert startrecord.read_failures(dead.socket).given_up
+    assert startfailures.read_failures(dead.socket).given_up
 
 
 def test_missing_program_of_the_broker_is_named(dead):
@@ -222,7 +222,7 @@ def test_broker_that_hangs_is_not_started_a_second_time(broker, monkeypatch):
     os.kill(broker.process.pid, signal.SIGSTOP)
     try:
         assert not starting.revive(broker.socket)
-        assert startrecord.read_failures(broker.socket).count == 0
+        assert startfailures.read_failures(broker.socket).count == 0
     finally:
         os.kill(broker.process.pid, signal.SIGCONT)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jupyter_gpupool import startrecord
+from jupyter_gpupool import startfailures, startrecord
 from jupyter_gpupool.errors import BrokerUnavailable
 
 from . import cells
@@ -202,7 +202,7 @@ def test_call_fails_with_the_reason_when_no_broker_can_start(pool):
         assert "nonsense" in said(done), done
         assert str(pool.socket.with_suffix(".log")) in said(done), done
         config.write_text(right)
-        startrecord.failures_path(pool.socket).unlink()
+        startfailures.failures_path(pool.socket).unlink()
         (await kernel.run("block.verify()")).check()
         await pool.stop_kernels()
 

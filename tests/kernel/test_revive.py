@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool import startrecord
+from jupyter_gpupool import startfailures, startrecord
 from jupyter_gpupool.errors import BrokerUnavailable
 from jupyter_gpupool.kernel.revive import GRACE, Reviver
+from jupyter_gpupool.startfailures import ATTEMPTS
 from jupyter_gpupool.starting import only_one
-from jupyter_gpupool.startrecord import ATTEMPTS, COPY_VARIABLE, REVIVE_VARIABLE, START_TIMEOUT
+from jupyter_gpupool.startrecord import COPY_VARIABLE, REVIVE_VARIABLE, START_TIMEOUT
 
 AWAY = BrokerUnavailable("No GPU pool broker listens.", code="no-broker")
 
@@ -65,7 +66,7 @@ def test_wait_for_a_start_does_not_end_during_the_next_check(
 
 def test_failed_starts_of_a_broker_say_nothing_about_the_next(socket: Path, started: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
-    startrecord.note_failure(socket, startrecord.Failures(), "It failed.", "", final=True)
+    startfailures.note_failure(socket, startfailures.Failures(), "It failed.", "", final=True)
     one = reviver(socket, started)
     one.away(AWAY)
     assert one.patience == 0.0
@@ -75,8 +76,8 @@ def test_failed_starts_of_a_broker_say_nothing_about_the_next(socket: Path, star
 
 def test_message_about_a_dying_broker_names_its_log(socket: Path, started: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
-    for _ in range(startrecord.MANY_STARTS):
-        startrecord.note_start(socket, startrecord.read_failures(socket))
+    for _ in range(startfailures.MANY_STARTS):
+        startfailures.note_start(socket, startfailures.read_failures(socket))
     one = reviver(socket, started)
     one.away(AWAY)
     assert "after 3 such starts in the last 10 minutes" in one.describe()
@@ -123,9 +124,9 @@ def test_kernel_waits_for_a_start_by_another_process(socket: Path, started: Path
 
 def test_failed_start_is_reported_at_once(socket: Path, started: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
-    known = startrecord.read_failures(socket)
+    known = startfailures.read_failures(socket)
     for _ in range(ATTEMPTS):
-        known = startrecord.note_failure(socket, known, "No such machine.", "See its log: /x.log")
+        known = startfailures.note_failure(socket, known, "No such machine.", "See its log: /x.log")
     one = reviver(socket, started)
     told = one.away(AWAY)
     assert "cannot be started again: No such machine." in told.message

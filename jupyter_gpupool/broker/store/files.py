@@ -25,6 +25,7 @@ from ... import local_machine, procfs
 from ...daemon import broker_environment
 from ...endpoint import user_runtime_dir
 from ...errors import GPUPoolError
+from ...startfailures import forgive
 from ...startrecord import (
     BadRecord,
     StartRecord,
@@ -90,6 +91,7 @@ class StartRecordFile:
         try:
             environment = broker_environment(os.environ)
             self._record = write_record(self._socket, command, environment, str(journal))
+            forgive(self._socket)
             if self._served:
                 self._change(served=True)  # a client came before the record
         except OSError as error:

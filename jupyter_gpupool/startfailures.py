@@ -1,0 +1,180 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Outcomes of the attempts to start a broker again: when the next may be made, and when to give up.
+
+Every process that would start it reads and writes them, in a file beside the start record. Standard
+library only: kernels also read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Sequence
+
+from .errors import GPUPoolError
+from .startrecord import StartRecord, read_private, write_private
+
+#: After so many failed starts in a row, callers get an error instead of a wait.
+ATTEMPTS = 3
+
+#: After this many brokers in a row that died before they served a kernel, within this many seconds,
+#: the next start is delayed.
+MOST_DEATHS, WINDOW = 10, 600.0
+
+#: Seconds before the next start, by the number of such deaths. They end at 5 s: a kernel must not
+#: wait long for a broker that some other program keeps killing.
+DEATH_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
+
+#: With this many starts within the window, messages to waiting kernels mention them.
+MANY_STARTS = 3
+
+#: Number of remembered starts.
+_MOST_STARTS = 200
+
+#: Seconds from the last failure to the next attempt, by the number of failures.
+PAUSES = (0.0, 0.5, 2.0, 30.0, 60.0, 300.0)
+
+
+@dataclass(frozen=True)
+class Failures:
+    """The outcomes of the latest attempts to restart the broker."""
+
+    #: Starts that failed in a row.
+    count: int = 0
+    #: When the next attempt may be made (``time.time()``).
+    due: float = 0.0
+    message: str = ""
+    next_step: str = ""
+    #: When the broker was restarted, within :data:`WINDOW`.
+    starts: tuple[float, ...] = ()
+    #: When useless brokers (:attr:`StartRecord.useless`) were found dead, in a row.
+    deaths: tuple[float, ...] = ()
+    #: The process of the broker that was counted last.
+    counted: int = 0
+
+    @property
+    def given_up(self) -> bool:
+        """Whether callers get the failure now instead of a wait."""
+        return self.count >= ATTEMPTS
+
+    @property
+    def sentence(self) -> str:
+        """The message for kernels that wait for the broker."""
+        return f"The GPU pool's broker ended and cannot be started again: {self.message}"
+
+    def pause(self, now: float) -> float:
+        """Return the seconds until the next attempt may be made after starts that failed."""
+        # A clock that was set back must not lengthen the pause.
+        return min(_pause(self.count), max(0.0, self.due - now))
+
+    def delay(self, now: float) -> float:
+        """Return the seconds to wait before the next attempt."""
+        deaths = min(len(_recent(self.deaths, now)), len(DEATH_PAUSES) - 1)
+        return max(self.pause(now), DEATH_PAUSES[deaths])
+
+    def often(self, now: float) -> str:
+        """Return in words how often the broker was restarted, if often; else ""."""
+        starts = len(_recent(self.starts, now))
+        if starts < MANY_STARTS:
+            return ""
+        return f"after {starts} such starts in the last {WINDOW / 60:g} minutes"
+
+
+def failures_path(socket: Path) -> Path:
+    """Return the file with the outcomes of the latest attempts."""
+    return socket.with_name(socket.name + ".start.failed")
+
+
+def read_failures(socket: Path) -> Failures:
+    """Return the outcomes of the latest attempts; none if the file cannot be trusted."""
+    try:
+        found = read_private(failures_path(socket)) or {}
+        return Failures(
+            count=int(found.get("count", 0)),
+            due=float(found.get("due", 0.0)),
+            message=str(found.get("message", "")),
+            next_step=str(found.get("next_step", "")),
+            starts=tuple(float(at) for at in found.get("starts", ())),
+            deaths=tuple(float(at) for at in found.get("deaths", ())),
+            counted=int(found.get("counted", 0)),
+        )
+    except (GPUPoolError, TypeError, ValueError):
+        return Failures()
+
+
+def note_failure(
+    socket: Path, before: Failures, message: str, next_step: str, *, final: bool = False
+) -> Failures:
+    """Write that a start has failed; return the outcomes so far.
+
+    ``final``: another attempt would fail in the same way.
+    """
+    count = max(before.count + 1, ATTEMPTS if final else 0)
+    due = time.time() + _pause(count)
+    now = replace(before, count=count, due=due, message=message, next_step=next_step)
+    with contextlib.suppress(OSError):  # a full disk: callers wait for the longest time of a start
+        write_private(failures_path(socket), asdict(now))
+    return now
+
+
+def _pause(count: int) -> float:
+    """Return the seconds to wait after ``count`` failures in a row."""
+    return PAUSES[min(count, len(PAUSES) - 1)]
+
+
+def note_start(socket: Path, before: Failures) -> None:
+    """Write that a start has succeeded, and when."""
+    now = time.time()
+    starts = (*_recent(before.starts, now), now)[-_MOST_STARTS:]
+    known = Failures(starts=starts, deaths=before.deaths, counted=before.counted)
+    with contextlib.suppress(OSError):
+        write_private(failures_path(socket), asdict(known))
+
+
+def note_death(socket: Path, before: Failures, record: StartRecord) -> Failures:
+    """Write how the broker of ``record`` died, once for each broker; return the outcomes so far."""
+    if record.pid == before.counted:
+        return before
+    now = time.time()
+    deaths = (*_recent(before.deaths, now), now)[-MOST_DEATHS:] if record.useless else ()
+    known = replace(before, deaths=deaths, counted=record.pid)
+    with contextlib.suppress(OSError):
+        write_private(failures_path(socket), asdict(known))
+    return known
+
+
+def note_killed(socket: Path, before: Failures) -> None:
+    """Write that a broker was killed as it started."""
+    now = time.time()
+    known = replace(before, deaths=(*_recent(before.deaths, now), now)[-MOST_DEATHS:])
+    with contextlib.suppress(OSError):
+        write_private(failures_path(socket), asdict(known))
+
+
+def too_often(before: Failures) -> bool:
+    """Return whether every recent broker died before it served a kernel.
+
+    False once callers have got that error and the pause after it is over: then one more may start.
+    """
+    return not before.given_up and len(_recent(before.deaths, time.time())) >= MOST_DEATHS
+
+
+def _recent(times: Sequence[float], now: float) -> tuple[float, ...]:
+    return tuple(at for at in times if 0 <= now - at < WINDOW)
+
+
+def forgive(socket: Path) -> None:
+    """Write that a broker serves: earlier failed starts no longer count.
+
+    Raises
+    ------
+    OSError
+        If that cannot be written.
+    """
+    known = read_failures(socket)
+    if known.count:
+        served = replace(known, count=0, due=0.0, message="", next_step="")
+        write_private(failures_path(socket), asdict(served))
