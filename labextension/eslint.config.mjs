@@ -15,7 +15,7 @@ export default typescript.config(
   {
     languageOptions: {
       parserOptions: {
-        project: ['./tsconfig.json', './tsconfig.test.json', './ui-tests/tsconfig.json']
+        project: ['./tsconfig.test.json', './ui-tests/tsconfig.json']
       }
     },
     plugins: { 'react-hooks': hooks },
