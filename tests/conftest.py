@@ -176,3 +176,16 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
                 seconds, passed = found.get(name, (0.0, True))
                 found[name] = seconds + report.duration, passed and report.passed
     longruns.note(found)
+
+
+@pytest.fixture
+def quick_compiler(tmp_path_factory) -> str:
+    """A C compiler for tests of what is compiled when: it writes an empty library at once."""
+    path = tmp_path_factory.mktemp("compiler") / "cc"
+    path.write_text(
+        "#!/bin/sh\n"
+        'case " $* " in *" -E "*) exec cc "$@";; esac\n'  # the guard's sources ask the preprocessor
+        'while [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done\n'
+    )
+    path.chmod(0o755)
+    return str(path)

@@ -45,8 +45,10 @@ time.sleep(600)
 
 
 @pytest.fixture
-def items(tmp_path):
-    """Files of tests with the suite's conftest."""
+def items(tmp_path, monkeypatch):
+    """Files of tests with the suite's conftest, run by a pytest that loads few plugins."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
 
     def make(name, text, bound=60):
         path = tmp_path / f"test_{name}.py"
