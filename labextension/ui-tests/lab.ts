@@ -57,6 +57,7 @@ export class Lab {
     const context = await browser.newContext({
       baseURL: url,
       viewport: { width: 1280, height: 800 },
+      reducedMotion: 'reduce',
       ...(options.scale && { deviceScaleFactor: options.scale })
     });
     const bare = await context.newPage();
@@ -118,8 +119,11 @@ export class Lab {
 
   /** Wait until the page has a theme. */
   async theme(name: string): Promise<void> {
-    await this.execute('apputils:change-theme', { theme: name });
     const body = this.page.locator(`body[data-jp-theme-name="${name}"]`);
+    if ((await body.count()) > 0) {
+      return;
+    }
+    await this.execute('apputils:change-theme', { theme: name });
     await body.waitFor({ state: 'attached' });
     // It lies over the page while themes change, and fades.
     await this.page.locator('#jupyterlab-splash').waitFor({ state: 'detached' });

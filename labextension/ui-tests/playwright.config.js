@@ -19,7 +19,8 @@ module.exports = {
     ...base.use,
     viewport: { width: 1280, height: 800 },
     video: 'off',
-    trace: 'retain-on-failure',
+    // Pictures of each action would be half of the time; a failed test attaches its last one.
+    trace: { mode: 'retain-on-failure', screenshots: false, snapshots: false },
     launchOptions: {
       executablePath: process.env.CHROMIUM || '/usr/bin/chromium',
       args: [
