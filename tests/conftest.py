@@ -147,6 +147,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # The same for children of the tests, and for this process, which has already started.
     paths = [str(LIGHT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    # numpy's library starts a thread per core that spins for a while, in each process.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     # xdist would begin with the file that has the most tests, which need not be the slowest.
     config.option.loadscopereorder = False

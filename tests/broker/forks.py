@@ -11,6 +11,8 @@ Other programs of tests are forked in the same way (:func:`run`).
 
 Other servers fork kernels (:func:`kernels`). They have imported ipykernel. One was started with the
 guard preloaded, as kernels are: the guard reads a process's variables at its first CUDA call.
+Two more (:func:`programs`) fork processes like kernels, see ``child.py``. They have imported
+cuda.core, which does not load the driver yet.
 
 A forked broker forks its children as well, instead of executing them, if they use the emulated
 driver. The dynamic loader reads its variables at the start of a process only: the server starts
@@ -144,6 +146,7 @@ class _Server:
         """Say why the server ended. The next test starts another, so that one test fails only."""
         _server.cache_clear()
         _kernel_server.cache_clear()
+        _program_server.cache_clear()
         code = self._process.wait(60)
         said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace")
         raise EOFError(f"the process that forks brokers has ended with {code}: {said}")
@@ -160,14 +163,21 @@ def _server():
 
 @lru_cache(maxsize=2)
 def _kernel_server(guarded):
-    if not guarded:
-        return _Server("kernels", {})
+    return _Server("kernels", _guard_loader() if guarded else {})
+
+
+@lru_cache(maxsize=2)
+def _program_server(guarded):
+    return _Server("programs", _guard_loader() if guarded else {"LD_LIBRARY_PATH": EMULATED})
+
+
+@lru_cache(maxsize=1)
+def _guard_loader():
+    """Return the variables with which a process starts under the guard."""
     folder = Path(tempfile.mkdtemp(prefix="gpupool-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     folder = install.guard_directory(folder)
-    return _Server(
-        "kernels", install.session_environment(folder, Path(), {"LD_LIBRARY_PATH": EMULATED})
-    )
+    return install.session_environment(folder, Path(), {"LD_LIBRARY_PATH": EMULATED})
 
 
 def _environment():
@@ -175,6 +185,7 @@ def _environment():
     return {
         **{k: v for k, v in os.environ.items() if not k.startswith(("GPUPOOL_", "JUPYTER_"))},
         "PYTHONPATH": os.pathsep.join((str(ROOT), light)),
+        "OPENBLAS_NUM_THREADS": "1",  # numpy's threads would not be there after a fork
         "ROOM": "-" * _ROOM["environment"],
     }
 
@@ -223,6 +234,31 @@ def kernels(command, *, env, stdin=None, stdout=None, stderr=None, cwd=None, **o
         nothing.close()
         raise
     process.stdin = nothing
+    return process
+
+
+def program(module, *, env):
+    """Start ``python -m module`` with pipes for text; execute what cannot be forked."""
+    command = [sys.executable, "-m", module]
+    guarded = _guarded(env)
+    if not guarded and (_guard(env) or not can_run(command, env)):
+        return subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+    request = {"command": command, "env": {**env}, "cwd": str(ROOT), "standard": [0, 1, 2]}
+    stdin, ours = os.pipe()
+    read, stdout = os.pipe()
+    streams = open(ours, "w"), open(read)  # noqa: SIM115
+    try:
+        process = _fork(_program_server(guarded), request, [stdin, stdout, 2])
+    except BaseException:
+        for stream in streams:
+            stream.close()
+        raise
+    finally:
+        os.close(stdin)
+        os.close(stdout)
+    process.stdin, process.stdout = streams
     return process
 
 
@@ -446,6 +482,9 @@ if __name__ == "__main__":
 
     if sys.argv[2] == "kernels":
         import ipykernel.kernelapp  # noqa: F401
+    elif sys.argv[2] == "programs":
+        import cuda.core
+        import jupyter_gpupool.kernel.link  # noqa: F401
     else:
         import jupyter_gpupool.broker.app
         import jupyter_gpupool.devices.nvidia.checkpoint

@@ -274,11 +274,9 @@ class Kernel:
         return {}
 
     def launch(self, *, agent=True, tell=True):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", self.module],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env={**environment(self.broker.folder), **self.env},
-        )  # fmt: skip
+        self.process = forks.program(
+            self.module, env={**environment(self.broker.folder), **self.env}
+        )
         self.answer()
         if tell:
             self.server.call("launched", session=self.session, pid=self.process.pid)
