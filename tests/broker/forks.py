@@ -483,8 +483,9 @@ if __name__ == "__main__":
     if sys.argv[2] == "kernels":
         import ipykernel.kernelapp  # noqa: F401
     elif sys.argv[2] == "programs":
-        import cuda.core
-        import jupyter_gpupool.kernel.link  # noqa: F401
+        import cuda.core  # noqa: F401
+
+        import jupyter_gpupool.kernel.link
     else:
         import jupyter_gpupool.broker.app
         import jupyter_gpupool.devices.nvidia.checkpoint
