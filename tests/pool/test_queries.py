@@ -26,7 +26,7 @@ QUERIES: dict[str, Callable[[Pool], Iterable[tuple[Any, ...]]]] = {
     **dict.fromkeys(
         [
             *("next_wakeup", "devices", "device_views", "leases", "suspended", "records"),
-            *("self_check", "usage"),
+            *("self_check", "usage", "explanations"),
         ],
         lambda _pool: [()],
     ),
