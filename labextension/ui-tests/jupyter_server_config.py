@@ -9,3 +9,4 @@ configure_jupyter_server(c)
 c.ServerApp.ip = "127.0.0.1"
 c.ServerApp.port = 0
 c.JupyterNotebookApp.expose_app_in_browser = True
+c.LanguageServerManager.autodetect = False  # it starts Node, npm and R

@@ -349,6 +349,7 @@ class Server:
                     "--allow-root",
                     "--ServerApp.port=0",
                     "--IdentityProvider.token=e2e",
+                    "--LanguageServerManager.autodetect=False",  # it starts Node, npm and R
                     f"--GPUPoolProvisioner.memory={SLICE} B",
                     f"--ServerApp.root_dir={self.pool.folder}",
                 ],
