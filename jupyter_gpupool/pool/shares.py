@@ -104,6 +104,7 @@ class Shares:
         self._levels: dict[str, int] = {}
         self._above: dict[tuple[str, str], bool] = {}
         self._used: dict[Meter, float] = {}
+        self._known_lines: dict[Meter, tuple[tuple[float, float], tuple[float, float]]] = {}
         self._bounds: dict[Meter | None, tuple[float, float]] = {}
         self._steps: dict[Owner, list[Step]] = {}
         self._parts: dict[Owner, list[tuple[str, float, float]]] = {}
@@ -350,12 +351,16 @@ class Shares:
         """Return usage by memory and by compute as (c, m): c + m x d, see :meth:`behind_from`."""
         if account is None:
             return (0.0, 0.0), (0.0, 0.0)
+        if account in self._known_lines:
+            return self._known_lines[account]
         half_life = self.facts.settings.half_life
         had = account.read(self.facts.now, half_life, None)
         memory, compute = (
             rate * half_life / LN2 for rate in (account.memory_rate, account.compute_rate)
         )
-        return (memory, had.memory - memory), (compute, had.compute - compute)
+        found = (memory, had.memory - memory), (compute, had.compute - compute)
+        self._known_lines[account] = found
+        return found
 
     def _parted(self, one: Owner, other: Owner) -> tuple[Step, Step] | None:
         """Return the steps at which the paths of two owners part; None if they do not."""
