@@ -154,7 +154,12 @@ def test_waits_on_one_connection_are_bounded(broker, kernel):
     one.do("drop", hold="h0")
     blocker[0].do("drop", hold="cell")
     one.do("got", hold="h255")
-    assert len(broker.session(one.session)["holds"]) == 255
+
+    def holds():  # an answer may be a quarter of a second old for a user who sends so much
+        found = broker.session(one.session)
+        return len(found["holds"]) if found else 0
+
+    wait_until(lambda: holds() == 255, "all holds but the dropped one")
 
 
 SPY = """
