@@ -196,7 +196,7 @@ class GPUPool(Configurable):
     groups = _option(
         Dict(),
         "Groups of users, by name, and what each gets of the pool. Three keys say who belongs to "
-        "a group: users is a list of names, or '*' for everybody that no other group takes; "
+        "a group: users is a list of names, or '*' for all users that are in no other group; "
         "unix_groups and hub_groups are lists. guarantee is what the group gets back at once from "
         "those who borrow it. cap is the most that the group may have. Both are per cent of the "
         "pool's memory, devices, or a size. weight divides what is left over: a group of weight 2 "

@@ -300,10 +300,14 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
         whose = f"Group {budget.group} has" if budget.group else "You have"
         left = max(0.0, budget.daily.seconds - budget.used)
         line = f"{whose} {left:.0f} of {budget.daily.seconds:.0f} GPU-seconds left today"
-        if budget.until < math.inf:
+        whose = "its" if budget.group else "your"
+        if budget.spent or budget.until < math.inf:
             what = "there are more" if budget.spent else "as things are, they are used up"
-            line += f"; {what} {_when(budget.until, now)}"
-            whose = "its" if budget.group else "your"
+            # A budget that refills does not, as long as its kernels use as much.
+            at = _when(budget.until, now) if budget.until < math.inf else (
+                f"when {whose} kernels use less"
+            )  # fmt: skip
+            line += f"; {what} {at}"
             when = "Until then" if budget.spent else "From then on"
             line += f". {when} {whose} kernels {_END_WORDS[budget.daily.then]}"
         yield f"{line}."

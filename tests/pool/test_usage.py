@@ -276,6 +276,22 @@ def test_standing_tells_what_is_left_of_the_budget(make):
     )
 
 
+@pytest.mark.parametrize(
+    ("then", "consequence"),
+    [("refuse", "get no new slice"), ("borrow", "get only what no other kernel wants")],
+)
+def test_spent_budget_that_cannot_refill_says_what_follows(make, then, consequence):
+    lab = make(device(0), **budget(100.0, then=then, rule="refill"))
+    lab.running("a", 16, owner="ann")
+    lab.after(150)
+    assert lab.state("a") == "active"
+    _, lines = lab.pool.standing(Owner("ann"), lab.now)
+    assert "".join(lines) == (
+        "You have 0 of 100 GPU-seconds left today; there are more when your kernels use less. "
+        f"Until then your kernels {consequence}."
+    )
+
+
 def test_lone_session_stops_at_the_end_of_its_budget(make):
     lab = make(device(0), **budget(100.0, then="stop"))
     lab.running("a", 16, owner="ann")
