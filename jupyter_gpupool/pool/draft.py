@@ -11,7 +11,7 @@ to a session nor reserved for the head of the queue.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Iterable, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
 from .facts import DeviceLedger, Facts
 from .ledgers import OwnerUsage
@@ -128,6 +128,10 @@ class Draft:
     #: Whether the rooms have their leases that some session may preempt, and whether one is in use.
     offers_known: bool = False
     offers_in_use: bool = False
+    #: The tiers found so far, by asker or kind of asker, and holder: see ``victims.Trial.tier``.
+    tiers: dict[tuple[Any, str], int | None] = field(default_factory=dict)
+    #: By device and class: the candidates there that a session of the class might preempt.
+    openings: dict[tuple[str, int], list[tuple[Session, int]]] = field(default_factory=dict)
     #: What this plan grants; and whether the rooms know their leases.
     _taken: list[tuple[Session, Slice]] = field(default_factory=list)
     _leases_known: bool = False

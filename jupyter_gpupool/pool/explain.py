@@ -19,7 +19,7 @@ from .facts import Facts
 from .model import HostLack, Owner, Reason, Slice
 from .placement import asking
 from .preemption import leaves_at, obstacle, unprotected, yields_at
-from .running import claims, covered, rule_of
+from .running import Asker, covered, rule_of
 from .schedule import Plan
 from .session import Session
 from .shares import Budget, Shares, budgets, climbs_at
@@ -233,7 +233,7 @@ def _claims(
     for w in plan.order:
         if w is s or w.id not in plan.reasons or not _wants(shares.facts, w, own):
             continue
-        for tier, at in claims(w, s, shares, foresee=True):
+        for tier, at in Asker(w, shares).claims(s, foresee=True):
             if at < math.inf and not covered(w, [(s, tier)], {}, shares):
                 yield rule_of(tier, w, s, shares), at, w.id
                 break
@@ -250,7 +250,7 @@ def _host(facts: Facts, owner: Owner) -> HostMemory:
 
 
 def _holders(shares: Shares, s: Session, why: Reason) -> Iterable[HeldLease]:
-    facts, draft = shares.facts, Draft(shares.facts, shares)
+    facts, draft, asker = shares.facts, Draft(shares.facts, shares), Asker(s, shares)
     own = why.rule in ("quota", "quota-host", "behind-own") and not why.group
     for v in facts.leased.values():
         if v is s or (own and v.owner.name != s.owner.name):
@@ -262,7 +262,7 @@ def _holders(shares: Shares, s: Session, why: Reason) -> Iterable[HeldLease]:
         yields, leaves = (yields_at(v, facts), leaves_at(v, facts)) if idle else (None, None)
         mine = v.owner.name == s.owner.name
         label = v.label if mine else ""
-        each = claims(s, v, shares, foresee=True) if use != "leaving" else ()
+        each = asker.claims(v, foresee=True) if use != "leaving" else ()
         found = sorted((at, tier) for tier, at in each if at < math.inf)
         lack = draft.host_lack([v], facts.host_room) if use != "leaving" else ""
         if idle and v.pressed and v.state_bound:

@@ -19,7 +19,7 @@ from ..states import ATTACHED
 from ..units import format_bytes
 from .facts import Facts
 from .residence import STAY_MOST, Gap, protected_until
-from .running import began, free_from, kind_of, tier_in_use
+from .running import Asker, began, free_from, kind_of, open_in_use
 from .session import Session
 from .shares import Shares
 
@@ -149,14 +149,24 @@ def candidate(holder: Session, facts: Facts) -> int | None:
     return 1 if facts.settings.preempt and free_from(holder, facts) <= facts.now else None
 
 
-def victim_tier(asker: Session, holder: Session, shares: Shares) -> int | None:
+def victim_tier(asker: Asker, holder: Session, facts: Facts) -> int | None:
     """Return in which tier ``asker`` may preempt the candidate ``holder`` now; None if it may not.
 
     Tier 0 is an idle lease that no rule protects.
     """
-    if holder is asker:
+    if holder is asker.session:
         return None
-    return 0 if unprotected(holder, shares.facts) else tier_in_use(asker, holder, shares)
+    return 0 if unprotected(holder, facts) else asker.tier(holder)
+
+
+def open_to(holder: Session, level: int, shares: Shares) -> bool:
+    """Return False only if :func:`victim_tier` of ``holder`` is None for each session of the class
+    ``level`` that no guarantee of a group covers.
+
+    With hundreds of leases and sessions that wait, this is one question instead of one for each
+    pair of them.
+    """
+    return unprotected(holder, shares.facts) or open_in_use(holder, level, shares)
 
 
 def asker_kind(asker: Session, shares: Shares, *, in_use: bool) -> Any:

@@ -60,18 +60,18 @@ from typing import Any, Iterator, Mapping, Sequence
 
 from ..states import ATTACHED
 from .facts import Facts
-from .model import PreemptRule
+from .model import Owner, PreemptRule
 from .placement import Asking, asking
 from .residence import SLICE_LEAST, guessed_cost, slice_length
 from .session import NEVER, Session
-from .shares import RECHECK, Shares
+from .shares import RECHECK, Shares, Side
 
 #: The shortest stay of a holder, in seconds.
 STAY_LEAST = 1.0
 
 #: The tier of ``turns``.
 TURN = 4
-#: Not a tier of :func:`tier_in_use`: the daily budget ends what runs, whether others wait or not.
+#: Not a tier of :meth:`Asker.tier`: the daily budget ends what runs, whether others wait or not.
 STOPPED = 5
 
 #: The rules by tier.
@@ -162,7 +162,7 @@ def modest(asked: Asking, s: Session) -> bool:
 def _guaranteed(asker: Session, holder: Session, shares: Shares) -> bool:
     """Return whether a group of ``asker`` that ``holder`` is not in is guaranteed what it needs."""
     groups = shares.entitled.get(asker.id, frozenset())
-    return not groups <= set(shares.tree.path(holder.owner.group))
+    return bool(groups) and not groups <= set(shares.tree.path(holder.owner.group))
 
 
 def rule_of(tier: int, asker: Session, holder: Session, shares: Shares) -> str:
@@ -172,58 +172,76 @@ def rule_of(tier: int, asker: Session, holder: Session, shares: Shares) -> str:
     return RULES[tier]
 
 
-def claims(
-    asker: Session,
-    holder: Session,
-    shares: Shares,
-    *,
-    stuck: bool = False,
-    foresee: bool = False,
-) -> Iterator[tuple[int, float]]:
-    """Yield the tiers in which ``asker`` may preempt ``holder`` while in use, and from when on.
+class Asker:
+    """What the rules read of a session that asks; it is the same for all holders."""
 
-    Not whether a guarantee covers the holder: that depends on the other victims (:func:`covered`).
-    ``stuck``: as if the holder could be suspended. ``foresee``: also the turn of an asker that has
-    used too much at the moment, from when on it has not, if all goes on as now.
+    def __init__(self, session: Session, shares: Shares) -> None:
+        self.session = session
+        self._shares = shares
+        self._facts = shares.facts
+        # Growth of an idle session computes nothing; without budget, a session preempts nothing.
+        self._silent = session.state == "idle" or shares.spent(session.owner) is not None
+        self._within = modest(asking(session, shares.facts), session)
+        #: Its class, with what its age adds.
+        self.level = shares.level(session)
+        #: Whether its request is within the guarantee of a group.
+        self.guaranteed = session.id in shares.entitled
+
+    def claims(
+        self, holder: Session, *, by: float = math.inf, stuck: bool = False, foresee: bool = False
+    ) -> Iterator[tuple[int, float]]:
+        """Yield the tiers in which the session may preempt ``holder`` while in use, and from when
+        on; not all of those that begin after ``by``.
+
+        Not whether a guarantee covers the holder: that depends on the other victims
+        (:func:`covered`). ``stuck``: as if the holder could be suspended. ``foresee``: also the
+        turn of an asker that has used too much at the moment, from when on it has not, if all goes
+        on as now.
+        """
+        asker, shares, facts = self.session, self._shares, self._facts
+        if self._silent or asker is holder:
+            return
+        at, ends = _times(holder, facts) if stuck else use_times(holder, facts)
+        if at == math.inf or at > by:
+            return
+        rules = facts.settings.preempt
+        if self._within and "burst" in rules and holder.id in facts.grown:
+            moved = holder.lease.resumed_at > NEVER
+            yield 1, ends if moved else at
+        overdrawn = shares.spent(holder.owner) is not None
+        if "guarantee" in rules and (overdrawn or _guaranteed(asker, holder, shares)):
+            yield 2, at
+        level, its = self.level, holder_level(holder, shares)
+        if level > its:
+            if self._within and "class" in rules:
+                yield 3, at
+        elif level == its and "turns" in rules and ends <= by:
+            if asker.owner == holder.owner or not shares.fair:
+                yield TURN, max(ends, asker.wait.since + SLICE_LEAST)
+                return
+            debt = time_slice(holder, facts) * rate(holder, shares)
+            if foresee:
+                since = max(ends, facts.now)
+                behind_from = shares.behind_from(asker.owner, holder.owner, debt, since)
+                yield TURN, ends if behind_from <= since else behind_from
+            elif shares.behind(asker.owner, holder.owner, debt):
+                yield TURN, ends
+
+    def tier(self, holder: Session) -> int | None:
+        """Return the tier in which the session may preempt ``holder`` now although it is in use."""
+        now = self._facts.now
+        return next((tier for tier, at in self.claims(holder, by=now) if at <= now), None)
+
+
+def open_in_use(holder: Session, level: int, shares: Shares) -> bool:
+    """Return False only if :meth:`Asker.tier` of ``holder`` is None for each session of the class
+    ``level`` that is not :attr:`~Asker.guaranteed`.
     """
     facts = shares.facts
-    rules = facts.settings.preempt
-    # Growth of an idle session computes nothing; without budget, a session preempts nothing.
-    if asker is holder or asker.state == "idle" or shares.spent(asker.owner) is not None:
-        return
-    at = free_from(holder, facts)
-    ends = slice_ends(holder, facts)
-    if at == math.inf and not stuck:
-        return
-    if stuck:
-        at, ends = _times(holder, facts)
-    within = modest(asking(asker, facts), asker)
-    if within and "burst" in rules and holder.id in facts.grown:
-        moved = holder.lease.resumed_at > NEVER
-        yield 1, ends if moved else at
-    overdrawn = shares.spent(holder.owner) is not None
-    if "guarantee" in rules and (overdrawn or _guaranteed(asker, holder, shares)):
-        yield 2, at
-    level, its = shares.level(asker), holder_level(holder, shares)
-    if level > its:
-        if within and "class" in rules:
-            yield 3, at
-    elif level == its and "turns" in rules:
-        length = time_slice(holder, facts)
-        if asker.owner == holder.owner or not shares.fair:
-            yield TURN, max(ends, asker.wait.since + SLICE_LEAST)
-        elif foresee:
-            debt, since = length * rate(holder, shares), max(ends, facts.now)
-            behind_from = shares.behind_from(asker.owner, holder.owner, debt, since)
-            yield TURN, ends if behind_from <= since else behind_from
-        elif shares.behind(asker.owner, holder.owner, length * rate(holder, shares)):
-            yield TURN, ends
-
-
-def tier_in_use(asker: Session, holder: Session, shares: Shares) -> int | None:
-    """Return the tier in which ``asker`` may preempt ``holder`` now although that is in use."""
-    now = shares.facts.now
-    return next((tier for tier, at in claims(asker, holder, shares) if at <= now), None)
+    if holder.id in facts.grown or shares.spent(holder.owner) is not None:
+        return True
+    its = holder_level(holder, shares)
+    return level > its or (level == its and slice_ends(holder, facts) <= facts.now)
 
 
 def next_turn(queue: Sequence[Session], facts: Facts) -> float:
@@ -242,15 +260,34 @@ def next_turn(queue: Sequence[Session], facts: Facts) -> float:
     shares = Shares(facts)
     if not shares.fair:
         return found
-    askers = dict.fromkeys((s.owner, shares.level(s)) for s in queue)
+    askers: dict[int, dict[Owner, Sequence[Side]]] = {}
+    for s in queue:
+        askers.setdefault(shares.level(s), {})[s.owner] = shares.sides(s.owner)
+    holders.sort(key=lambda v: slice_ends(v, facts))
     for v in holders:
-        level, length = holder_level(v, shares), time_slice(v, facts)
-        debt, since = length * rate(v, shares), max(now, slice_ends(v, facts))
-        for owner, its in askers:
-            if its == level and owner != v.owner and shares.may_be_behind(owner, v.owner, debt):
-                at = shares.behind_from(owner, v.owner, debt, since)
-                if now < at < found:
-                    found = at
+        theirs, since = shares.sides(v.owner), max(now, slice_ends(v, facts))
+        if since >= found:
+            break
+        debt = time_slice(v, facts) * rate(v, shares)
+        for owner, ours in askers.get(holder_level(v, shares), {}).items():
+            for mine, its in zip(ours, theirs, strict=False):
+                if mine.name != its.name:
+                    break
+            else:
+                continue
+            # What the asker lacks, by weight, is a difference of maxima of lines in the decay
+            # factor. If one line is the asker's maximum, the difference is concave: an asker that
+            # is not behind at both ends of the time is not behind in between. This rules out most
+            # pairs, of which there are many where many wait.
+            gain = debt / mine.weight
+            if mine.used + gain < its.used:
+                if since == now:
+                    continue  # it may take the turn now
+            elif mine.then + gain >= its.then and not mine.bends:
+                continue
+            at = shares.behind_from(owner, v.owner, debt, since)
+            if now < at < found:
+                found = at
     return found
 
 
@@ -298,7 +335,7 @@ def covered(
 
 
 def kind_of(asker: Session, shares: Shares) -> Any:
-    """Return everything that :func:`tier_in_use` reads of an asker without a lease.
+    """Return everything that :meth:`Asker.tier` reads of an asker without a lease.
 
     But for how long it has waited, which counts between two sessions of one owner.
     """

@@ -90,6 +90,19 @@ Step = tuple[Meter | None, float, str]
 Age = tuple[float, float, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Side:
+    """An account on one side of a comparison; usage is by weight."""
+
+    name: str
+    weight: float
+    used: float
+    #: The usage ``RECHECK`` seconds later, if all goes on as now.
+    then: float
+    #: Whether memory counts at one end of that time, and compute at the other.
+    bends: bool
+
+
 class Shares:
     """What one pass knows of shares: the order, guarantees, budgets. Changes nothing."""
 
@@ -105,7 +118,7 @@ class Shares:
         self._above: dict[tuple[str, str], bool] = {}
         self._used: dict[Meter, float] = {}
         self._known_lines: dict[Meter, tuple[tuple[float, float], tuple[float, float]]] = {}
-        self._bounds: dict[Meter | None, tuple[float, float]] = {}
+        self._sides: dict[Owner, list[Side]] = {}
         self._steps: dict[Owner, list[Step]] = {}
         self._parts: dict[Owner, list[tuple[str, float, float]]] = {}
         self._present: Mapping[str, list[tuple[str, float, float]]] | None = None
@@ -329,22 +342,18 @@ class Shares:
         at = self.facts.now - half_life * math.log2(best)
         return max(since, at + EXACT) if best < latest else since
 
-    def may_be_behind(self, asker: Owner, holder: Owner, gain: float) -> bool:
-        """Return False if :meth:`behind` cannot hold within ``RECHECK`` seconds; cheap."""
-        parted = self._parted(asker, holder)
-        if parted is None:
-            return False
-        (mine, light, _), (its, heavy, _) = parted
-        return (self._within(mine)[0] + gain) / light < self._within(its)[1] / heavy
-
-    def _within(self, account: Meter | None) -> tuple[float, float]:
-        """Return bounds of the usage of an account in the next ``RECHECK`` seconds."""
-        found = self._bounds.get(account)
+    def sides(self, owner: Owner) -> list[Side]:
+        """Return what :meth:`behind` compares of an owner, for each of its :meth:`steps`."""
+        found = self._sides.get(owner)
         if found is None:
+            found = self._sides[owner] = []
             d = _part_left(RECHECK, self.facts.settings.half_life)
-            ends = [(c + m, c + m * d) for c, m in self._lines(account)]
-            found = max(map(min, ends)), max(map(max, ends))
-            self._bounds[account] = found
+            for account, weight, name in self.steps(owner):
+                used = 0.0 if account is None else self.used(account)
+                (c, m), (other_c, other_m) = self._lines(account)
+                then, other = c + m * d, other_c + other_m * d
+                bends = (c + m > other_c + other_m) != (then > other)
+                found.append(Side(name, weight, used / weight, max(then, other) / weight, bends))
         return found
 
     def _lines(self, account: Meter | None) -> tuple[tuple[float, float], tuple[float, float]]:

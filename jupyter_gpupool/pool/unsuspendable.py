@@ -20,7 +20,7 @@ from .facts import Facts
 from .model import FOR_MEMORY
 from .placement import asking
 from .preemption import obstacle
-from .running import claims
+from .running import Asker
 from .schedule import Plan
 from .session import Session
 from .shares import Shares
@@ -96,7 +96,7 @@ def _waiter(holder: Session, plan: Plan, shares: Shares) -> Session | None:
             needs = asking(w, facts).needs if why.rule in FOR_MEMORY else ()
             wanted = any(need.allows(ledger) for need in needs for ledger in own)
         if wanted:
-            found = next((at for _, at in claims(w, holder, shares, stuck=True)), math.inf)
+            found = next((at for _, at in Asker(w, shares).claims(holder, stuck=True)), math.inf)
             if found <= facts.now or (holder.state == "idle" and holder.keep_until <= facts.now):
                 return w
     return None

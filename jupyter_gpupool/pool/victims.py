@@ -25,8 +25,8 @@ from .placement import (
     in_turn,
     preferred,
 )
-from .preemption import candidate, score, victim_tier
-from .running import covered
+from .preemption import asker_kind, candidate, open_to, score, victim_tier
+from .running import Asker, covered
 from .session import Session
 
 #: If the usual choice fails for lack of host memory, or because a guarantee covers a victim after
@@ -50,6 +50,7 @@ class Trial:
     def __init__(self, draft: Draft, asker: Session, host: int) -> None:
         self.draft = draft
         self.asker = asker
+        self._as_asker: Asker | None = None
         self.facts = draft.facts
         if not draft.offers_known:
             _find_offers(draft)
@@ -61,6 +62,8 @@ class Trial:
         #: Why choices failed for lack of host memory, and not for lack of leases to preempt.
         self.host_lacks: set[HostLack] = set()
         self._failed: HostLack = ""
+        #: :func:`.preemption.asker_kind` of the asker, once it is needed.
+        self._kind: Any = None
         #: A choice failed because a guarantee covers a victim: with others it may not.
         self.shielded = False
 
@@ -77,15 +80,52 @@ class Trial:
 
     def tier(self, v: Session) -> int | None:
         """Return the tier of a candidate; None if it is protected or already in this plan."""
-        if v.id in self.draft.leaving or v.id in self.draft.settled:
+        draft = self.draft
+        if v.id in draft.leaving or v.id in draft.settled:
             return None
-        return victim_tier(self.asker, v, self.draft.shares)
+        # The facts, the time and the shares stay the same during a pass, so a tier found once
+        # holds for all of it: for this asker, and where that is all that counts, for its kind.
+        key = self._asker_of(v), v.id
+        if key not in draft.tiers:
+            draft.tiers[key] = victim_tier(self._rules(), v, self.facts)
+        return draft.tiers[key]
+
+    def _rules(self) -> Asker:
+        if self._as_asker is None:
+            self._as_asker = Asker(self.asker, self.draft.shares)
+        return self._as_asker
+
+    def _candidates(self, room: Room) -> list[tuple[Session, int]]:
+        """Return the candidates on a device without most of those that the asker cannot preempt.
+
+        The lists by class hold for the whole pass, like the tiers.
+        """
+        asker, openings = self._rules(), self.draft.openings
+        if asker.guaranteed:
+            return room.candidates
+        key = room.uuid, asker.level
+        if key not in openings:
+            shares = self.draft.shares
+            openings[key] = [c for c in room.candidates if open_to(c[0], asker.level, shares)]
+        return openings[key]
+
+    def _asker_of(self, v: Session) -> Any:
+        """Return what the tier of ``v`` depends on besides ``v``: the asker's kind, or its name.
+
+        Its name for a session with a lease, and where the time of its wait counts.
+        """
+        shares, asker = self.draft.shares, self.asker
+        if not shares.fair or asker.state != "queued" or v.owner == asker.owner:
+            return asker.id
+        if self._kind is None:
+            self._kind = asker_kind(asker, shares, in_use=True)
+        return self._kind
 
     def options(self, room: Room) -> list[tuple[int, Session, int]]:
         """Return the leases on a device that may still be preempted, as (tier, session, bytes)."""
         return [
             (tier, v, size)
-            for v, size in room.candidates
+            for v, size in self._candidates(room)
             if (tier := self.tier(v)) is not None and v not in self.chosen
         ]
 
