@@ -130,8 +130,13 @@ class Draft:
     offers_in_use: bool = False
     #: The tiers found so far, by asker or kind of asker, and holder: see ``victims.Trial.tier``.
     tiers: dict[tuple[Any, str], int | None] = field(default_factory=dict)
-    #: By device and class: the candidates there that a session of the class might preempt.
-    openings: dict[tuple[str, int], list[tuple[Session, int]]] = field(default_factory=dict)
+    #: By device and class: the candidates there that a session of the class might preempt, and
+    #: their bytes in all.
+    openings: dict[tuple[str, int], tuple[list[tuple[Session, int]], int]] = field(
+        default_factory=dict
+    )
+    #: Sessions for which all that their class might preempt is not enough on any device.
+    beyond: set[str] = field(default_factory=set)
     #: What this plan grants; and whether the rooms know their leases.
     _taken: list[tuple[Session, Slice]] = field(default_factory=list)
     _leases_known: bool = False

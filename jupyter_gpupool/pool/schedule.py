@@ -414,8 +414,11 @@ class _Pass:
             plan.held.add(s.owner.name)
         elif offer.rule in FOR_MEMORY:
             if found.where is not None:
-                key, need = (found.where, self._kind(s)), found.needs[0]
-                failure = need.least, need.bytes, s.wait.since, offer
+                need = found.needs[0]
+                # Most failures hold for a whole class, others only for sessions like this one.
+                beyond = s.id in draft.beyond
+                key = found.where, self._class(s) if beyond else self._kind(s)
+                failure = need.least, need.bytes, -math.inf if beyond else s.wait.since, offer
                 # The smallest request first: it rules out the most others.
                 self.failed.setdefault(key, []).insert(0, failure)
             if not behind_head and s.state != "idle":
@@ -505,25 +508,31 @@ class _Pass:
     def _kind(self, s: Session) -> object:
         return asker_kind(s, self.shares, in_use=leases_in_use(self.draft))
 
+    def _class(self, s: Session) -> object:
+        return "class", self.shares.level(s)
+
     def _hopeless(self, s: Session, found: Asking) -> Reason | None:
         """Return why ``s`` is blocked if an earlier, no larger request found nothing; else None.
 
         A skipped request could not have succeeded. Since the failure the draft has only lost bytes:
         every gain (a suspend, a promise that moves or is void) clears the failures. ``s`` asks for
         at least as much of the same devices, in one slice, and without a quota. By
-        :func:`asker_kind` it may preempt the same victims. Every step of
+        :func:`asker_kind` it may preempt the same victims, or what its whole class may preempt was
+        not enough (:meth:`.victims.Trial.out_of_reach`). Every step of
         :func:`attempt` that finds room for an amount finds it for a smaller one: free bytes,
         greedy victims in a fixed order, and the combinations, whose options are then the same.
         And it can take over no promise that the other request could not.
         """
-        failed = self.failed.get((found.where, self._kind(s)))
-        if not failed or (self.draft.promises and self._newer(s)):
+        if not self.failed or found.where is None or (self.draft.promises and self._newer(s)):
             return None
-        need = found.needs[0]
-        for least, size, since, why in failed:
-            if need.least >= least and need.bytes >= size and s.wait.since >= since:
-                rule = blocked_as(self.draft, s, need, why.rule)
-                return Reason(rule, bytes=s.request.memory, count=1)
+        need, where = found.needs[0], found.where
+        for kind in (self._class, self._kind):
+            if kind == self._class and s.id in self.shares.entitled:
+                continue
+            for least, size, since, why in self.failed.get((where, kind(s)), ()):
+                if need.least >= least and need.bytes >= size and s.wait.since >= since:
+                    rule = blocked_as(self.draft, s, need, why.rule)
+                    return Reason(rule, bytes=s.request.memory, count=1)
         return None
 
     # ------------------------------------------------------------------ 4. the head

@@ -95,19 +95,39 @@ class Trial:
             self._as_asker = Asker(self.asker, self.draft.shares)
         return self._as_asker
 
-    def _candidates(self, room: Room) -> list[tuple[Session, int]]:
-        """Return the candidates on a device without most of those that the asker cannot preempt.
+    def _candidates(self, room: Room) -> tuple[list[tuple[Session, int]], int]:
+        """Return the candidates on a device without most of those that the asker cannot preempt,
+        and their bytes in all.
 
         The lists by class hold for the whole pass, like the tiers.
         """
         asker, openings = self._rules(), self.draft.openings
         if asker.guaranteed:
-            return room.candidates
+            return room.candidates, room.offered
         key = room.uuid, asker.level
         if key not in openings:
             shares = self.draft.shares
-            openings[key] = [c for c in room.candidates if open_to(c[0], asker.level, shares)]
+            found = [c for c in room.candidates if open_to(c[0], asker.level, shares)]
+            openings[key] = found, sum(size for _, size in found)
         return openings[key]
+
+    def out_of_reach(self, need: Need) -> bool:
+        """Return whether :meth:`place` fails for ``need`` alone, whoever the owner of the asker is.
+
+        On each device even all that its class might preempt is not enough. So for each session of
+        the class that no guarantee covers, and that needs as much or more, it fails as well.
+        """
+        draft = self.draft
+        for room in (draft.rooms[need.fixed],) if need.fixed else draft.rooms.values():
+            if not need.allows(room.ledger):
+                continue
+            amount = need.amount(room.ledger)
+            if draft.reserved(room):
+                if draft.left(room.ledger) >= amount:
+                    return False
+            elif self.expect(room) + self._candidates(room)[1] >= amount:
+                return False
+        return True
 
     def _asker_of(self, v: Session) -> Any:
         """Return what the tier of ``v`` depends on besides ``v``: the asker's kind, or its name.
@@ -125,7 +145,7 @@ class Trial:
         """Return the leases on a device that may still be preempted, as (tier, session, bytes)."""
         return [
             (tier, v, size)
-            for v, size in self._candidates(room)
+            for v, size in self._candidates(room)[0]
             if (tier := self.tier(v)) is not None and v not in self.chosen
         ]
 
@@ -135,7 +155,7 @@ class Trial:
 
     def victims(self, room: Room, missing: int) -> list[Session] | None:
         """Return the leases on a device that free ``missing`` bytes there, or None."""
-        if room.offered < missing:
+        if room.offered < missing or self._candidates(room)[1] < missing:
             return None
         options = self.options(room)
         if sum(size for _, _, size in options) < missing:
@@ -377,8 +397,12 @@ def make_room(
         return why
     host = draft.host_left() if behind_head else draft.host
     trial = Trial(draft, s, host)
-    own = lacks is None or trial.own(found.charge)
-    placed = own and trial.place(needs)
+    if lacks is None and len(needs) == 1 and trial.out_of_reach(needs[0]):
+        draft.beyond.add(s.id)
+        own, placed = True, False
+    else:
+        own = lacks is None or trial.own(found.charge)
+        placed = own and trial.place(needs)
     lacking = trial.host_lacks
     if not placed and (lacking or trial.shielded):
         other = any_combination(draft, s, found, host)
