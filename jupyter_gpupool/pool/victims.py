@@ -112,7 +112,7 @@ class Trial:
         return openings[key]
 
     def out_of_reach(self, need: Need) -> bool:
-        """Return whether :meth:`place` fails for ``need`` alone, whoever the owner of the asker is.
+        """Return whether :meth:`place` fails for ``need`` alone, for any owner of the asker.
 
         On each device even all that its class might preempt is not enough. So for each session of
         the class that no guarantee covers, and that needs as much or more, it fails as well.
