@@ -26,6 +26,9 @@ from .store.records import journaled, slices_to_json
 #: pool takes no slice before the session's agent has had time to reconnect (see ``recovery``).
 FLUSH_AFTER = 0.25
 
+#: Seconds of a step of the time of day that counts; it is never exactly as fast as the other clock.
+CLOCK_STEP = 1.0
+
 #: Receives an answer: (refusal or None, note for people).
 Reply = Callable[[Refusal | None, str], None]
 
@@ -42,6 +45,10 @@ class Clock:
     def now(self) -> float:
         """Return the time."""
         return time.monotonic() + self._offset
+
+    def ahead(self) -> float:
+        """Return how far ahead the time of day is: somebody has set it, or the machine slept."""
+        return time.time() - self.now()
 
 
 class Core:
@@ -70,6 +77,9 @@ class Core:
         self.sessions = sessions
         self.log = log
         self.now = clock.now
+        self._clock = clock
+        #: By how much the time of day is ahead of :attr:`now`, as the pool knows it.
+        self.ahead = 0.0
         self.handle = handle
         #: Changes on each device so far: a sample that began before the last one is stale.
         self.changes: dict[str, int] = {}
@@ -95,6 +105,17 @@ class Core:
     def view(self) -> PoolView:
         """Return the pool as it is now: reads all sessions."""
         return self.pool.view(self.now())
+
+    def follow_clock(self) -> None:
+        """Tell the pool by how much the time of day is ahead, if that has changed."""
+        ahead = self._clock.ahead()
+        step = ahead - self.ahead
+        if abs(step) >= CLOCK_STEP:
+            self.ahead = ahead
+            way = "forward" if step > 0 else "back"
+            self.log.info("The time of day went %s by %.0f s", way, abs(step))
+            self.handle(e.ClockSet(now=self.now(), ahead=ahead))
+            self.touched()
 
     def expect(self, rid: str, reply: Reply) -> None:
         """Call ``reply`` when the pool answers ``rid``."""

@@ -1,6 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Applies the schedules of the configuration: each change once, at its instant."""
+"""Follows the time of day: each change of a schedule once, at its instant, and steps of the clock.
+
+The pool's clock counts the seconds that the machine is awake. When somebody sets the time of day,
+or the machine has slept, schedules and the windows of daily budgets follow the time of day.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ IN_FORCE = "schedules"
 
 
 class Timekeeper:
-    """Follows the calendar.
+    """Follows the calendar and the clock.
 
     Parameters
     ----------
@@ -68,10 +72,10 @@ class Timekeeper:
         if self._configuration.follow_calendar(now):
             self._note()
             self._apply()
-        if self._configuration.timetable.base.schedules:
-            change = self._configuration.timetable.next_change(now)
-            wait = LOOK if change is None else min(LOOK, max(LEAST, change[0] - self._clock()))
-            self._timer = asyncio.get_running_loop().call_later(wait, self._look)
+        self._core.follow_clock()
+        change = self._configuration.timetable.next_change(now)
+        wait = LOOK if change is None else min(LOOK, max(LEAST, change[0] - self._clock()))
+        self._timer = asyncio.get_running_loop().call_later(wait, self._look)
 
     def _names(self) -> str:
         return ", ".join(self._configuration.timetable.names(self._configuration.rules))

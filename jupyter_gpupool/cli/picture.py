@@ -103,6 +103,7 @@ def draw(snapshot: Snapshot, style: Style) -> list[str]:
         *_legend(snapshot, style),
         *_table(sessions, letters, style),
         *_queue(sessions, float(snapshot.get("now") or 0), style),
+        *_standing(snapshot, sessions, style),
         *_host(snapshot, style),
     ]
 
@@ -240,7 +241,7 @@ def _table(sessions: Sequence[Snapshot], letters: Mapping[str, str], style: Styl
         return ["", "No kernel is in the pool."]
     titles = (
         *("", "SESSION", "OWNER", "GROUP", "STATE", "SLICE"),
-        *("USES", "ON HOST", "WAITED", "KERNEL"),
+        *("USES", "ON HOST", "WAITED", "GPU-S LEFT", "KERNEL"),
     )
     rows = [titles, *(_row(session, letters) for session in sessions)]
     keep = [n for n, title in enumerate(titles) if title not in _OPTIONAL or _used(rows[1:], n)]
@@ -263,7 +264,7 @@ def _table(sessions: Sequence[Snapshot], letters: Mapping[str, str], style: Styl
 
 
 #: Columns that are left out while they are empty.
-_OPTIONAL = frozenset({"GROUP", "USES", "ON HOST", "WAITED", "KERNEL"})
+_OPTIONAL = frozenset({"GROUP", "USES", "ON HOST", "WAITED", "GPU-S LEFT", "KERNEL"})
 
 
 def _used(rows: Sequence[Sequence[str]], column: int) -> bool:
@@ -289,6 +290,7 @@ def _row(session: Snapshot, letters: Mapping[str, str]) -> tuple[str, ...]:
         _uses(session) if session.get("granted_bytes") else "",
         _size(session.get("suspended_bytes")),
         format_seconds(waited) if waited >= 0.5 else "",
+        _left(session),
         str(session.get("label") or ""),
     )
 
@@ -302,6 +304,15 @@ def _uses(session: Snapshot) -> str:
     """Return the use that the guard counts now, or else the last measurement."""
     counted = session.get("used_bytes")
     return _size(session.get("footprint_bytes") if counted is None else counted)
+
+
+def _left(session: Snapshot) -> str:
+    """Return what its user and group have left of a daily budget, whichever is less."""
+    found = [session.get(name) or {} for name in ("usage", "group_usage")]
+    left = [u["daily"] - u["today"] for u in found if u.get("daily") is not None]
+    if not left:
+        return ""
+    return "none" if any(u.get("spent") for u in found) else f"{max(0.0, min(left)):.0f}"
 
 
 def _granted(session: Snapshot) -> str:
@@ -337,6 +348,17 @@ def _queue(sessions: Sequence[Snapshot], now: float, style: Style) -> list[str]:
         lines += textwrap.wrap(
             text, style.width, initial_indent=f"{place} ", subsequent_indent=" " * (len(place) + 1)
         )
+    return lines
+
+
+def _standing(snapshot: Snapshot, sessions: Sequence[Snapshot], style: Style) -> list[str]:
+    """Return the guarantees, shares and daily budgets of who looks: one list for all sessions."""
+    found = [*(snapshot.get("standing") or ())]
+    for session in sessions:
+        found += session.get("standing") or ()
+    lines = [""] if found else []
+    for sentence in dict.fromkeys(found):
+        lines += textwrap.wrap(printable(sentence), style.width, subsequent_indent="  ")
     return lines
 
 

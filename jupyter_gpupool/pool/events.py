@@ -115,6 +115,16 @@ class SettingsChanged(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClockSet(Event):
+    """The time of day is ``ahead`` of ``now`` by so many seconds, or behind if that is negative.
+
+    Somebody has set it, or the machine has slept: the clock of ``now`` does not count that.
+    """
+
+    ahead: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick(Event):
     """Time has passed; see ``Pool.next_wakeup``."""
 

@@ -413,6 +413,6 @@ def refuse_spent(facts: Facts) -> Actions:
         spent = shares.spent(s.owner)
         if spent is None or s.preempted or spent.daily.then == "borrow":
             continue
-        actions += refuse_holds(s, budget_refusal(spent, facts.now))
+        actions += refuse_holds(s, budget_refusal(spent, facts))
         actions += move(facts, s, "detached", "the budget of today is used up")
     return actions

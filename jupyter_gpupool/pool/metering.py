@@ -15,6 +15,10 @@ u x d + r x (1 - d) / ln 2 x half-life, with d = 2 ^ (-seconds / half-life).
 
 The budget of a day counts without decay, by :class:`~.groups.Daily`: from the last time at which
 its window began, or with a steady return of a whole budget per day.
+
+Windows follow the time of day, which is ``ahead`` of the pool's own clock after somebody has set
+it or the machine has slept. Time that passes at such a step decays usage and renews budgets, and
+nobody pays for it. A clock that is set back returns nothing, and takes nothing.
 """
 
 from __future__ import annotations
@@ -56,6 +60,8 @@ class Meter:
     parts: dict[str, tuple[float, float]] = field(default_factory=dict)
     memory_units: int = 0
     compute_units: int = 0
+    #: Seconds by which the time of day is ahead of the pool's clock.
+    ahead: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -95,7 +101,7 @@ class Meter:
                 return today, True
             return today, self.spent and today > daily.seconds * (1 - BACK) + EXACT
         renews = daily.renews if daily is not None else 0.0
-        began = window_began(now, renews)
+        began = window_began(now + self.ahead, renews) - self.ahead
         today = rate * (now - began) if began > self.at else self.today + rate * seconds
         return today, daily is not None and today >= daily.seconds - EXACT
 
@@ -105,6 +111,15 @@ class Meter:
             found = self.read(now, half_life, daily)
             self.memory, self.compute = found.memory, found.compute
             self.today, self.spent, self.at = found.today, found.spent, now
+
+    def set_clock(self, now: float, ahead: float, half_life: float, daily: Daily | None) -> None:
+        """Let the time of day be ``ahead`` from ``now`` on."""
+        self.advance(now, half_life, daily)
+        #: The same sums by the time of day, with nothing in use while that makes its step.
+        before = Meter(now + self.ahead, self.memory, self.compute, self.today, self.spent)
+        after = before.read(now + ahead, half_life, daily)
+        self.memory, self.compute = after.memory, after.compute
+        self.today, self.spent, self.ahead = after.today, after.spent, ahead
 
     def use(self, session: str, part: tuple[float, float] | None) -> None:
         """Let a session use ``part`` from now on; None: nothing. :meth:`advance` comes first."""
@@ -126,10 +141,12 @@ class Meter:
 
     def changes_at(self, now: float, daily: Daily) -> float:
         """Return when the budget is next used up, or not used up any more; infinity if never."""
+        if daily.seconds <= EXACT:
+            return math.inf  # no window has any
         today, spent = self.budget(now, daily)
         if daily.rule == "window":
             if spent:
-                return window_began(now, daily.renews) + DAY
+                return window_began(now + self.ahead, daily.renews) + DAY - self.ahead
             return now + (daily.seconds - today) / self.rate if self.rate > 0 else math.inf
         slope = self.rate - daily.seconds / DAY
         if spent:
@@ -160,6 +177,8 @@ class Meters:
     def __init__(self) -> None:
         self.users: dict[str, Meter] = {}
         self.groups: dict[str, Meter] = {}
+        #: Seconds by which the time of day is ahead of the pool's clock.
+        self.ahead = 0.0
         #: Sessions whose leases may have changed since the last :meth:`settle`, in their order.
         self.changed: dict[str, bool] = {}
         self._leases: dict[str, LeaseInUse] = {}
@@ -232,9 +251,10 @@ class Meters:
         self, owner: Owner, now: float, rules: PoolSettings
     ) -> Iterable[tuple[Meter, Daily | None]]:
         daily = rules.quota_of(owner.name).daily if rules.quotas else None
-        yield self.users.setdefault(owner.name, Meter(now)), daily
+        yield self.users.setdefault(owner.name, Meter(now, ahead=self.ahead)), daily
         for group in path(rules.groups, owner.group) if rules.groups else ():
-            yield self.groups.setdefault(group, Meter(now)), rules.groups[group].daily
+            account = self.groups.setdefault(group, Meter(now, ahead=self.ahead))
+            yield account, rules.groups[group].daily
 
     # ------------------------------------------------------------------ all of them
 
@@ -248,6 +268,15 @@ class Meters:
         for account in (*self.users.values(), *self.groups.values()):
             account.use_nothing()
         self._of.clear()
+
+    def set_clock(self, now: float, rules: PoolSettings, ahead: float) -> None:
+        """Let the time of day be ``ahead`` of the pool's clock from ``now`` on."""
+        for name, account in self.users.items():
+            account.set_clock(now, ahead, rules.half_life, rules.quota_of(name).daily)
+        for name, account in self.groups.items():
+            group = rules.groups.get(name)
+            account.set_clock(now, ahead, rules.half_life, group.daily if group else None)
+        self.ahead = ahead
 
     def recovered(
         self,
@@ -267,10 +296,10 @@ class Meters:
                 if known is self.groups:
                     group = rules.groups.get(name)
                     daily = group.daily if group else None
-                account = known.setdefault(name, Meter(now))
+                account = known.setdefault(name, Meter(now, ahead=self.ahead))
                 account.advance(now, rules.half_life, daily)
                 had = found.get(name) or Usage(at=since)
-                old = Meter(had.at, had.memory, had.compute, had.today, had.spent)
+                old = Meter(had.at, had.memory, had.compute, had.today, had.spent, ahead=self.ahead)
                 old.advance(min(since, now), rules.half_life, daily)
                 old.memory_rate = account.memory_rate
                 old.advance(now, rules.half_life, daily)

@@ -87,10 +87,10 @@ class Reason:
     for the quota. ``cap``: the members of ``group`` have its cap of ``most`` bytes in use, in
     ``count`` sessions. ``behind-group``: an earlier session waits for the cap of ``group``.
     ``budget``: the GPU-seconds of today are used up, those of ``group`` or ("") the owner's own;
-    there are some again at ``at``. ``class-closed``: its priority class (``limit``) may not run
-    now. ``paused``, ``drained``, ``foreign``, ``nowhere``: no device is suitable, even an empty
-    one. ``retry``: the last attach failed. If memory and quota are both short, the rule is the one
-    of the memory, and ``limit`` is also set.
+    there are some again at ``at``, or never if ``most`` is 0. ``class-closed``: its priority class
+    (``limit``) may not run now. ``paused``, ``drained``, ``foreign``, ``nowhere``: no device is
+    suitable, even an empty one. ``retry``: the last attach failed. If memory and quota are both
+    short, the rule is the one of the memory, and ``limit`` is also set.
     """
 
     rule: Rule

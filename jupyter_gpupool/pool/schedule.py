@@ -177,7 +177,7 @@ def barred(s: Session, shares: Shares) -> Reason | None:
         return Reason("class-closed", limit=s.request.priority)
     spent = shares.spent(s.owner) if shares.budgeted else None
     if spent is not None and spent.daily.then == "stop" and s.state != "active":
-        return Reason("budget", group=spent.group, at=spent.until)
+        return Reason("budget", group=spent.group, most=0 if spent.none else 1, at=spent.until)
     return None
 
 

@@ -67,9 +67,9 @@ from dataclasses import dataclass
 from typing import Mapping
 
 from .facts import Facts
-from .groups import Daily
+from .groups import DAY, Daily
 from .guarantees import entitled
-from .metering import EXACT, LN2, Meter
+from .metering import BACK, EXACT, LN2, Meter
 from .model import Owner
 from .session import Session
 
@@ -448,6 +448,18 @@ class Budget:
     spent: bool
     #: When it is used up, or (``spent``) there again, if all goes on as now; infinity if never.
     until: float
+
+    @property
+    def none(self) -> bool:
+        """Whether nobody gets any of it, on no day."""
+        return self.daily.seconds <= EXACT
+
+    def soonest(self, now: float) -> float:
+        """Return when a spent budget is there again if nothing uses it from ``now`` on."""
+        if self.until < math.inf or self.none:
+            return self.until
+        seconds = self.daily.seconds
+        return now + max(0.0, self.used - seconds * (1 - BACK)) * DAY / seconds
 
 
 def budgets(facts: Facts, owner: Owner, now: float) -> list[Budget]:

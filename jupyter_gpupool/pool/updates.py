@@ -186,6 +186,11 @@ def _settings(facts: Facts, event: ev.SettingsChanged) -> Actions:
     return actions
 
 
+def _clock_set(facts: Facts, event: ev.ClockSet) -> Actions:
+    facts.meters.set_clock(facts.now, facts.settings, event.ahead)
+    return []
+
+
 def _usage_recovered(facts: Facts, event: ev.UsageRecovered) -> Actions:
     since = facts.now if event.since is None else event.since
     facts.meters.recovered(facts.now, facts.settings, event.users, event.groups, since)
@@ -452,6 +457,7 @@ _POOL: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.HostMemorySeen: _host_memory,
     ev.HostPressure: _host_pressure,
     ev.SettingsChanged: _settings,
+    ev.ClockSet: _clock_set,
     ev.UsageRecovered: _usage_recovered,
     ev.Recovered: _recovered,
     ev.SessionOpened: _opened,

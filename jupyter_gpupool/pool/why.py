@@ -297,6 +297,11 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
             yield f"{who} {used:.0%} of the usage of {whole}; {whose} fair share is {due:.0%}."
         whole = name
     for budget in found.budgets:
+        if budget.none:
+            whose = f"Group {budget.group} gets" if budget.group else "You get"
+            kernels = "its kernels" if budget.group else "your kernels"
+            yield f"{whose} no GPU-seconds: {kernels} {_END_WORDS[budget.daily.then]}."
+            continue
         whose = f"Group {budget.group} has" if budget.group else "You have"
         left = max(0.0, budget.daily.seconds - budget.used)
         line = f"{whose} {left:.0f} of {budget.daily.seconds:.0f} GPU-seconds left today"
@@ -304,9 +309,10 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
         if budget.spent or budget.until < math.inf:
             what = "there are more" if budget.spent else "as things are, they are used up"
             # A budget that refills does not, as long as its kernels use as much.
-            at = _when(budget.until, now) if budget.until < math.inf else (
-                f"when {whose} kernels use less"
-            )  # fmt: skip
+            at = _when(budget.until, now)
+            if budget.until == math.inf:
+                soonest = _when(budget.soonest(now), now)
+                at = f"when {whose} kernels use less, {soonest} at the earliest"
             line += f"; {what} {at}"
             when = "Until then" if budget.spent else "From then on"
             line += f". {when} {whose} kernels {_END_WORDS[budget.daily.then]}"

@@ -60,7 +60,7 @@ def reason(facts: Facts, plan: Plan, s: Session) -> str:
 def _behind(why: Reason, facts: Facts) -> str:
     """Return when a preempted session goes on, as the end of a sentence; "" if that is unknown."""
     if why.rule == "budget":
-        return f": {_again(why.at, facts.now)}"
+        return f": {_again(facts, why)}" if why.most else ""
     if why.rule == "busy":
         where = "a GPU" if why.count <= 1 else f"each of {why.count} GPUs"
         return f" as soon as {format_bytes(why.bytes)} is free on {where}"
@@ -96,7 +96,9 @@ def in_words(facts: Facts, why: Reason) -> str:
         return f"kernels of the priority class {why.limit!r} get no GPU at this time"
     if why.rule == "budget":
         whose = f"your group {why.group}" if why.group else "you"
-        return f"{whose} used up the GPU-seconds of today; {_again(why.at, facts.now)}"
+        if not why.most:
+            return f"{whose} {'gets' if why.group else 'get'} no GPU-seconds"
+        return f"{whose} used up the GPU-seconds of today; {_again(facts, why)}"
     return why.text or _SENTENCES[why.rule]
 
 
@@ -120,32 +122,49 @@ def _host(facts: Facts, why: Reason) -> str:
     return text + head
 
 
-def _again(at: float, now: float) -> str:
+def _again(facts: Facts, why: Reason) -> str:
     """Return when a budget is there again, as a clause."""
-    if at == math.inf:
+    if why.at == math.inf:
         return "there are more when other kernels of the same budget stop"
-    return f"there are more in {format_seconds(max(1.0, at - now))}, at {_clock(at)}"
+    return f"there are more {_clock(facts, why.at)}"
 
 
-def _clock(at: float) -> str:
-    """Return a time of the day in UTC, which is the same text on every machine."""
-    minutes = int(at // 60) % 1440
-    return f"{minutes // 60:02}:{minutes % 60:02} UTC"
+def _clock(facts: Facts, at: float) -> str:
+    """Return how far off ``at`` is, and the time of day in UTC: the same text on every machine."""
+    minutes = int((at + facts.meters.ahead) // 60) % 1440
+    soon = format_seconds(max(1.0, at - facts.now))
+    return f"in {soon}, at {minutes // 60:02}:{minutes % 60:02} UTC"
 
 
-def budget_refusal(spent: Budget, now: float) -> Refusal:
+def budget_refusal(spent: Budget, facts: Facts) -> Refusal:
     """Return the refusal of a new lease at the end of a daily budget."""
     whose = f"The group {spent.group}" if spent.group else "You"
-    have = "has" if spent.group else "have"
+    s, have = ("s", "has") if spent.group else ("", "have")
+    text = f"{whose} {have} used the {spent.daily.seconds:.0f} GPU-seconds of today."
+    soonest = spent.soonest(facts.now)
+    if spent.none:
+        option = "groups" if spent.group else "quotas"
+        text = f"{whose} get{s} no GPU-seconds: the budget of a day is 0 (c.GPUPool.{option})."
+        step = "Ask the administrator of the pool for some."
+    elif spent.until == math.inf:
+        kernels = f"Kernels of the group {spent.group}" if spent.group else "Your other kernels"
+        step = (
+            f"{kernels} use as many as come back. If they stop now, there are more "
+            f"{_clock(facts, soonest)}."
+        )
+    else:
+        step = f"Try again later: there are more {_clock(facts, soonest)}."
+    ahead = facts.meters.ahead
     return Refusal(
         Code.BUDGET,
-        f"{whose} {have} used the {spent.daily.seconds:.0f} GPU-seconds of today.",
-        f"Try again then: {_again(spent.until, now)}.",
+        text,
+        step,
         {
             "group": spent.group,
             "seconds": spent.daily.seconds,
             "used": round(spent.used, 3),
-            "renews_at": None if spent.until == math.inf else spent.until,
+            "renews_at": None if spent.until == math.inf else spent.until + ahead,
+            "soonest": None if soonest == math.inf else soonest + ahead,
         },
     )
 

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-from .kit import Broker, MiB, environment, wait_until
+from .kit import Broker, Kernel, MiB, environment, wait_until
 from .test_preemption import Worker, at_work, further, stands, whole
 
 NIGHT = {"name": "night", "hours": "20:00-08:00", "time_zone": "UTC",
@@ -170,3 +170,38 @@ def test_work_of_the_night_stops_by_day_and_goes_on_at_night(at):
     finally:
         for one in made:
             one.close()
+
+
+def test_budgets_follow_a_clock_that_is_set(at):
+    """Past the time at which they are renewed, and back again, and over a restart."""
+    daily = {"seconds": 3, "renews": "20:00", "then": "refuse"}
+    broker = at(EVENING - 3600, schedules=[], quotas={"*": {"gpu_seconds_per_day": daily}})
+    kernel = Kernel(broker, "first")
+
+    def spent():
+        return broker.session(kernel.session)["usage"]["spent"]
+
+    def standing():
+        return " ".join(broker.session(kernel.session)["standing"])
+
+    try:
+        kernel.attach()
+        wait_until(spent, "the end of the budget")
+        kernel.do("drop", hold="cell")
+        kernel.close()
+        kernel = Kernel(broker, "second")
+        assert "there are more in 60 min." in standing()
+        broker.set_clock(EVENING - 600)
+        wait_until(lambda: "more in 10 min" in standing(), "the new time of day")
+        assert spent()
+        broker.set_clock(EVENING + 5)
+        wait_until(lambda: not spent(), "the next day's budget")
+        broker.kill()
+        assert broker.start()["ok"]
+        wait_until(lambda: broker.session(kernel.session), "the session")
+        assert not spent()
+        broker.set_clock(EVENING - 3600)
+        wait_until(lambda: "went back by" in broker.log.read_text(), "the step back")
+        assert not spent()
+    finally:
+        kernel.close()

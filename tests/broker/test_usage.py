@@ -131,3 +131,11 @@ def test_use_of_nothing_is_not_kept():
 )  # fmt: skip
 def test_damaged_text_of_usage_is_left_out(text):
     assert read_usage(text) == ({}, {})
+
+
+def test_status_tells_a_user_without_a_session_of_the_budget(make_broker):
+    broker = make_broker(groups=GROUPS).started
+    assert broker.status()["standing"] == [
+        "Your group is lab.",
+        "Group lab has 100 of 100 GPU-seconds left today.",
+    ]

@@ -176,3 +176,25 @@ def test_overuse_of_a_session_is_shown_with_its_bytes():
     greedy = session("3f2a", state="active", granted_bytes=GiB, overuse_bytes=700 * MiB)
     text = "\n".join(draw(pool(devices=[device()], sessions=[greedy]), Style(width=90)))
     assert "3f2a has 700 MiB more than its slice, allocated around the guard" in text
+
+
+def test_budgets_are_in_the_table_and_told_once():
+    use = {"counts": 1.0, "today": 88.6, "daily": 100.0, "spent": False}
+    group = {"counts": 1.0, "today": 20.0, "daily": 3600.0, "spent": False}
+    spent = {**use, "spent": True}
+    lines = ["Your group is bio.", "You have 11 of 100 GPU-seconds left today."]
+    sessions = [
+        attached("3f2a1b", "active", GiB, label="a", usage=use, group_usage=group, standing=lines),
+        session("77aa33", label="b", usage=spent, group_usage=None, standing=lines),
+        session("88bb44", owner="bob", label="c", usage={**use, "daily": None}, group_usage=None),
+    ]  # fmt: skip
+    drawn = draw(pool(sessions=sessions, standing=lines), Style(width=100))
+    assert "A  3f2a1b   ada    active    1 GiB  11          a" in drawn
+    assert "   77aa33   ada    detached  -      none        b" in drawn
+    assert "   88bb44   bob    detached  -                  c" in drawn
+    assert [line for line in drawn if line in lines] == lines
+
+
+def test_user_without_a_kernel_sees_the_budget():
+    lines = ["You have 0 of 100 GPU-seconds left today; there are more in 57 min."]
+    assert lines[0] in draw(pool(standing=lines), Style(width=100))

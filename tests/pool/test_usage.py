@@ -219,6 +219,12 @@ def budget(seconds: float, **rules):
     return {"quotas": {"ann": Quota(daily=Daily(seconds, **rules))}}
 
 
+def budget_of(group: str, daily: Daily):
+    if group:
+        return {"groups": {group: Group(daily=daily)}}
+    return {"quotas": {"ann": Quota(daily=daily)}}
+
+
 def test_new_lease_is_refused_when_the_budget_is_used_up(make):
     lab = make(device(0), **budget(100.0, then="refuse"))
     lab.running("a", 16, owner="ann")
@@ -233,6 +239,53 @@ def test_new_lease_is_refused_when_the_budget_is_used_up(make):
     assert "00:00 UTC" in refusal.next_step
     lab.after(DAY - lab.now)
     got(lab.hold("a"), ev.Attach, session="a")
+
+
+@pytest.mark.parametrize("group", ["", "bio"])
+def test_refusal_names_when_a_budget_in_use_can_be_back(make, group):
+    daily = Daily(864.0, rule="refill", then="refuse")
+    lab = make(device(0), **budget_of(group, daily))
+    open_in(lab, "a", "ann", group, 8)
+    lab.send(ev.ClockSet, ahead=600.0)
+    lab.after(1000)
+    lab.open("b", 8, owner=Owner("ann", group))
+    refusal = got(lab.hold("b"), ev.HoldRefused).refusal
+    who = "Kernels of the group bio" if group else "Your other kernels"
+    assert refusal.next_step == (
+        f"{who} use as many as come back. If they stop now, there are more in 60 min, at 01:26 UTC."
+    )
+    assert refusal.details["renews_at"] is None
+    assert refusal.details["soonest"] == pytest.approx(lab.now + 600 + DAY / 24)
+    lab.end("a")
+    assert got(lab.hold("b"), ev.HoldRefused).refusal.next_step == (
+        "Try again later: there are more in 60 min, at 01:26 UTC."
+    )
+
+
+@pytest.mark.parametrize("group", ["", "bio"])
+@pytest.mark.parametrize("rule", ["window", "refill"])
+def test_budget_of_nothing_promises_no_renewal(make, rule, group):
+    daily = Daily(0.0, rule=rule, then="refuse")
+    lab = make(device(0), **budget_of(group, daily))
+    lab.open("a", 8, owner=Owner("ann", group))
+    refusal = got(lab.hold("a"), ev.HoldRefused).refusal
+    who = "The group bio gets" if group else "You get"
+    option = "groups" if group else "quotas"
+    assert refusal.message == (
+        f"{who} no GPU-seconds: the budget of a day is 0 (c.GPUPool.{option})."
+    )
+    assert "UTC" not in refusal.next_step
+    assert refusal.details["soonest"] is None
+    lines = lab.pool.standing(Owner("ann", group), lab.now)[1]
+    kernels = "its kernels" if group else "your kernels"
+    assert lines[-1].endswith(f"no GPU-seconds: {kernels} get no new slice.")
+
+
+def test_session_that_may_never_run_is_told_so(make):
+    lab = make(device(0), **budget(0.0, then="stop"))
+    lab.open("a", 8, owner="ann")
+    refusal = got(lab.hold("a"), ev.HoldRefused).refusal
+    assert refusal.message.startswith("You get no GPU-seconds")
 
 
 def test_session_without_budget_borrows_what_is_free(make):
@@ -287,8 +340,8 @@ def test_spent_budget_that_cannot_refill_says_what_follows(make, then, consequen
     assert lab.state("a") == "active"
     _, lines = lab.pool.standing(Owner("ann"), lab.now)
     assert "".join(lines) == (
-        "You have 0 of 100 GPU-seconds left today; there are more when your kernels use less. "
-        f"Until then your kernels {consequence}."
+        "You have 0 of 100 GPU-seconds left today; there are more when your kernels use less, "
+        f"in 60 min at the earliest. Until then your kernels {consequence}."
     )
 
 
@@ -400,3 +453,83 @@ def test_rates_follow_the_leases_and_leave_no_rest():
     meters.settle(2000.0, rules)
     for account in meters.users.values():
         assert (account.memory_rate, account.compute_rate, account.parts) == (0.0, 0.0, {})
+
+
+# --------------------------------------------------------------------------- the time of day
+
+#: 22 o'clock of a day whose window begins at midnight.
+LATE = 20 * DAY + 22 * 3600.0
+
+
+def spender(make, daily: Daily) -> Lab:
+    """Return a pool in which ann has used 1,000 GPU-seconds since 22 o'clock."""
+    lab = make(device(0), half_life=HALF, quotas={"ann": Quota(daily=daily)})
+    lab.now = LATE
+    lab.running("a", 16, owner="ann")
+    lab.after(1000)
+    lab.end("a")
+    return lab
+
+
+def left(lab: Lab) -> float:
+    (budget,) = lab.pool.standing(Owner("ann"), lab.now)[0].budgets
+    return budget.daily.seconds - budget.used
+
+
+def test_window_begins_when_the_clock_is_set_past_it(make):
+    lab = spender(make, Daily(1000.0))
+    assert used(lab, "ann").spent
+    lab.send(ev.ClockSet, ahead=3600.0)
+    assert left(lab) == pytest.approx(0), "23 o'clock is the same day"
+    lab.send(ev.ClockSet, ahead=7200.0)
+    assert left(lab) == pytest.approx(1000), "it is past midnight"
+    lab.running("b", 16, owner="ann")
+    lab.after(500)
+    assert left(lab) == pytest.approx(500)
+
+
+def test_budget_is_there_again_at_the_time_of_day_that_is_set(make):
+    lab = spender(make, Daily(1000.0))
+    lab.send(ev.ClockSet, ahead=3600.0)
+    midnight = LATE + 3600
+    assert lab.pool.standing(Owner("ann"), lab.now)[0].budgets[0].until == pytest.approx(midnight)
+    lab.now = midnight - 1
+    assert used(lab, "ann").spent
+    lab.now = midnight
+    assert not used(lab, "ann").spent
+
+
+def test_clock_that_is_set_back_returns_no_budget(make):
+    lab = spender(make, Daily(1000.0))
+    for back in (-3600.0, -30 * 3600.0, -3000 * DAY):
+        lab.send(ev.ClockSet, ahead=back)
+        assert left(lab) == pytest.approx(0)
+    # The next midnight by the new time of day.
+    lab.now = LATE + 2 * 3600 - 1
+    assert left(lab) == pytest.approx(0)
+    lab.now += 1
+    assert left(lab) == pytest.approx(1000)
+
+
+def test_time_that_the_machine_slept_refills_and_decays(make):
+    lab = spender(make, Daily(2000.0, rule="refill"))
+    before, had = used(lab, "ann"), left(lab)
+    lab.send(ev.ClockSet, ahead=HALF)
+    after = used(lab, "ann")
+    assert after.dominant == pytest.approx(before.dominant / 2)
+    assert left(lab) == pytest.approx(had + HALF * 2000 / DAY)
+    lab.send(ev.ClockSet, ahead=-5000.0)
+    assert left(lab) == pytest.approx(had + HALF * 2000 / DAY)
+    lab.send(ev.ClockSet, ahead=DAY)
+    assert left(lab) == pytest.approx(2000)
+
+
+def test_nobody_pays_for_a_step_of_the_clock(make):
+    lab = make(device(0), half_life=1e12, groups={"bio": Group(daily=Daily(DAY))})
+    open_in(lab, "a", "ann", "bio", 16)
+    lab.after(10)
+    lab.send(ev.ClockSet, ahead=5 * DAY + 1)
+    lab.after(10)
+    found = lab.pool.usage(lab.now)
+    assert found.users["ann"].dominant == found.groups["bio"].dominant == pytest.approx(20)
+    assert lab.record("a").state == "active"

@@ -99,7 +99,8 @@ class Snapshots:
         self._memberships.learn_soon(peer.uid)
         view = self._core.view()
         settings, most = view.settings, MostMemory(view.settings, view.devices)
-        standings = Standings(self._core.pool, view, self._memberships.owner(peer.uid).name)
+        viewer = self._memberships.owner(peer.uid)
+        standings = Standings(self._core.pool, view, viewer.name)
         attach, attach_reason = self._setup.attach
         emulate = self._configuration.settings.emulate
         return {
@@ -112,8 +113,10 @@ class Snapshots:
             "problem": self._no_device,
             "driver_warning": self._service.hazard,
             "limited": self._service.limit,
-            "limits": self.limits(self._memberships.owner(peer.uid)),
+            "limits": self.limits(viewer),
             "groups": [*self._memberships.groups(peer.uid)],
+            # Also for a user without a session: the refusal of a new one may be the reason.
+            "standing": standings.of(viewer)["standing"],
             "devices": [self._device(v) for v in view.devices],
             "sessions": [
                 self._session(v, view.now, peer, most, standings)

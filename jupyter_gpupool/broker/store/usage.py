@@ -6,6 +6,8 @@ Two values of the journal: the usage of all users, written once a minute while t
 the usage of those that have used anything since, written every second. The next broker counts the
 memory of the leases that have outlived this one from its last commit on (their compute is not
 known). So a broker that is killed loses about a second. No write is synced to the disk.
+
+The times in them are times of day: the clock of the next broker need not go on where this one's is.
 """
 
 from __future__ import annotations
@@ -32,9 +34,6 @@ MOST = 2000
 #: GPU-seconds that are not worth keeping.
 NOTHING = 0.01
 
-#: What a row has, and last whether the daily budget is used up.
-_FIGURES = ("memory", "compute", "today", "at")
-
 
 class UsageBook:
     """Writes what the pool says of usage to the journal, and tells the next pool."""
@@ -49,8 +48,10 @@ class UsageBook:
 
     def recover(self) -> None:
         """Tell the pool what the journal has, once it has the leases of the broker before."""
-        core, (users, groups) = self._core, read_usage(self._core.journal.meta(_ALL))
-        recent = read_usage(core.journal.meta(_RECENT))
+        core = self._core
+        core.follow_clock()
+        users, groups = read_usage(core.journal.meta(_ALL), core.ahead)
+        recent = read_usage(core.journal.meta(_RECENT), core.ahead)
         core.handle(
             e.UsageRecovered(
                 now=core.now(),
@@ -76,7 +77,7 @@ class UsageBook:
         """Let the next commit write the usage of all."""
         found = self._core.pool.usage(now)
         self._saved_at = now
-        self._core.journal.remember(_ALL, usage_text(found.users, found.groups))
+        self._core.journal.remember(_ALL, usage_text(found.users, found.groups, self._core.ahead))
         self._core.journal.remember(_RECENT, "")
 
     def _look(self) -> None:
@@ -86,27 +87,31 @@ class UsageBook:
             self._save(now)
         else:
             found = core.pool.usage(now, self._saved_at)
-            core.journal.remember(_RECENT, usage_text(found.users, found.groups))
+            core.journal.remember(_RECENT, usage_text(found.users, found.groups, core.ahead))
         core.flush_later()
         if leases:
             self._timer = asyncio.get_running_loop().call_later(SOON, self._look)
 
 
-def usage_text(users: Mapping[str, Usage], groups: Mapping[str, Usage]) -> str:
-    """Return usage as text, the largest first and of a bounded number."""
-    return json.dumps({"users": _rows(users), "groups": _rows(groups)}, separators=(",", ":"))
+def usage_text(users: Mapping[str, Usage], groups: Mapping[str, Usage], ahead: float = 0.0) -> str:
+    """Return usage as text, the largest first and of a bounded number.
+
+    ``ahead``: by how much the time of day is ahead of the clock of these figures.
+    """
+    found = {"users": _rows(users, ahead), "groups": _rows(groups, ahead)}
+    return json.dumps(found, separators=(",", ":"))
 
 
-def _rows(found: Mapping[str, Usage]) -> dict[str, list[float]]:
+def _rows(found: Mapping[str, Usage], ahead: float) -> dict[str, list[float]]:
     worth = [(name, u) for name, u in found.items() if max(u.dominant, u.today) > NOTHING]
     worth.sort(key=lambda item: -max(item[1].dominant, item[1].today))
     return {
-        name: [*(round(getattr(u, f), 3) for f in _FIGURES), int(u.spent)]
+        name: [*(round(x, 3) for x in (u.memory, u.compute, u.today, u.at + ahead)), int(u.spent)]
         for name, u in worth[:MOST]
     }
 
 
-def read_usage(text: str) -> tuple[dict[str, Usage], dict[str, Usage]]:
+def read_usage(text: str, ahead: float = 0.0) -> tuple[dict[str, Usage], dict[str, Usage]]:
     """Return (users, groups) of :func:`usage_text`; what cannot be read is left out."""
     try:
         data = json.loads(text or "{}")
@@ -114,15 +119,17 @@ def read_usage(text: str) -> tuple[dict[str, Usage], dict[str, Usage]]:
         return {}, {}
     if not isinstance(data, dict):
         return {}, {}
-    return _read(data.get("users")), _read(data.get("groups"))
+    return _read(data.get("users"), ahead), _read(data.get("groups"), ahead)
 
 
-def _read(rows: Any) -> dict[str, Usage]:
+def _read(rows: Any, ahead: float) -> dict[str, Usage]:
     found: dict[str, Usage] = {}
     for name, row in rows.items() if isinstance(rows, dict) else ():
-        if not isinstance(row, list) or len(row) != len(_FIGURES) + 1:
+        if not isinstance(row, list) or len(row) != 5:
             continue
         if all(type(x) in (int, float) and 0 <= x < math.inf for x in row):
             memory, compute, today, at, spent = row
-            found[name] = Usage(float(memory), float(compute), float(today), bool(spent), float(at))
+            found[name] = Usage(
+                float(memory), float(compute), float(today), bool(spent), float(at) - ahead
+            )
     return found
