@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -48,10 +49,11 @@ class Configuration:
         #: What the files say, at all times.
         self.timetable = self.read()
         self._schedule: tuple[float, dict[str, Any] | None] = (0.0, None)
+        now = time.time()
         #: The schedules in force.
-        self.rules = self.timetable.rules(time.time())
+        self.rules = self.timetable.rules(now)
         #: The settings in force.
-        self.settings: BrokerSettings = self.timetable.under(self.rules)
+        self.settings: BrokerSettings = self._settings(now)
         self.socket = Path(socket) if socket else find_socket(self.settings.socket)
         #: Whether this broker serves every user of the machine.
         self.machine_wide = is_machine_wide(self.socket)
@@ -77,15 +79,14 @@ class Configuration:
         """
         late = needs_restart(self.timetable.base, timetable.base)
         self.timetable = timetable
-        self._enter(timetable.rules(time.time()))
+        self._enter(time.time())
         return late
 
     def follow_calendar(self, now: float) -> bool:
         """Work with the schedules of ``now``; return whether these are others than before."""
-        rules = self.timetable.rules(now)
-        if rules == self.rules:
+        if self.timetable.rules(now) == self.rules:
             return False
-        self._enter(rules)
+        self._enter(now)
         return True
 
     def schedule(self, now: float) -> dict[str, Any] | None:
@@ -107,11 +108,16 @@ class Configuration:
             self._schedule = now, shown
         return shown
 
-    def _enter(self, rules: tuple[int, ...]) -> None:
+    def _enter(self, now: float) -> None:
         self._schedule = 0.0, None
-        self.rules = rules
-        self.settings = self.timetable.under(rules)
+        self.rules = self.timetable.rules(now)
+        self.settings = self._settings(now)
         self.access = self._access()
+
+    def _settings(self, now: float) -> BrokerSettings:
+        settings = self.timetable.under(self.rules)
+        opens = self.timetable.classes_open(now)
+        return replace(settings, pool=replace(settings.pool, classes_open=opens))
 
     def shown(self, peer: Peer) -> dict[str, Any]:
         """Return the configuration in force as ``peer`` may see it; a server may read another."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
-from .calendar import changes, in_force, next_change
+from .calendar import HORIZON, changes, in_force, next_change
 from .mistakes import Fault, Key, WrongConfiguration
 from .settings import BrokerSettings
 
@@ -58,6 +58,24 @@ class Timetable:
     def next_change(self, now: float) -> tuple[int, Rules] | None:
         """Return when other rules come into force after ``now``, and which; None if never."""
         return next_change(self._rules, now)
+
+    def classes_open(self, now: float) -> dict[str, float]:
+        """Return when each priority class that may not run at ``now`` may run again.
+
+        Without those that no schedule allows within :data:`~.calendar.HORIZON`.
+        """
+        found: dict[str, float] = {}
+        pool = self.under(self.rules(now)).pool
+        closed = {*pool.priority_classes}
+        closed -= closed if pool.classes_allowed is None else pool.classes_allowed
+        for at, rules in changes(self._rules, now, now + HORIZON) if closed else ():
+            allowed = self.under(rules).pool.classes_allowed
+            opened = closed if allowed is None else closed & allowed
+            found.update(dict.fromkeys(opened, float(at)))
+            closed = closed - opened
+            if not closed:
+                break
+        return found
 
     def names(self, rules: Rules) -> tuple[str, ...]:
         """Return the names of ``rules``."""

@@ -19,10 +19,11 @@ from .facts import Facts
 from .model import HostLack, Owner, Reason, Slice
 from .placement import asking
 from .preemption import leaves_at, obstacle, unprotected, yields_at
-from .running import Asker, covered, rule_of
+from .running import TURN, Asker, covered, rule_of
 from .schedule import Plan
 from .session import Session
-from .shares import Budget, Shares, budgets, climbs_at
+from .shares import Budget, Shares, budgets
+from .unsuspendable import ends_at
 from .words import reason, stays_reason
 
 
@@ -51,6 +52,8 @@ class HeldLease:
     covered: bool = False
     #: Why host memory cannot take its state now, even alone; "" if it can.
     unmoved: HostLack = ""
+    #: When the pool ends it because it cannot be suspended; None if it does not.
+    ends_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +107,9 @@ class Explanation:
     #: ``host-memory``, ``holder-host-memory``, ``holder-frees``, ``own-lease-ends``,
     #: ``head-is-served``, ``device-returns``, ``outside-use-ends``, ``time``.
     changes: tuple[str, ...]
-    #: When time alone may change it: a lease of ``holders`` can be preempted, or the pool tries
-    #: again. None if neither will happen.
+    #: When time alone may change it: a lease of ``holders`` can be preempted or is ended, age
+    #: raises the session past others or above a holder, a budget renews, a schedule allows its
+    #: class, or the pool tries again. None if nothing of that will happen.
     changes_at: float | None
     #: For a lease: the sessions that wait for its devices or some of them, and when they may
     #: preempt it.
@@ -114,8 +118,10 @@ class Explanation:
     #: The rules by which sessions that wait may preempt a lease in use, and from when on: (rule,
     #: seconds since the epoch, session).
     claims: tuple[tuple[str, float, str], ...]
-    #: Why the lease cannot be suspended; "" if it can, or there is none.
+    #: Why the lease cannot be suspended; "" if it can, or there is none. And when the pool ends
+    #: the session for that; None if it does not.
     obstacle: str
+    ends_at: float | None
     #: Why it was preempted while in use; "" if it was not, or has its next lease.
     preempted: str
     standing: Standing
@@ -143,6 +149,9 @@ _CHANGES: dict[str, tuple[str, ...]] = {
 }
 
 
+#: The rules that keep a session waiting whatever memory is free.
+_BARRED = ("budget", "class-closed")
+
 #: What changes a lack of host memory, other than room there.
 _HOST_CHANGES: dict[str, dict[HostLack, str]] = {
     "host-memory": {"size": "holder-frees", "quota": "holder-host-memory"},
@@ -168,7 +177,8 @@ def _explain(shares: Shares, plan: Plan, s: Session) -> Explanation:
     queue = [w.id for w in plan.queue]
     names = [w.id for w in plan.order]
     reserved = held.wanted if held is not None and held.session == s.id else {}
-    holders = tuple(_holders(shares, s, why)) if why is not None else ()
+    # What a closed class or a spent budget keeps waiting does not wait for the leases of others.
+    holders = () if why is None or why.rule in _BARRED else tuple(_holders(shares, s, why))
     changes = _CHANGES[why.rule] if why is not None else ()
     if why is not None and why.lacks:
         changes = tuple(_HOST_CHANGES.get(name, {}).get(why.lacks, name) for name in changes)
@@ -176,9 +186,11 @@ def _explain(shares: Shares, plan: Plan, s: Session) -> Explanation:
     if "idle-lease-yields" in changes:
         times = [h.yields_at for h in holders if h.yields_at is not None]
         times += [h.rule_at for h in holders if h.rule_at is not None and not h.covered]
-        if s.state == "queued" and facts.settings.preempt and not shares.above(s.owner):
-            times += [climbs_at(s, facts)]
-    elif "budget-renews" in changes and why is not None:
+        times += [h.ends_at for h in holders if h.ends_at is not None]
+        times += [_raised_at(shares, plan, s, holders)]
+        spent = shares.spent(s.owner)
+        times += [spent.until] if spent is not None else []
+    elif why is not None and why.rule in _BARRED:
         times = (why.at,)
     elif "time" in changes:
         times = (s.retry_at,)
@@ -195,10 +207,15 @@ def _explain(shares: Shares, plan: Plan, s: Session) -> Explanation:
         host=_host(facts, s.owner) if why is not None and why.lacks == "room" else None,
         changes=changes,
         changes_at=min((t for t in times if facts.now < t < math.inf), default=None),
-        takers=tuple(w.id for w in plan.order if w is not s and _wants(facts, w, own)),
+        takers=tuple(
+            w.id
+            for w in plan.order
+            if w is not s and not _barred(plan, w) and _wants(facts, w, own)
+        ),
         taken_from=yields_at(s, facts) if s.state == "idle" else None,
         claims=tuple(_claims(shares, plan, s, own)),
         obstacle=obstacle(s, facts),
+        ends_at=_ends_at(s, facts),
         preempted=s.preempted,
         standing=standing(shares, s.owner, facts.now, shares.entitled.get(s.id, ())),
         text=reason(facts, plan, s) or stays_reason(facts, s, facts.now),
@@ -237,6 +254,48 @@ def _claims(
             if at < math.inf and not covered(w, [(s, tier)], {}, shares):
                 yield rule_of(tier, w, s, shares), at, w.id
                 break
+
+
+def _barred(plan: Plan, w: Session) -> bool:
+    why = plan.reasons.get(w.id)
+    return why is not None and why.rule in _BARRED
+
+
+def _ends_at(s: Session, facts: Facts) -> float | None:
+    at = ends_at(s, facts)
+    return None if at == math.inf else at
+
+
+def _raised_at(shares: Shares, plan: Plan, s: Session, holders: Iterable[HeldLease]) -> float:
+    """Return when age raises a waiting session to a class where that may matter; infinity if never.
+
+    There it may pass a session that is ahead of it, or preempt a lease that it may not preempt now.
+    """
+    facts, settings = shares.facts, shares.facts.settings
+    if s.state != "queued" or settings.ageing <= 0 or shares.above(s.owner):
+        return math.inf
+    spent = shares.spent(s.owner) is not None
+    ahead = [
+        shares.level(w)
+        for w in plan.order[: plan.order.index(s)]
+        if w.id not in shares.entitled and (shares.spent(w.owner) is not None) == spent
+    ]
+    leases = [facts.sessions[h.session] for h in holders if h.use != "leaving"]
+    asker, own = Asker(s, shares), settings.priority_classes.get(s.request.priority, 0)
+    for number in sorted(n for n in settings.priority_classes.values() if n > asker.level):
+        at = s.wait.since + settings.ageing * (number - own)
+        if any(level <= number for level in ahead):
+            return at
+        asker.level = number
+        claims = [
+            max(at, since)
+            for v in leases
+            for tier, since in asker.claims(v, foresee=True)
+            if tier in (TURN, TURN - 1) and not covered(s, [(v, tier)], {}, shares)
+        ]
+        if min(claims, default=math.inf) < math.inf:
+            return min(claims)
+    return math.inf
 
 
 def _host(facts: Facts, owner: Owner) -> HostMemory:
@@ -287,6 +346,7 @@ def _holders(shares: Shares, s: Session, why: Reason) -> Iterable[HeldLease]:
                     rule_at=rule_at,
                     covered=covers,
                     unmoved=lack,
+                    ends_at=_ends_at(v, facts),
                 )
 
 

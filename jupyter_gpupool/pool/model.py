@@ -88,9 +88,10 @@ class Reason:
     ``count`` sessions. ``behind-group``: an earlier session waits for the cap of ``group``.
     ``budget``: the GPU-seconds of today are used up, those of ``group`` or ("") the owner's own;
     there are some again at ``at``, or never if ``most`` is 0. ``class-closed``: its priority class
-    (``limit``) may not run now. ``paused``, ``drained``, ``foreign``, ``nowhere``: no device is
-    suitable, even an empty one. ``retry``: the last attach failed. If memory and quota are both
-    short, the rule is the one of the memory, and ``limit`` is also set.
+    (``limit``) may not run now; by the schedules it may again at ``at``. ``paused``, ``drained``,
+    ``foreign``, ``nowhere``: no device is suitable, even an empty one. ``retry``: the last attach
+    failed. If memory and quota are both short, the rule is the one of the memory, and ``limit`` is
+    also set.
     """
 
     rule: Rule
@@ -214,6 +215,8 @@ class PoolSettings:
     #: Priority classes that may have a slice; None: all. Sessions of other classes are suspended,
     #: in use or not, and wait.
     classes_allowed: frozenset[str] | None = None
+    #: By the time of day, in seconds since the epoch: when the schedules let closed classes run.
+    classes_open: Mapping[str, float] = field(default_factory=dict)
     #: Seconds without a hold after which a slice goes back to the pool on its own.
     idle_timeout: float = 300.0
     #: Seconds without a hold after which a *waiting* session may take the slice.

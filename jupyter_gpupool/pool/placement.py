@@ -137,10 +137,18 @@ def choose(
 def in_order(
     needs: Sequence[Need], chosen: Mapping[int, Slice], ledgers: Mapping[str, DeviceLedger]
 ) -> tuple[Slice, ...]:
-    """Return the chosen slices in the order of ``needs``; by device number if none matters."""
+    """Return the chosen slices in the order of ``needs``; by device number if none matters.
+
+    State that can return to its own device among the chosen ones does: nothing is migrated in vain.
+    """
     slices = [chosen[at] for at in range(len(needs))]
     if len(slices) > 1 and all(need.model is None and not need.fixed for need in needs):
         slices.sort(key=lambda x: ledgers[x.device].device.index)
+    for at, need in enumerate(needs) if len(slices) > 1 else ():
+        for other, x in enumerate(slices):
+            alike = needs[other].model == need.model and x.bytes == slices[at].bytes
+            if x.device == need.origin and alike:
+                slices[at], slices[other] = x, slices[at]
     return tuple(slices)
 
 

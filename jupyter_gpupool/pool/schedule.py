@@ -174,7 +174,9 @@ def barred(s: Session, shares: Shares) -> Reason | None:
         return Reason("retry", text=s.wait.failed)
     allowed = facts.settings.classes_allowed
     if allowed is not None and s.state != "active" and s.request.priority not in allowed:
-        return Reason("class-closed", limit=s.request.priority)
+        opens = facts.settings.classes_open.get(s.request.priority)
+        at = 0.0 if opens is None else opens - facts.meters.ahead
+        return Reason("class-closed", limit=s.request.priority, at=at)
     spent = shares.spent(s.owner) if shares.budgeted else None
     if spent is not None and spent.daily.then == "stop" and s.state != "active":
         return Reason("budget", group=spent.group, most=0 if spent.none else 1, at=spent.until)

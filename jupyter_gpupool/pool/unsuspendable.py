@@ -78,6 +78,14 @@ def due(s: Session, facts: Facts) -> float:
     return lease.stuck_since + rules.unsuspendable_after[lease.warned]
 
 
+def ends_at(s: Session, facts: Facts) -> float:
+    """Return when the pool ends ``s``, as things are; infinity if it does not."""
+    since, rules = s.lease.stuck_since, facts.settings
+    if since is None or rules.unsuspendable != "end":
+        return math.inf
+    return since + rules.unsuspendable_after[2]
+
+
 def _waiter(holder: Session, plan: Plan, shares: Shares) -> Session | None:
     """Return the first session that waits for the slice of ``holder``, and might take it.
 
@@ -103,7 +111,7 @@ def _waiter(holder: Session, plan: Plan, shares: Shares) -> Session | None:
 
 
 def _stage(facts: Facts, s: Session, waiter: Session) -> Actions:
-    rules, stage = facts.settings, s.lease.warned
+    stage = s.lease.warned
     size = format_bytes(waiter.request.memory)
     what = f"{size} on " + " and ".join(
         f"GPU {facts.devices[x.device].device.index}" for x in s.lease.slices
@@ -126,15 +134,16 @@ def _stage(facts: Facts, s: Session, waiter: Session) -> Actions:
             *move(facts, s, "ended", text, lost=True),
             EndSession(session=s.id, message=text),
         ]
-    ends_at = since + rules.unsuspendable_after[2] if rules.unsuspendable == "end" else None
+    end = ends_at(s, facts)
+    at = None if end == math.inf else end
     text = (
         f"Another kernel has waited for {waited} for {what}, and this kernel cannot be "
         f"suspended ({why}). "
     )
     if stage == STAGES["warn"]:
         text += "Free the GPU memory, or restart the kernel, when you can."
-        return [Warn(session=s.id, stage="warn", message=text, ends_at=ends_at)]
+        return [Warn(session=s.id, stage="warn", message=text, ends_at=at)]
     text += "Please free the GPU memory or restart the kernel now."
-    if ends_at is not None:
-        text += f" The pool ends it in {format_seconds(max(0.0, ends_at - facts.now))}."
-    return [Warn(session=s.id, stage="ask", message=text, ends_at=ends_at)]
+    if at is not None:
+        text += f" The pool ends it in {format_seconds(max(0.0, at - facts.now))}."
+    return [Warn(session=s.id, stage="ask", message=text, ends_at=at)]

@@ -48,7 +48,7 @@ def told(facts: Facts, plan: Plan, s: Session) -> Told:
         lines += _holder_lines(facts, found)
         lines += _host_lines(found)
         lines += _change_lines(facts, found)
-    elif s.lease.slices:
+    elif s.lease.slices and s.state != "detaching":
         lines += _exposed_lines(facts, s, found)
     return Told(found, left, tuple(lines), tuple(standing_lines(found.standing, facts.now)))
 
@@ -70,6 +70,8 @@ def _state_lines(
         else:
             yield from _beyond_lines(found)
         yield from _ahead_lines(facts, s, found)
+    elif s.state == "detaching":
+        yield f"It gives back {sizes}" + (f": {found.preempted}." if found.preempted else ".")
     elif found.reason is not None:
         yield f"It has {sizes} and asks for more that is guaranteed to it; that must wait."
     elif s.lease.slices:
@@ -164,11 +166,12 @@ def _taken(facts: Facts, h: HeldLease, number: int = 1) -> str:
     if h.unmoved and (at <= facts.now or (at == math.inf and h.use == "idle")):
         who = "it" if number == 1 else "they"
         return f"; {who} cannot be suspended: {_UNMOVED[h.unmoved]}"
+    ends = f"; the pool ends it {_when(h.ends_at, facts.now)}" if h.ends_at is not None else ""
     if at == math.inf:
-        return f"; no rule lets this kernel take {it}"
+        return ends or f"; no rule lets this kernel take {it}"
     rule = f" ({_rule_words(h.rule, at > facts.now)})" if h.rule and at == h.rule_at else ""
     if facts.sessions[h.session].refused and at > facts.now:
-        return f"; its suspend failed, and is tried again {_when(at, facts.now)}"
+        return f"; its suspend failed, and is tried again {_when(at, facts.now)}{ends}"
     enough = ", if that makes enough room" if at <= facts.now else ""
     return f"; this kernel may take {it} {_when(at, facts.now)}{rule}{enough}"
 
@@ -214,7 +217,9 @@ def _kernels(number: int) -> str:
 def _change_lines(facts: Facts, found: Explanation) -> Iterable[str]:
     words = [_CHANGE_WORDS[name] for name in found.changes if name in _CHANGE_WORDS]
     if words:
-        yield f"It goes on when {' or '.join(words)}."
+        # A promise of the plan is the only one: all else may lead to it.
+        goes = "goes" if "suspend-ends" in found.changes else "may go"
+        yield f"It {goes} on when {' or '.join(words)}."
     if found.changes_at is not None:
         yield f"The earliest change by time alone comes {_when(found.changes_at, facts.now)}."
 
@@ -237,8 +242,11 @@ _CHANGE_WORDS = {
 
 def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
     """Yield what a holder is above or below, and who may take its lease."""
+    here = "this GPU" if len(s.lease.slices) == 1 else "these GPUs"
     if found.obstacle:
         yield f"It cannot be suspended: {found.obstacle.rstrip('.')}."
+        if found.ends_at is not None:
+            yield f"The pool ends this kernel {_when(found.ends_at, facts.now)}, if another waits."
     elif s.id in facts.grown:
         most = format_bytes(s.request.memory)
         yield f"Only {most} of that is guaranteed to it; what is beyond goes first."
@@ -250,19 +258,19 @@ def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str
         words = _turn_words(facts, s, asker, later) if rule == "turns" else _CLAIM_WORDS[rule]
         yield f"{who} may take it {_when(at, facts.now)}{',' if later else ':'} {words}."
     elif found.takers and found.obstacle:
-        yield "Other kernels wait for this GPU."
+        yield f"Other kernels wait for {here}."
     elif found.takers and s.state == "idle" and found.taken_from is not None:
         if found.taken_from < math.inf:
             yield f"A waiting kernel may take it {_when(found.taken_from, facts.now)}: it is idle."
     elif found.takers:
-        yield "Other kernels wait for this GPU, and no rule lets them take this slice."
+        yield f"Other kernels wait for {here}, and no rule lets them take this slice."
     elif not found.obstacle and s.state == "idle" and (found.taken_from or 0) < math.inf:
         yield (
-            "No kernel waits for this GPU. One that does may take the slice "
+            f"No kernel waits for {here}. One that does may take the slice "
             f"{_when(found.taken_from or 0, facts.now)}, while it is idle."
         )
     else:
-        yield "No kernel waits for this GPU."
+        yield f"No kernel waits for {here}."
 
 
 _CLAIM_WORDS = {

@@ -51,7 +51,8 @@ def reason(facts: Facts, plan: Plan, s: Session) -> str:
     if why.rule == "busy":
         avail = _avail(facts, plan)
         settled = s.bound and (s.immovable or not s.suspended)
-        if settled and max(avail.values(), default=0) >= s.request.memory:
+        enough = sum(1 for size in avail.values() if size >= s.request.memory)
+        if settled and enough >= len(s.bound):
             return _settled(facts, avail, s)
         return _busy(facts, avail, why)
     return in_words(facts, why)
@@ -61,6 +62,8 @@ def _behind(why: Reason, facts: Facts) -> str:
     """Return when a preempted session goes on, as the end of a sentence; "" if that is unknown."""
     if why.rule == "budget":
         return f": {_again(facts, why)}" if why.most else ""
+    if why.rule == "class-closed" and why.at:
+        return f" when the schedule lets its class run, {_clock(facts, why.at)}"
     if why.rule == "busy":
         where = "a GPU" if why.count <= 1 else f"each of {why.count} GPUs"
         return f" as soon as {format_bytes(why.bytes)} is free on {where}"
@@ -93,7 +96,9 @@ def in_words(facts: Facts, why: Reason) -> str:
     if why.rule == "behind-group":
         return f"another kernel of your group {why.group} is ahead and waits for the group's cap"
     if why.rule == "class-closed":
-        return f"kernels of the priority class {why.limit!r} get no GPU at this time"
+        closed = f"kernels of the priority class {why.limit!r} get no GPU at this time"
+        opens = f"; the schedule lets them run {_clock(facts, why.at)}" if why.at else ""
+        return closed + opens
     if why.rule == "budget":
         whose = f"your group {why.group}" if why.group else "you"
         if not why.most:
@@ -233,8 +238,10 @@ def _users(facts: Facts) -> str:
     users = []
     if any(s.state == "active" for s in facts.leased.values()):
         users.append("running cells")
-    elif len(idle) > roomless + failed or not idle:
+    elif len(idle) > roomless + failed:
         users.append("kernels that keep their slice")
+    elif not idle:
+        users.append("kernels that are being moved")
     if roomless:
         kernels = _count(roomless, "idle kernel")
         users.append(f"{kernels} that cannot be suspended, as host memory is short there")
@@ -252,6 +259,11 @@ def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
         same = (n for u, n in avail.items() if facts.devices[u].device.model in models)
         free = format_bytes(max(0, max(same, default=0)))
         names = " and ".join(dict.fromkeys(models))
+        if len(s.bound) > 1:
+            return (
+                f"{format_bytes(s.request.memory)} is needed on each of {len(s.bound)} GPUs of the "
+                f"model {names}, and fewer have that much free; CUDA was initialised on this model"
+            )
         return (
             f"{format_bytes(s.request.memory)} is needed on a GPU of the model {names}, and at "
             f"most {free} is free on one; CUDA was initialised on this model"
@@ -385,8 +397,8 @@ def eta(facts: Facts, plan: Plan, s: Session, position: int) -> float | None:
     if s.id in plan.promises:
         return None if facts.swap is None else 2 * facts.swap
     why = plan.reasons.get(s.id)
-    if why is not None and why.rule in ("host", "quota-host"):
-        return None  # the time that sessions use GPUs does not tell when host memory becomes free
+    if why is not None and why.rule not in ("busy", "behind-head"):
+        return None  # it waits for something other than a lease of the sessions counted here
     known = [v.measured.busy for v in facts.leased.values() if v.measured.busy is not None]
     if not known:
         return None

@@ -159,6 +159,11 @@ def do_sub(command):
     return json.loads(CHILDREN[0].stdout.readline())["ok"]
 
 
+def do_subpid(_):
+    """Return the number of that child process."""
+    return CHILDREN[0].pid
+
+
 def do_context(_):
     """Make the first call that needs a lease."""
     call("cuInit", 0)

@@ -157,7 +157,15 @@ def test_work_of_the_night_stops_by_day_and_goes_on_at_night(at):
             status = worker.status()
             why = "kernels of its priority class get no GPU at this time"
             assert status["preempted"] == why
-            assert status["wait_reason"] == f"it was preempted: {why}; it goes on by itself"
+            wait = (
+                f"it was preempted: {why}; it goes on by itself when the schedule lets its class "
+                "run, in 12 h, at 20:00 UTC"
+            )
+            # The pool learns the new time of day a moment after it.
+            wait_until(lambda: worker.status()["wait_reason"] == wait, wait)  # noqa: B023
+            with broker.client() as client:
+                told = client.call("why", session=worker.session)
+            assert told["eta_seconds"] is None
             other = Worker(broker, "notebook", memory=300 * MiB)
             made.append(other)
             other.begin(16 * MiB)

@@ -50,6 +50,29 @@ def night(**values):
 # ------------------------------------------------------------------ what they change
 
 
+def test_a_closed_class_opens_with_the_first_schedule_for_it():
+    times = timetable(
+        classes_allowed=["notebook"],
+        schedules=[
+            {**NIGHT, "set": {"classes_allowed": ["notebook", "interactive"]}},
+            {**WEEKEND, "set": {"classes_allowed": None}},
+        ],
+    )
+    night, saturday = (
+        datetime(2026, 11, day, hour, tzinfo=timezone.utc).timestamp()
+        for day, hour in ((23, 19), (27, 23))
+    )
+    assert times.classes_open(NOON) == {"interactive": night, "batch": saturday}
+    assert times.classes_open(EVENING) == {"batch": saturday}
+    assert times.classes_open(saturday) == {}
+    assert timetable(classes_allowed=[]).classes_open(NOON) == {}
+    assert timetable(schedules=night_closes()).classes_open(NOON) == {}
+
+
+def night_closes():
+    return [{**NIGHT, "set": {"classes_allowed": ["notebook"]}}]
+
+
 def test_a_schedule_changes_what_it_sets_and_nothing_else():
     times = timetable(idle_timeout=60, linger=7, schedules=night(idle_timeout="1h", attach="cell"))
     day, dark = times.under(times.rules(NOON)), times.under(times.rules(EVENING))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpupool.pool import events as ev
-from jupyter_gpupool.pool.groups import Group, Portion
+from jupyter_gpupool.pool.groups import Daily, Group, Portion
 from jupyter_gpupool.pool.model import PREEMPT_ALL, Owner, Quota, Slice
 
 from .builders import device, got
@@ -300,3 +300,119 @@ def test_idle_kernel_that_host_memory_keeps_on_its_gpu_is_told(make):
         "Your kernel a.ipynb (class notebook) keeps 12 B on GPU 0; it cannot be suspended: host "
         "memory has too little room for the state."
     ) in lab.pool.why("w").lines
+
+
+# ------------------------------------------------------------------ predictions are exact
+
+
+def lines(lab, name):
+    return lab.pool.why(name).lines
+
+
+def test_closed_class_names_its_time_and_no_estimate(make):
+    lab = make(device(0), classes_allowed=frozenset({"notebook"}), classes_open={"batch": 7200.0})
+    lab.running("a", 4)
+    lab.after(5)
+    lab.drop("a")
+    lab.hold("a")
+    lab.open("w", 4, priority="batch")
+    lab.hold("w")
+    assert lab.pool.why("w").eta is None
+    found = told(lab, "w")
+    assert (found.changes_at, found.holders) == (7200.0, ())
+    assert lab.reason("w").endswith("; the schedule lets them run in 2 h, at 02:00 UTC")
+    assert told(lab, "a").takers == ()
+
+
+def test_class_that_no_schedule_opens_names_no_time(make):
+    lab = make(device(0), classes_allowed=frozenset({"notebook"}))
+    lab.open("w", 4, priority="batch")
+    lab.hold("w")
+    assert told(lab, "w").changes_at is None
+
+
+@pytest.mark.parametrize(
+    ("rules", "at"), [({"class"}, None), ({"class", "turns"}, 120.0)], ids=["class", "turns"]
+)
+def test_age_counts_only_if_it_may_change_something(make, rules, at):
+    """In the class of the holder it may take turns with it, and never preempt it by its class."""
+    classes = {"batch": 0, "urgent": 2}
+    lab = make(
+        device(0), preempt=frozenset(rules), priority_classes=classes, default_priority="batch",
+        max_swap_overhead=0.1,
+    )  # fmt: skip
+    lab.running("a", 16, priority="urgent")
+    lab.open("w", 4, priority="batch")
+    lab.hold("w")
+    assert told(lab, "w").changes_at == at
+
+
+def test_age_that_passes_the_queue_counts(make):
+    lab = make(device(0), preempt=frozenset({"class"}), half_life=0.0,
+               priority_classes={"batch": 0, "urgent": 2}, default_priority="batch")  # fmt: skip
+    lab.running("a", 16, priority="urgent")
+    lab.open("h", 16, priority="urgent")
+    lab.hold("h")
+    lab.open("w", 4, priority="batch")
+    lab.hold("w")
+    assert told(lab, "h").changes_at is None
+    assert told(lab, "w").changes_at == 120.0
+
+
+def test_spent_budget_counts_when_it_renews(make):
+    lab = make(device(0), preempt=PREEMPT_ALL, quotas={"ann": Quota(daily=Daily(10.0))})
+    lab.running("a", 16, owner="ann")
+    lab.after(60)
+    lab.open("w", 16, owner="ann")
+    lab.hold("w")
+    assert told(lab, "w").changes_at == 86400.0
+
+
+def test_lease_that_is_suspended_goes_and_nothing_else_is_told(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.running("a", 16, priority="batch")
+    lab.after(60)
+    lab.open("w", 16)
+    lab.hold("w")
+    assert lab.state("a") == "detaching"
+    assert lines(lab, "a") == (
+        "It gives back 16 B on GPU 0: a kernel of a higher priority class needs the GPU.",
+    )
+
+
+def test_kernels_that_are_moved_are_not_told_to_keep_slices(make):
+    lab = make(device(0), preempt=PREEMPT_ALL)
+    lab.running("a", 16, priority="batch")
+    lab.after(60)
+    for name in ("w", "v"):
+        lab.open(name, 16)
+        lab.hold(name)
+    assert lab.reason("v") == "all 16 B in use by kernels that are being moved"
+
+
+def test_end_of_an_unsuspendable_lease_is_told_to_both(make):
+    after = (10.0, 20.0, 40.0)
+    lab = make(device(0), preempt=PREEMPT_ALL, unsuspendable="end", unsuspendable_after=after)
+    lab.running("a", 16, priority="batch", gated=False)
+    lab.after(60)
+    lab.open("w", 16)
+    lab.hold("w")
+    assert told(lab, "w").changes_at == told(lab, "a").ends_at == 100.0
+    assert any("the pool ends it in 40 s" in line for line in lines(lab, "w"))
+    assert "The pool ends this kernel in 40 s, if another waits." in lines(lab, "a")
+    got(lab.after(40), ev.EndSession, session="a")
+
+
+def test_gang_tells_how_many_devices_it_lacks(make):
+    """It has called cuInit on its devices, and one of the two has enough free memory."""
+    models = (device(n, 17, model=model, landing_bytes=1) for n, model in enumerate("AAB"))
+    lab = make(*models)
+    lab.running("b", 16)
+    lab.open("g", 12, devices=2, lands=True)
+    lab.send(ev.HoldTaken, session="g", hold="h", kind="device", bound=("G0", "G1"))
+    assert lab.reason("g") == (
+        "12 B is needed on each of 2 GPUs of the model A, and fewer have that much free; CUDA was "
+        "initialised on this model"
+    )
+    lab.running("c", 8)
+    assert lab.reason("g").startswith("12 B on each of 2 GPUs is needed and 1 GPU has that much")

@@ -49,6 +49,20 @@ def test_several_devices_are_named_in_order(lab):
     assert sorted(lab.pool.preferred("a")) == ["G0", "G1"]
 
 
+def test_gang_returns_to_its_devices_in_its_order(make):
+    """Although the second of them is free at once: no state is migrated in vain."""
+    lab = make(device(0, can_migrate=True), device(1, can_migrate=True))
+    lab.running("g", 8, devices=2)
+    lab.drop("g")
+    lab.release("g")
+    lab.suspended("g", ("G0", 8), ("G1", 8))
+    lab.idle("c", 16)
+    assert [x[0] for x in lab.where("c")] == ["G0"]
+    got(lab.hold("g"), ev.Suspend, session="c")
+    attach = got(lab.suspended("c", ("G0", 16)), ev.Attach, session="g")
+    assert [x.device for x in attach.slices] == ["G0", "G1"]
+
+
 def test_query_for_preferred_devices_changes_nothing(lab):
     lab.idle("b", 16)
     lab.open("a", 10)

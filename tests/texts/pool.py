@@ -254,6 +254,12 @@ def closed() -> tuple[Lab, str]:
     return pool, "w"
 
 
+def closed_by_day() -> tuple[Lab, str]:
+    pool = lab(classes_allowed=frozenset({"notebook"}), classes_open={"batch": 20 * 3600.0})
+    wait(pool, "w", 4, priority="batch")
+    return pool, "w"
+
+
 #: Situation, the rule of ``Reason`` that it shows, and a function that makes the situation.
 WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
     ("An idle kernel makes room", "planned", planned),
@@ -281,6 +287,7 @@ WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
         own_without_host_memory,
     ),
     ("Its priority class may not run now", "class-closed", closed),
+    ("A schedule lets its priority class run later", "class-closed", closed_by_day),
     ("An admin has paused the GPU", "paused", paused),
     ("The only GPU that it can use has failed", "drained", drained),
     ("The pool has no GPU that it can use", "nowhere", out_of_service),

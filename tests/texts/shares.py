@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Callable
 
 from jupyter_gpupool.kernel.waits import sentence
@@ -44,6 +45,17 @@ def stopped() -> tuple[Lab, str]:
     return pool, "w"
 
 
+def stopped_by_day() -> tuple[Lab, str]:
+    pool = lab(gpu(0))
+    run(pool, "w", 16, priority="batch")
+    pool.after(8 * 3600)
+    day = {"classes_allowed": frozenset({"notebook"}), "classes_open": {"batch": 20 * 3600.0}}
+    settings = dataclasses.replace(pool.pool.settings, **day)
+    pool.send(ev.SettingsChanged, settings=settings)
+    pool.suspended("w", ("G0", 16 * GiB))
+    return pool, "w"
+
+
 def lower_class() -> tuple[Lab, str]:
     pool = lab(gpu(0), preempt=PREEMPT_ALL)
     run(pool, "w", 16, priority="batch")
@@ -66,6 +78,7 @@ WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
     ("The group has its cap in use", "cap", capped),
     ("An earlier kernel of the group waits for the cap", "behind-group", cap_reserved),
     ("The budget of today is used up and stops what runs", "budget", stopped),
+    ("A schedule closed its class in the middle of a cell", "class-closed", stopped_by_day),
     ("A higher class took its slice in the middle of a cell", "busy", lower_class),
     ("Its turn was over in the middle of a cell", "busy", turn_over),
 )

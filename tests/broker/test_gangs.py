@@ -1,0 +1,187 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Sessions of two processes on two devices: preempted and brought back as one, never half."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import contextmanager
+
+import pytest
+
+from . import kit
+from .kit import MiB, wait_until
+from .test_preemption import BIG, CLASSES, Maker, Worker, further, helpers, slow
+
+HIGHER = "a kernel of a higher priority class needs the GPU"
+
+
+class Gang(Worker):
+    """A program with a second process, each at work on a device of its own."""
+
+    def __init__(self, broker):
+        super().__init__(broker, "gang", memory=BIG, devices=2)
+        self.begin(64 * MiB, byte=7)
+        self.do("toil")
+        for command in (
+            {"do": "init"}, {"do": "retain", "device": 1},
+            {"do": "alloc", "bytes": 48 * MiB, "byte": 9}, {"do": "toil"},
+        ):  # fmt: skip
+            self.second(**command)
+        self.goes_on()
+
+    def second(self, do, **fields):
+        return self.do("sub", command={"do": do, **fields})
+
+    def goes_on(self):
+        """Both processes do."""
+        further(self)
+        before = self.second("rounds")["rounds"]
+
+        def gone_on():
+            state = self.second("rounds")
+            assert not state["error"], state
+            return state["rounds"] > before
+
+        wait_until(gone_on, "the second process to go on")
+
+    def whole(self):
+        """Both end their work: every byte is right, and no call has failed."""
+        for state in (self.do("rest"), self.second("rest")):
+            assert not state["error"], state
+        assert self.do("check") == 64 * MiB
+        assert self.second("check") == 48 * MiB
+
+
+@pytest.fixture
+def parts():
+    config = {
+        "attach": "lazy", "quiet_after": 2.0, "lock_timeout": 20.0, "preempt": ["class"],
+        "priority_classes": CLASSES, "default_priority": "batch",
+    }  # fmt: skip
+    return kit.Broker, Worker, config
+
+
+@pytest.fixture
+def make(broker):
+    with ended(broker) as made:
+        yield made
+
+
+@contextmanager
+def ended(broker):
+    """Return what makes programs, and end them."""
+    made = Maker(broker)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def gang_of(make):
+    make.made.append(Gang(make.broker))
+    return make.made[-1]
+
+
+def displaced(make):
+    """Return a gang that waits, and the program that has one of its devices."""
+    gang, urgent = gang_of(make), make("urgent", priority="interactive")
+    urgent.begin(MiB)
+    urgent.do("storm")
+    wait_until(lambda: gang.state() == "queued" and gang.status()["waiting"] == 2, "both to wait")
+    return gang, urgent
+
+
+def granted(broker):
+    return [d["memory_granted"] for d in broker.status()["devices"]]
+
+
+def test_gang_goes_and_comes_back_as_one(broker, make):
+    """Also while the other device is free: it has none of the two, and says what it waits for."""
+    gang, urgent = displaced(make)
+    status = gang.status()
+    assert (status["devices"], status["granted_bytes"]) == ([], 0)
+    assert status["suspended_bytes"] >= 112 * MiB
+    assert status["wait_reason"] == (
+        f"it was preempted: {HIGHER}; it goes on by itself as soon as 300 MiB is free on each of "
+        "2 GPUs"
+    )
+    assert sorted(granted(broker)) == [0, BIG]
+    small = make("small", memory=100 * MiB)
+    small.begin(MiB)
+    assert gang.state() == "queued", "another session was served beside the head"
+    urgent.close()
+    gang.goes_on()
+    assert gang.status()["granted_bytes"] == 2 * BIG
+    assert broker.rows("migrate") == []
+    gang.whole()
+
+
+def test_gang_that_lacks_one_of_two_devices_has_none(make_broker):
+    """One victim is gone, the other one cannot be suspended yet."""
+    broker = make_broker(lock_timeout=0.5).started
+    with ended(broker) as make:
+        one, two = make("one"), make("two")
+        for p in (one, two):
+            p.begin(MiB)
+            p.do("toil")
+            further(p)
+        two.do("spin", seconds=4)
+        gang = make("gang", devices=2, priority="interactive")
+        gang.tell("context")
+        wait_until(lambda: one.state() == "queued" and two.state() == "active", "the refusal")
+        assert gang.status()["granted_bytes"] == 0
+        assert gang.status()["wait_reason"] == (
+            "300 MiB on each of 2 GPUs is needed and 1 GPU has that much free; the rest is in use "
+            "by running cells"
+        )
+        two.close()
+        assert gang.answer() is None
+        assert gang.status()["granted_bytes"] == 2 * BIG
+        gang.close()
+        further(one)
+
+
+@pytest.mark.parametrize("dies", ["the broker", "its workers", "one process", "the gang"])
+def test_half_suspended_gang_when(make_broker, dies):
+    """One process is in host memory and the other one is being copied there."""
+    broker = make_broker().started
+    with ended(broker) as make:
+        gang = gang_of(make)
+        second = gang.do("subpid")
+        slow(broker)
+        urgent = make("urgent", priority="interactive")
+        urgent.tell("context")
+
+        def half():
+            used = [d["memory_used"] or 0 for d in broker.status()["devices"]]
+            return gang.state() == "detaching" and min(used) == 0 < max(used)
+
+        wait_until(half, "the first of the two copies to end")
+        if dies == "the broker":
+            broker.kill()
+        elif dies == "its workers":
+            for helper in helpers(broker):
+                helper.kill()
+        elif dies == "one process":
+            os.kill(second, signal.SIGKILL)
+        else:
+            gang.kill()
+        broker.faults.clear()
+        if dies == "the broker":
+            broker.started  # noqa: B018
+        assert urgent.answer() is None
+        urgent.close()
+        if dies in ("the broker", "its workers"):
+            gang.goes_on()
+            assert gang.status()["granted_bytes"] == 2 * BIG
+            gang.whole()
+        elif dies == "one process":
+            further(gang)
+            assert not gang.do("rest")["error"]
+            assert gang.do("check") == 64 * MiB
+        else:
+            wait_until(lambda: not broker.status()["sessions"], "the end of all")
+            assert granted(broker) == [0, 0]
+        wait_until(lambda: not broker.status()["host"]["used_bytes"], "host memory to be free")
