@@ -194,10 +194,14 @@ def table(
         text = words if len(words) <= 60 else f"{words[:57]}..."
         rows.append((record.name, record.describe(now), _gpu(record, sessions) or "-", text))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
+    lines = [
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+    refused = [record.name for record in records if not record.lives and record.reason]
+    if refused:
+        lines += ["", f"What to do next is in its output: jupyter gpupool logs {refused[-1]}"]
+    return lines
 
 
 def _gpu(record: RunRecord, sessions: Mapping[str, Mapping[str, Any]]) -> str:

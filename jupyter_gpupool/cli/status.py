@@ -194,6 +194,19 @@ def why_lines(answer: Mapping[str, Any], width: int) -> list[str]:
     return lines
 
 
+def _refuse_ended(name: str) -> None:
+    """Refuse the name of a detached program that has ended, and so has no session."""
+    from ..programs import runfiles
+
+    record = runfiles.read(name) if runfiles.is_name(name) else None
+    if record is not None and not record.now().lives:
+        raise RefusedError(
+            f"The program {name!r} has no session any more; it {record.now().describe(time.time())}.",
+            code=Code.NOT_RUNNING,
+            next_step=f"Its output: jupyter gpupool logs {name}",
+        )
+
+
 def find_session(name: str, sessions: Sequence[Mapping[str, Any]]) -> str:
     """Return the id of the one session that ``name`` means.
 
@@ -210,6 +223,7 @@ def find_session(name: str, sessions: Sequence[Mapping[str, Any]]) -> str:
         return str(exact[0])
     matches = matches or [s["id"] for s in sessions if name and s.get("label") == name]
     if not matches:
+        _refuse_ended(name)
         raise RefusedError(
             f"No session has the name {name!r}, and no session or kernel id begins with it.",
             code=Code.UNKNOWN_SESSION,

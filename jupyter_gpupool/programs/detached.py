@@ -43,7 +43,9 @@ OPEN_TIMEOUT = 60.0
 
 
 def start(command: Sequence[str], options: RunOptions, name: str) -> str:
-    """Start ``command`` in the background; return its name once its session is open.
+    """Start ``command`` in the background; return its name once the pool has taken it.
+
+    Then its session is open, and if it holds its slice it has that or waits for it.
 
     Raises
     ------
@@ -118,11 +120,14 @@ def _supervise(command: Sequence[str], options: RunOptions, report: int) -> NoRe
     os.close(end)
     record = replace(record, process=runfiles.of_process(child.pid))
     runfiles.write(record)
-    keeper = _Keeper(record, report)
+    keeper = _Keeper(record, options, report)
     log = LogWriter(options.name)
     pump = Pump(output, log)
     progress = Progress(pump.say, None, "[gpupool] ")
-    run = Run(child, options, progress, on_open=keeper.opened, on_start=keeper.started)
+    run = Run(
+        child, options, progress,
+        on_open=keeper.opened, on_wait=keeper.taken, on_start=keeper.started,
+    )  # fmt: skip
     code = NOT_RUN
     try:
         code = run.run()
@@ -138,8 +143,9 @@ def _supervise(command: Sequence[str], options: RunOptions, report: int) -> NoRe
 class _Keeper:
     """Writes the record of a command as it changes, and reports its start."""
 
-    def __init__(self, record: RunRecord, report: int) -> None:
+    def __init__(self, record: RunRecord, options: RunOptions, report: int) -> None:
         self._record = record
+        self._options = options
         self._report = report
 
     def _change(self, **changes: Any) -> None:
@@ -156,10 +162,15 @@ class _Keeper:
 
     def opened(self, session: ProgramSession) -> None:
         self._change(state="waiting", session=session.id, socket=str(session.socket))
+        if not self._options.holds_from_start(session):
+            self.taken()
+
+    def taken(self) -> None:
         self._tell(ok=True)
 
     def started(self) -> None:
         self._change(state="running", started=time.time())
+        self.taken()
 
     def refused(self, error: GPUPoolError | None) -> None:
         if error is not None:

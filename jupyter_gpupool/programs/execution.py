@@ -63,6 +63,10 @@ class RunOptions:
     #: Whether the program gets its name in the environment: it has a record.
     named: bool = False
 
+    def holds_from_start(self, session: ProgramSession) -> bool:
+        """Return whether the command starts only with its slice."""
+        return self.holds or not session.guarded
+
 
 class Run:
     """One command, from its wait to its end.
@@ -73,8 +77,9 @@ class Run:
         The process that becomes the command.
     progress:
         Shows what it waits for.
-    on_open, on_start:
-        Called in the main thread when its session is open, and when the command starts.
+    on_open, on_wait, on_start:
+        Called in the main thread when its session is open, when it has a place in the queue before
+        its start, and when the command starts.
     """
 
     def __init__(
@@ -84,19 +89,21 @@ class Run:
         progress: Progress,
         *,
         on_open: Callable[[ProgramSession], None] = lambda _: None,
+        on_wait: Callable[[], None] = lambda: None,
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._child = child
         self._options = options
         self._progress = progress
         self._on_open = on_open
+        self._on_wait = on_wait
         self._on_start = on_start
         self._environ = own_environment(os.environ)
         self._main = threading.get_ident()
         self._session: ProgramSession | None = None
         self._link: SessionLink | None = None
         self._problem: GPUPoolError | None = None
-        self._told_open = False
+        self._told_open = self._told_wait = False
         self._wait: HoldWait | None = None
         self._had_slice = False
         self._refusals = 0
@@ -198,7 +205,7 @@ class Run:
                 self._on_open(self._session)
             if self._child.started:
                 self._watch_calls()
-            elif self._options.holds or not self._session.guarded:
+            elif self._options.holds_from_start(self._session):
                 self._wait_for_hold()
             else:
                 self._start(self._session.environment(self._environ))
@@ -228,6 +235,10 @@ class Run:
         elif link.given_up(self._wait):
             self._refuse(link.unavailable())
         else:
+            # The state alone is no answer yet: a refusal passes through the queue, too.
+            if not self._told_wait and (link.queue is not None or link.state == "attaching"):
+                self._told_wait = True
+                self._on_wait()
             self._show_wait(begun=False)
 
     def _watch_calls(self) -> None:

@@ -96,7 +96,7 @@ class RunRecord:
         if self.state == "ended":
             ago = f" {format_seconds(now - self.ended)} ago" if self.ended else ""
             if self.reason:
-                return f"ended, {self.reason.rstrip('.')}"
+                return f"ended{ago}: {self.reason.rstrip('.')}"
             if self.code is not None and self.code > 128:
                 with suppress(ValueError):
                     return f"ended{ago} by {signal.Signals(self.code - 128).name}"
@@ -114,6 +114,11 @@ def folder() -> Path:
     return local_machine.state_dir() / f"runs-{local_machine.machine_id()}"
 
 
+def is_name(name: str) -> bool:
+    """Return whether a program may have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
 def check_name(name: str) -> str:
     """Return ``name``; refuse one that cannot be a folder's.
 
@@ -122,7 +127,7 @@ def check_name(name: str) -> str:
     RefusedError
         With code ``bad-request``.
     """
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise RefusedError(
             f"{name!r} cannot be the name of a program.",
             code=Code.BAD_REQUEST,

@@ -132,6 +132,34 @@ def test_refused_program_leaves_no_record(broker):
     assert rows(broker) == {}
 
 
+def test_program_whose_slice_is_refused_at_once_does_not_start(make_broker):
+    daily = {"seconds": 0, "then": "refuse"}
+    broker = make_broker(quotas={"*": {"gpu_seconds_per_day": daily}}).started
+    for words in (["-d", "--name", "none"], []):
+        done = run(broker, "run", *words, "--attach", "hold", "--", "echo", "ran")
+        assert (done.returncode, done.stdout) == (125, b"")
+        assert b"You get no GPU-seconds: the budget of a day is 0" in done.stderr
+    assert rows(broker) == {}
+    assert started(broker, command=["echo", "lazy"]) == "echo-1"
+    assert run(broker, "wait", "echo-1").returncode == 0
+
+
+def test_program_that_is_refused_later_points_to_its_log(broker, program):
+    first = program("--attach", "hold", "--name", "first", command=["cat"])
+    wait_until(lambda: state_of(broker, "first") == "active", "the first")
+    name = started(broker, "--attach", "hold", "--max-wait", "2s", command=["echo", "never"])
+    assert run(broker, "wait", name).returncode == 125
+    shown = run(broker, "ps").stdout.decode()
+    assert " ago: No GPU slice became free within 2 s (--max-wait)" in shown
+    assert shown.endswith(f"What to do next is in its output: jupyter gpupool logs {name}\n")
+    done = run(broker, "why", name)
+    assert done.returncode == 1
+    assert f"The program {name!r} has no session any more; it ended ".encode() in done.stderr
+    assert f"Its output: jupyter gpupool logs {name}".encode() in done.stderr
+    assert b"wait longer" in run(broker, "logs", name).stdout
+    first.end()
+
+
 def test_name_is_unique_while_the_program_lives(broker):
     script = "while :; do sleep 0.05; done"
     assert started(broker, "--name", "one", command=["sh", "-c", script]) == "one"
@@ -169,7 +197,7 @@ def test_killed_supervisor_is_told(broker):
     os.kill(record.supervisor[0], signal.SIGKILL)
     wait_until(lambda: not runfiles.read(name).supervised, "the supervisor's end")
     assert b"its supervisor was killed, so its output is lost" in run(broker, "ps").stdout
-    assert b"ended, its supervisor was killed" in run(broker, "stop", name).stdout
+    assert b"ended: its supervisor was killed" in run(broker, "stop", name).stdout
     done = run(broker, "wait", name)
     assert (done.returncode, b"its supervisor was killed" in done.stderr) == (125, True)
 
@@ -192,7 +220,7 @@ def test_records_of_before_a_restart_have_ended():
     record("old", state="running", boot="another", ended=0.0, code=None, process=(os.getpid(), 1))
     found = runfiles.find("old")
     assert found.state == "ended"
-    assert found.describe(time.time()) == "ended, the machine restarted"
+    assert found.describe(time.time()) == "ended: the machine restarted"
 
 
 def test_old_records_are_removed_by_age_and_number(monkeypatch):
