@@ -105,6 +105,7 @@ class Code(str, Enum):
     VERSION = "version", 503, "The two sides speak different versions of the protocol."
     INTERNAL = "internal", 502, "A fault of the broker; its log has more."
     JOURNAL = "journal", 409, "The journal cannot be read or written."
+    NO_SPACE = "no-space", 503, "The disk has no room for the journal."
     JOURNAL_NEWER = "journal-newer", 409, "A newer version of jupyter_gpupool wrote the journal."
     BAD_RECORD = "bad-record", 502, "The start record of a broker cannot be trusted or read."
 

@@ -48,6 +48,8 @@ class Failures:
     due: float = 0.0
     message: str = ""
     next_step: str = ""
+    #: The code of the last failure.
+    code: str = ""
     #: When the broker was restarted, within :data:`WINDOW`.
     starts: tuple[float, ...] = ()
     #: When useless brokers (:attr:`StartRecord.useless`) were found dead, in a row.
@@ -97,6 +99,7 @@ def read_failures(socket: Path) -> Failures:
             due=float(found.get("due", 0.0)),
             message=str(found.get("message", "")),
             next_step=str(found.get("next_step", "")),
+            code=str(found.get("code", "")),
             starts=tuple(float(at) for at in found.get("starts", ())),
             deaths=tuple(float(at) for at in found.get("deaths", ())),
             counted=int(found.get("counted", 0)),
@@ -106,7 +109,13 @@ def read_failures(socket: Path) -> Failures:
 
 
 def note_failure(
-    socket: Path, before: Failures, message: str, next_step: str, *, final: bool = False
+    socket: Path,
+    before: Failures,
+    message: str,
+    next_step: str,
+    *,
+    code: str = "",
+    final: bool = False,
 ) -> Failures:
     """Write that a start has failed; return the outcomes so far.
 
@@ -114,7 +123,7 @@ def note_failure(
     """
     count = max(before.count + 1, ATTEMPTS if final else 0)
     due = time.time() + _pause(count)
-    now = replace(before, count=count, due=due, message=message, next_step=next_step)
+    now = replace(before, count=count, due=due, message=message, next_step=next_step, code=code)
     with contextlib.suppress(OSError):  # a full disk: callers wait for the longest time of a start
         write_private(failures_path(socket), asdict(now))
     return now
@@ -176,5 +185,5 @@ def forgive(socket: Path) -> None:
     """
     known = read_failures(socket)
     if known.count:
-        served = replace(known, count=0, due=0.0, message="", next_step="")
+        served = replace(known, count=0, due=0.0, message="", next_step="", code="")
         write_private(failures_path(socket), asdict(served))

@@ -159,7 +159,9 @@ def _revived(path: Path, give_up: float) -> bool:
     except BrokerUnavailable as error:
         # Its options may have become unusable. Another configuration does not lose its kernels: a
         # broker that cannot reach their devices, or has a journal without their sessions, does not
-        # start.
+        # start. But another configuration makes no room on a full disk.
+        if error.details.get("cause") == Code.NO_SPACE:
+            raise
         _LOG.warning("GPU pool: %s Trying with this server's own configuration.", error)
         return False
 
@@ -303,7 +305,7 @@ def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
                 # Another process killed it: it counts as dead, not as failed.
                 startfailures.note_killed(path, known)
                 continue
-            failed = _failed(path, known, error.message, error.next_step)
+            failed = _failed(path, known, error.message, error.next_step, code=error.code)
             if startfailures.read_failures(path).given_up or time.monotonic() > give_up:
                 raise failed from None
             continue
@@ -312,16 +314,29 @@ def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
 
 
 def _failed(
-    path: Path, known: Failures, message: str, next_step: str, *, final: bool = False
+    path: Path,
+    known: Failures,
+    message: str,
+    next_step: str,
+    *,
+    code: str = "",
+    final: bool = False,
 ) -> BrokerUnavailable:
     """Record a failure for every caller that waits, and return the error."""
     log = f"See its log: {log_path(path)}"
     step = next_step if log in next_step else f"{next_step} {log}".strip()
-    return _unavailable(startfailures.note_failure(path, known, message, step, final=final))
+    return _unavailable(
+        startfailures.note_failure(path, known, message, step, code=code, final=final)
+    )
 
 
 def _unavailable(known: Failures) -> BrokerUnavailable:
-    return BrokerUnavailable(known.sentence, code=Code.START_FAILED, next_step=known.next_step)
+    return BrokerUnavailable(
+        known.sentence,
+        code=Code.START_FAILED,
+        next_step=known.next_step,
+        details={"cause": known.code},
+    )
 
 
 class _Busy(BrokerUnavailable):

@@ -198,7 +198,7 @@ def table(
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    refused = [record.name for record in records if not record.lives and record.reason]
+    refused = [record.name for record in records if record.reason and record.code is not None]
     if refused:
         lines += ["", f"What to do next is in its output: jupyter gpupool logs {refused[-1]}"]
     return lines

@@ -198,10 +198,11 @@ def _refuse_ended(name: str) -> None:
     """Refuse the name of a detached program that has ended, and so has no session."""
     from ..programs import runfiles
 
-    record = runfiles.read(name) if runfiles.is_name(name) else None
-    if record is not None and not record.now().lives:
+    found = runfiles.read(name) if runfiles.is_name(name) else None
+    record = found.now() if found is not None else None
+    if record is not None and not record.lives:
         raise RefusedError(
-            f"The program {name!r} has no session any more; it {record.now().describe(time.time())}.",
+            f"The program {name!r} has no session any more; it {record.describe(time.time())}.",
             code=Code.NOT_RUNNING,
             next_step=f"Its output: jupyter gpupool logs {name}",
         )

@@ -284,6 +284,26 @@ def test_a_full_disk_does_not_stop_the_pool(small_disk, make_broker):
         assert [r["kind"] for r in broker.rows("open", "attach")] == ["open", "attach"]
 
 
+def test_full_disk_at_a_start_is_told_and_starts_no_other(small_disk, make_broker, caplog):
+    broker = make_broker().started
+    broker.kill()
+    with small_disk:
+        with pytest.raises(OSError, match="No space"):
+            fill(small_disk)
+        answer = broker.start()
+        assert (answer["ok"], answer["code"]) == (False, "no-space")
+        state = broker.folder / "state"
+        assert answer["next_step"].startswith(f"Make room on the disk of {state}, or set c.GPUPool")
+        # The broker was killed, so a launcher brings it back: with its own configuration, or not.
+        other = {"GPUPool": {"emulate": "1x1GiB", "state_dir": str(broker.folder / "other")}}
+        with pytest.raises(BrokerUnavailable, match="cannot be started again") as caught:
+            ensure_broker(other, str(broker.socket))
+        assert f"Make room on the disk of {state}" in caught.value.next_step
+        assert not (broker.folder / "other").exists()
+        small_disk.truncate(0)
+        assert broker.start()["ok"]
+
+
 def fill(file):
     while True:
         file.write(b"x" * 4096)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import pytest
 
 from jupyter_gpupool.broker.store import journal as module
 from jupyter_gpupool.broker.store.journal import Journal, JournalUnusable, Row
+from jupyter_gpupool.broker.store.journal_file import JournalLock
 from jupyter_gpupool.broker.store.records import from_json, to_json
 from jupyter_gpupool.pool.model import Hold, Owner, Request, SessionRecord, Slice
 
@@ -189,3 +191,15 @@ def test_memory_is_bounded_while_the_disk_takes_no_rows(path, monkeypatch):
     journal.commit()
     assert [r.seq for r in journal_rows(journal)] == [16, 17, 18, 19, 20]
     journal.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_lock_on_a_full_disk_is_an_error_that_asks_for_room(folder, monkeypatch, number):
+    def full(lock):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(JournalLock, "_take", full)
+    with pytest.raises(JournalUnusable) as caught:
+        JournalLock(folder / "journal.sqlite", folder / "broker.sock")
+    assert caught.value.code == "no-space"
+    assert caught.value.next_step.startswith(f"Make room on the disk of {folder}")

@@ -12,6 +12,7 @@ has the reason, rows stay in memory, and every later commit tries again.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -32,6 +33,9 @@ SCHEMA_VERSION = 1
 
 #: Rows kept; older ones are dropped. About 200 bytes each.
 MAX_ROWS = 500_000
+
+#: Bytes on the disk without which no journal can be opened.
+LEAST_ROOM = 64 << 10
 
 #: Bytes on the disk, unless configured otherwise. The write-ahead log comes on top.
 MAX_BYTES = 256 << 20
@@ -106,6 +110,35 @@ class JournalUnusable(GPUPoolError):
     """The journal can be neither read nor replaced."""
 
     code = Code.JOURNAL
+
+
+def unusable(path: Path, verb: str, error: Exception) -> JournalUnusable:
+    """Return the error of a journal that cannot be used or locked (``verb``), with its remedy."""
+    reason = getattr(error, "strerror", None) or str(error)
+    message = f"The journal {path} cannot be {verb} ({reason})."
+    if _disk_is_full(path.parent, error):
+        return JournalUnusable(
+            message,
+            code=Code.NO_SPACE,
+            next_step=f"Make room on the disk of {path.parent}, or set c.GPUPool.state_dir to a "
+            "folder on another one.",
+        )
+    return JournalUnusable(
+        message, next_step="Set c.GPUPool.state_dir to a folder that you may write."
+    )
+
+
+def _disk_is_full(folder: Path, error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if "disk is full" in str(error):
+        return True
+    # SQLite calls most failed writes a "disk I/O error".
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return False
+    return "disk I/O error" in str(error) and disk.f_bavail * disk.f_frsize < LEAST_ROOM
 
 
 class Journal:
@@ -440,8 +473,4 @@ class Journal:
         )
 
     def _unusable(self, error: Exception) -> JournalUnusable:
-        reason = getattr(error, "strerror", None) or str(error)
-        return JournalUnusable(
-            f"The journal {self.path} cannot be used ({reason}).",
-            next_step="Set c.GPUPool.state_dir to a folder that you may write.",
-        )
+        return unusable(self.path, "used", error)

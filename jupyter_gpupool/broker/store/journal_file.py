@@ -31,7 +31,7 @@ from ...endpoint import MACHINE_SOCKET, journal_name
 from ...errors import BrokerUnavailable, Code, GPUPoolError
 from ...procfs import ProcessId, alive
 from ...startrecord import BadRecord, read_record
-from .journal import Journal, JournalUnusable
+from .journal import Journal, JournalUnusable, unusable
 
 #: Tries for the lock, and seconds between two: a client that checks the lock holds it itself for
 #: an instant.
@@ -84,10 +84,7 @@ class JournalLock:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._descriptor = self._take()
         except OSError as error:
-            raise JournalUnusable(
-                f"The journal {path} cannot be locked ({error.strerror}).",
-                next_step="Set c.GPUPool.state_dir to a folder that you may write.",
-            ) from None
+            raise unusable(path, "locked", error) from None
 
     def is_lost(self) -> bool:
         """Return whether the lock's file was deleted, so that a second broker could start."""
