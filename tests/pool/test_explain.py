@@ -141,9 +141,10 @@ def test_newcomer_of_a_higher_class_takes_over_a_promise(make):
     assert not told(lab, "low").promised
 
 
-def test_pool_does_what_the_example_on_the_page_shows():
+@pytest.mark.parametrize("example", ["planner", "groups"])
+def test_pool_does_what_the_example_on_the_page_shows(example):
     done = subprocess.run(
-        [sys.executable, str(DOCS / "make_planner.py"), "--check"],
+        [sys.executable, str(DOCS / f"make_{example}.py"), "--check"],
         capture_output=True,
         text=True,
         timeout=60,
