@@ -14,6 +14,7 @@ In the order in which an event travels:
 ``updates``         what each event changes in the facts
 ``requests``        another size, growth, release, keep
 ``schedule``        the plan: one pass over every session that wants something
+``recheck``         when the clock alone next changes the plan
 ``limits``          what a kernel and an owner may have; the words of a refusal
 ``guarantees``      which sessions ask for no more than their groups are guaranteed
 ``shares``          who goes first: guarantees, budgets, classes, fair shares, age
@@ -21,6 +22,7 @@ In the order in which an event travels:
 ``draft``           the copy of the accounts on which a pass tries its plan
 ``preemption``      which leases may be preempted, when, and for which session
 ``victims``         which of them make room for a session, and where it goes
+``reach``           which requests of a long queue need no search, because they must fail
 ``running``         ``preemption`` for leases in use: bursts, guarantees, classes, turns
 ``unsuspendable``   what becomes of sessions that cannot be suspended while others wait
 ``residence``       how long an idle lease is protected

@@ -21,6 +21,9 @@ from .placement import Need, choose, preferred
 from .session import Session
 from .shares import Shares
 
+#: The suitable devices of a need: :attr:`.placement.Need.fixed`, :attr:`.placement.Need.model`.
+Where = tuple[str, str | None]
+
 
 @dataclass(frozen=True, slots=True)
 class Lack:
@@ -35,7 +38,17 @@ class Lack:
 class Room:
     """One device in a draft: what it has left for later sessions of the pass."""
 
-    __slots__ = ("avail", "candidates", "expect", "leases", "ledger", "offered", "promised", "uuid")
+    __slots__ = (
+        "avail",
+        "candidates",
+        "expect",
+        "leases",
+        "ledger",
+        "offered",
+        "opens",
+        "promised",
+        "uuid",
+    )
 
     def __init__(self, ledger: DeviceLedger) -> None:
         self.ledger = ledger
@@ -52,6 +65,8 @@ class Room:
         #: :attr:`Draft.offers_known`.
         self.candidates: list[tuple[Session, int]] = []
         self.offered = 0
+        #: For each of them the number of :func:`.preemption.opens_above`.
+        self.opens: list[float] = []
 
     def promise(self, size: int) -> None:
         """Set ``size`` bytes (may be negative) aside for a session."""
@@ -128,18 +143,18 @@ class Draft:
     #: Whether the rooms have their leases that some session may preempt, and whether one is in use.
     offers_known: bool = False
     offers_in_use: bool = False
+    #: By owner and device: the bytes of those whose time slice is over.
+    turns_over: dict[Owner, dict[str, int]] = field(default_factory=dict)
     #: The tiers found so far, by asker or kind of asker, and holder: see ``victims.Trial.tier``.
     tiers: dict[tuple[Any, str], int | None] = field(default_factory=dict)
-    #: By device and class: the candidates there that a session of the class might preempt, and
-    #: their bytes in all.
-    openings: dict[tuple[str, int], tuple[list[tuple[Session, int]], int]] = field(
-        default_factory=dict
-    )
-    #: Sessions for which all that their class might preempt is not enough on any device.
-    beyond: set[str] = field(default_factory=set)
+    #: The answers of :meth:`reach` since the last change of the draft.
+    reaches: dict[tuple[Where, int | None], list[int]] = field(default_factory=dict)
     #: What this plan grants; and whether the rooms know their leases.
     _taken: list[tuple[Session, Slice]] = field(default_factory=list)
     _leases_known: bool = False
+    _opened: dict[tuple[str, int], tuple[list[tuple[Session, int]], int]] = field(
+        default_factory=dict
+    )
     _usage: dict[str, OwnerUsage] = field(default_factory=dict)
     #: Bytes by group with a cap.
     _groups: dict[str, int] = field(default_factory=dict)
@@ -248,6 +263,54 @@ class Draft:
             left = {uuid: self.left(room.ledger) for uuid, room in self.rooms.items()}
         return choose(needs, self.facts.devices, left, preferred(s))
 
+    # ------------------------------------------------------------------ the most there can be
+
+    def opened(self, room: Room, level: int | None) -> tuple[list[tuple[Session, int]], int]:
+        """Return the candidates on a device that a session of a class might preempt, and their
+        bytes in all.
+
+        ``level`` is None for a session within the guarantee of a group. The lists hold for the
+        whole pass, like the tiers.
+        """
+        if level is None:
+            return room.candidates, room.offered
+        key = room.uuid, level
+        known = self._opened.get(key)
+        if known is None:
+            both = zip(room.candidates, room.opens, strict=True)
+            found = [candidate for candidate, above in both if level > above]
+            known = self._opened[key] = found, sum(size for _, size in found)
+        return known
+
+    def suitable(self, fixed: str, model: str | None) -> Iterable[Room]:
+        """Return the rooms of a device, of those of a model, or all, that are in service."""
+        for room in (self.rooms[fixed],) if fixed else self.rooms.values():
+            ledger = room.ledger
+            if ledger.paused or ledger.fault:
+                continue
+            if fixed or model is None or ledger.device.model == model:
+                yield room
+
+    def reach(self, where: Where, level: int | None) -> list[int]:
+        """Return what a session of a class can get at most on each suitable device, the most first.
+
+        If all were preempted that the class might preempt there. Where the head of the queue has a
+        reservation, no lease is preempted.
+        """
+        found = self.reaches.get((where, level))
+        if found is None:
+            found = [
+                self.left(room.ledger)
+                if self.reserved(room)
+                else room.expect + self.opened(room, level)[1]
+                for room in self.suitable(*where)
+            ]
+            found.sort(reverse=True)
+            self.reaches[where, level] = found
+        return found
+
+    # ------------------------------------------------------------------ host memory
+
     def host_left(self, devices: Iterable[str] = ()) -> int:
         """Return the host bytes that a suspend may take; those that the head will need are kept.
 
@@ -296,6 +359,7 @@ class Draft:
     def take(self, s: Session, takes: Iterable[Slice], charge: Charge) -> None:
         """Grant ``takes`` to ``s``: later sessions cannot have them."""
         self.settled.add(s.id)
+        self.reaches.clear()
         self.count(s.owner, charge)
         for x in takes:
             room = self.rooms[x.device]
@@ -329,6 +393,7 @@ class Draft:
     def promise(self, s: Session, promise: Promise) -> None:
         """Promise bytes to ``s`` that suspends under way will free."""
         self.promises[s.id] = promise
+        self.reaches.clear()
         for x in promise.takes:
             self.rooms[x.device].promise(x.bytes)
         self.count(s.owner, promise.charge)
@@ -336,6 +401,7 @@ class Draft:
     def unpromise(self, s: Session) -> Promise:
         """Take the promise of ``s`` back, and return it."""
         promise = self.promises.pop(s.id)
+        self.reaches.clear()
         for x in promise.takes:
             self.rooms[x.device].promise(-x.bytes)
         self.count(s.owner, promise.charge, -1)
@@ -346,6 +412,7 @@ class Draft:
         if v.id in self.promises:
             self.unpromise(v)  # a promise of growth, which ends with the lease
         self.leaving.add(v.id)
+        self.reaches.clear()
         self.host -= v.state_bound
         self.usage(v.owner.name).suspended += v.state_bound
         for name in self.facts.tree.path(v.owner.group):
@@ -358,6 +425,7 @@ class Draft:
         if not self._leases_known:
             self._find_leases()
         self.reservation = held
+        self.reaches.clear()
         self.count(head.owner, held.charge)
         for uuid in held.wanted if head.lease.slices else ():
             # The head waits for other leases to end, not for its own.
@@ -369,3 +437,4 @@ class Draft:
         assert self.reservation is not None
         self.count(head.owner, self.reservation.charge, -1)
         self.reservation = None
+        self.reaches.clear()

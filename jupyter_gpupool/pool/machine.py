@@ -34,7 +34,8 @@ from .model import (
     Slice,
 )
 from .placement import asking, headroom
-from .schedule import Plan, forecast, next_recheck, plan
+from .recheck import next_recheck
+from .schedule import Plan, forecast, plan
 from .selfcheck import problems
 from .session import NEVER, Session, record
 from .shares import Shares

@@ -168,6 +168,14 @@ class Asking:
     #: The suitable devices, for one slice without a quota: the pass compares requests by them.
     where: tuple[str, str | None] | None
     version: int
+    #: The suitable devices (:attr:`Need.fixed`, :attr:`Need.model`), if all slices have the same.
+    alike: tuple[str, str | None] | None
+    #: Bytes without which the smallest of its slices is of no use.
+    least: int
+    #: Bytes that it waits for: suspended state may be larger than the request.
+    size: int
+    #: It needs no more than its request guarantees.
+    modest: bool
     #: The cached result of :func:`impossible`.
     verdict: tuple[Reason | None] | None = None
 
@@ -202,9 +210,25 @@ def asking(s: Session, facts: Facts) -> Asking:
         rules = facts.settings
         free = not rules.quotas or rules.quota_of(s.owner.name) is NO_LIMIT
         free = free and not (facts.tree.caps and facts.tree.capped(s.owner.group))
-        alike = free and len(needs) == 1 and not s.lease.slices
-        where = (needs[0].fixed, needs[0].model) if alike else None
-        found = Asking(needs, charge, where, facts.version)
+        memory, least, size = s.request.memory, 0, 0
+        alike: tuple[str, str | None] | None = (needs[0].fixed, needs[0].model)
+        most = memory
+        for need in needs:
+            if (need.fixed, need.model) != alike:
+                alike = None
+            least = min(least or need.least, need.least)
+            most, size = max(most, need.least), max(size, need.bytes)
+        where = alike if free and len(needs) == 1 and not s.lease.slices else None
+        found = Asking(
+            needs,
+            charge,
+            where,
+            facts.version,
+            alike=alike,
+            least=least,
+            size=max(memory, size),
+            modest=most == memory,
+        )
         s.asking = found
     return found
 

@@ -19,7 +19,7 @@ from ..states import ATTACHED
 from ..units import format_bytes
 from .facts import Facts
 from .residence import STAY_MOST, Gap, protected_until
-from .running import Asker, began, free_from, kind_of, open_in_use
+from .running import Asker, began, free_from, kind_of, open_above
 from .session import Session
 from .shares import Shares
 
@@ -159,23 +159,22 @@ def victim_tier(asker: Asker, holder: Session, facts: Facts) -> int | None:
     return 0 if unprotected(holder, facts) else asker.tier(holder)
 
 
-def open_to(holder: Session, level: int, shares: Shares) -> bool:
-    """Return False only if :func:`victim_tier` of ``holder`` is None for each session of the class
-    ``level`` that no guarantee of a group covers.
+def opens_above(holder: Session, shares: Shares) -> float:
+    """Return a number: :func:`victim_tier` of ``holder`` is None for each session of a class that
+    is not higher, and that no guarantee of a group covers.
 
-    With hundreds of leases and sessions that wait, this is one question instead of one for each
-    pair of them.
+    With hundreds of leases and sessions that wait, this is one question for each lease instead of
+    one for each pair of them.
     """
-    return unprotected(holder, shares.facts) or open_in_use(holder, level, shares)
+    return -math.inf if unprotected(holder, shares.facts) else open_above(holder, shares)
 
 
 def asker_kind(asker: Session, shares: Shares, *, in_use: bool) -> Any:
-    """Return a value that two askers without a lease share if they may preempt the same leases.
+    """Return a value that two askers of one owner share if they may preempt the same leases.
 
-    It contains all that :func:`victim_tier` reads of an asker. The pass relies on it: if a request
-    has found no room, it does not try a request of the same kind that is as large or larger.
-    ``in_use``: a lease in use is among the candidates. If not, all candidates are idle, any asker
-    may preempt them, and the kind is the same for all.
+    It contains all that :func:`victim_tier` reads of an asker without a lease, but for what
+    :func:`~.running.kind_of` leaves out. ``in_use``: a lease in use is among the candidates. If
+    not, all candidates are idle, any asker may preempt them, and the kind is the same for all.
     """
     return kind_of(asker, shares) if in_use else None
 

@@ -60,11 +60,11 @@ from typing import Any, Iterator, Mapping, Sequence
 
 from ..states import ATTACHED
 from .facts import Facts
-from .model import Owner, PreemptRule
-from .placement import Asking, asking
+from .model import PreemptRule
+from .placement import asking
 from .residence import SLICE_LEAST, guessed_cost, slice_length
 from .session import NEVER, Session
-from .shares import RECHECK, Shares, Side
+from .shares import Shares
 
 #: The shortest stay of a holder, in seconds.
 STAY_LEAST = 1.0
@@ -153,12 +153,6 @@ def slice_ends(s: Session, facts: Facts) -> float:
     return use_times(s, facts)[1]
 
 
-def modest(asked: Asking, s: Session) -> bool:
-    """Return whether a session that asks needs no more than its request guarantees."""
-    memory = s.request.memory
-    return all(need.least <= memory for need in asked.needs)
-
-
 def _guaranteed(asker: Session, holder: Session, shares: Shares) -> bool:
     """Return whether a group of ``asker`` that ``holder`` is not in is guaranteed what it needs."""
     groups = shares.entitled.get(asker.id, frozenset())
@@ -181,7 +175,7 @@ class Asker:
         self._facts = shares.facts
         # Growth of an idle session computes nothing; without budget, a session preempts nothing.
         self._silent = session.state == "idle" or shares.spent(session.owner) is not None
-        self._within = modest(asking(session, shares.facts), session)
+        self._within = asking(session, shares.facts).modest
         #: Its class, with what its age adds.
         self.level = shares.level(session)
         #: Whether its request is within the guarantee of a group.
@@ -233,62 +227,16 @@ class Asker:
         return next((tier for tier, at in self.claims(holder, by=now) if at <= now), None)
 
 
-def open_in_use(holder: Session, level: int, shares: Shares) -> bool:
-    """Return False only if :meth:`Asker.tier` of ``holder`` is None for each session of the class
-    ``level`` that is not :attr:`~Asker.guaranteed`.
+def open_above(holder: Session, shares: Shares) -> float:
+    """Return a number: :meth:`Asker.tier` of ``holder`` is None for each session of a class that is
+    not higher, and is not :attr:`~Asker.guaranteed`.
     """
     facts = shares.facts
     if holder.id in facts.grown or shares.spent(holder.owner) is not None:
-        return True
+        return -math.inf
     its = holder_level(holder, shares)
-    return level > its or (level == its and slice_ends(holder, facts) <= facts.now)
-
-
-def next_turn(queue: Sequence[Session], facts: Facts) -> float:
-    """Return when, within ``RECHECK`` seconds, a waiting session may take a turn that it may not
-    take now; infinity if none may.
-    """
-    now, until, found = facts.now, facts.now + RECHECK, math.inf
-    if "turns" not in facts.settings.preempt:
-        return found
-    holders = [v for v in facts.leased.values() if slice_ends(v, facts) <= until]
-    if not holders or not queue:
-        return found
-    for s in queue:
-        if (at := s.wait.since + SLICE_LEAST) > now:
-            found = min(found, at)  # between two sessions of one owner
-    shares = Shares(facts)
-    if not shares.fair:
-        return found
-    askers: dict[int, dict[Owner, Sequence[Side]]] = {}
-    for s in queue:
-        askers.setdefault(shares.level(s), {})[s.owner] = shares.sides(s.owner)
-    holders.sort(key=lambda v: slice_ends(v, facts))
-    for v in holders:
-        theirs, since = shares.sides(v.owner), max(now, slice_ends(v, facts))
-        if since >= found:
-            break
-        debt = time_slice(v, facts) * rate(v, shares)
-        for owner, ours in askers.get(holder_level(v, shares), {}).items():
-            for mine, its in zip(ours, theirs, strict=False):
-                if mine.name != its.name:
-                    break
-            else:
-                continue
-            # What the asker lacks, by weight, is a difference of maxima of lines in the decay
-            # factor. If one line is the asker's maximum, the difference is concave: an asker that
-            # is not behind at both ends of the time is not behind in between. This rules out most
-            # pairs, of which there are many where many wait.
-            gain = debt / mine.weight
-            if mine.used + gain < its.used:
-                if since == now:
-                    continue  # it may take the turn now
-            elif mine.then + gain >= its.then and not mine.bends:
-                continue
-            at = shares.behind_from(owner, v.owner, debt, since)
-            if now < at < found:
-                found = at
-    return found
+    # Classes are whole numbers: the holder's own class is above its half.
+    return its - 0.5 if slice_ends(holder, facts) <= facts.now else its
 
 
 def holder_level(s: Session, shares: Shares) -> int:
@@ -335,13 +283,15 @@ def covered(
 
 
 def kind_of(asker: Session, shares: Shares) -> Any:
-    """Return everything that :meth:`Asker.tier` reads of an asker without a lease.
+    """Return what :meth:`Asker.tier` reads of an asker without a lease, but for two things.
 
-    But for how long it has waited, which counts between two sessions of one owner.
+    How long it has waited, which counts between two sessions of one owner. And what its owner has
+    used and holds, where only owners of one group share the value.
     """
     return (
-        asker.owner,
+        asker.owner.group,
         shares.level(asker),
+        shares.spent(asker.owner) is not None,
         shares.entitled.get(asker.id),
-        modest(asking(asker, shares.facts), asker),
+        asking(asker, shares.facts).modest,
     )

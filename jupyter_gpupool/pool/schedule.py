@@ -40,7 +40,7 @@ from when on), :mod:`.unsuspendable` (what becomes of a session that cannot be s
 Four functions are the seams for other rules: :func:`order` (who goes first: fair share),
 :func:`barred` (who must not be served now: budgets, closed classes),
 :func:`~.preemption.victim_tier` (who may be preempted, and for whom: preemption of running work,
-time slices) and :func:`next_recheck` (when the clock alone changes the plan).
+time slices) and :func:`~.recheck.next_recheck` (when the clock alone changes the plan).
 
 Sources
 -------
@@ -76,13 +76,23 @@ from typing import Iterable
 from ..states import ATTACHED
 from .draft import Draft, Promise, Reservation
 from .facts import Facts
-from .model import FOR_MEMORY, FOR_QUOTA, Charge, Reason, Slice
-from .placement import Asking, asking
-from .preemption import asker_kind, leaving, not_before, paused, score, times
-from .running import REASONS, STOPPED, free_from, next_turn, rule_of, use_times
+from .model import FOR_MEMORY, FOR_QUOTA, Charge, Reason, Rule, Slice
+from .placement import Asking, asking, impossible
+from .preemption import asker_kind, leaving, not_before, paused, score
+from .reach import Bounds, hopeless
+from .running import REASONS, STOPPED, free_from, rule_of
 from .session import Session
-from .shares import RECHECK, Shares, budget_changes_at, climbs_at
-from .victims import Offer, Trial, attempt, blocked_as, leases_in_use, make_room, reservation
+from .shares import Shares
+from .victims import (
+    Offer,
+    Trial,
+    attempt,
+    blocked_as,
+    kept_for_head,
+    leases_in_use,
+    make_room,
+    reservation,
+)
 
 SPENT = "the GPU-seconds of today are used up"
 CLOSED = "kernels of its priority class get no GPU at this time"
@@ -199,37 +209,6 @@ def stops_at(s: Session, facts: Facts) -> float:
     return not_before(s, facts) if s.state == "idle" else free_from(s, facts)
 
 
-def next_recheck(facts: Facts, plan: Plan) -> float:
-    """Return when the clock alone next changes the plan; infinity if it does not."""
-    most = facts.settings.max_wait
-    in_use = bool(facts.settings.preempt and plan.order)
-    found = [] if plan.reservation is None else [plan.reservation.next_at]
-    found += leaving(facts).values()
-    for s in facts.leased.values() if plan.order else ():
-        if s.state == "idle":
-            found.append(times(s, facts)[0])
-        if in_use and s.state in ATTACHED:
-            found += use_times(s, facts)
-    for s in plan.queue:
-        found.append(s.retry_at)
-        if most is not None:
-            found.append(math.inf if s.preempted else s.queued_at + most)
-    if facts.tree.stops or facts.settings.classes_allowed is not None:
-        shares = Shares(facts)
-        found += (stops_at(s, facts) for s in facts.leased.values() if stopped(s, shares))
-    if facts.tree.budgeted:
-        everybody = (*facts.leased.values(), *facts.waiting.values())
-        owners = {(s.owner.name, s.owner.group): s.owner for s in everybody}
-        found += (budget_changes_at(facts, owner) for owner in owners.values())
-    if in_use:
-        found.append(next_turn(plan.queue, facts))
-        found += (climbs_at(s, facts) for s in plan.queue)
-    if plan.contended:
-        found.append(facts.now + RECHECK)
-    now = facts.now
-    return min([at for at in found if at > now], default=math.inf)
-
-
 # --------------------------------------------------------------------------- the pass
 
 
@@ -292,6 +271,10 @@ class _Pass:
         self.oldest = min((p.made for p in before.promises.values()), default=facts.arrivals)
         #: Requests that found nothing behind the head, by kind of request; see :meth:`_hopeless`.
         self.failed: dict[object, list[tuple[int, int, float, Reason]]] = {}
+        #: See :mod:`.reach`.
+        self.bounds: Bounds = {}
+        #: The reasons given so far: equal waits share one.
+        self.blocked: dict[tuple[Rule, int, int], Reason] = {}
         if before.promises:
             self._keep_promises(but)
         held = before.reservation
@@ -374,7 +357,7 @@ class _Pass:
         self.draft.suspend(v)
         self.plan.suspends.append((v, reason, tier))
         # The suspend frees more bytes than the failed requests could use.
-        self.failed.clear()
+        self._gain()
 
     # ------------------------------------------------------------------ 3. the queue
 
@@ -393,11 +376,12 @@ class _Pass:
             plan.reasons[s.id] = why
             return
         behind_head = draft.reservation is not None
-        why = self._hopeless(s, found) if behind_head else None
-        if why is not None:
-            plan.reasons[s.id] = why
-            return
-        lacks = draft.lacking(s.owner, found.charge)
+        lacks = None if found.where is not None else draft.lacking(s.owner, found.charge)
+        if behind_head and lacks is None:
+            why = self._hopeless(s, found)
+            if why is not None:
+                plan.reasons[s.id] = why
+                return
         takes = draft.now(s, found.needs) if lacks is None else None
         offer: Offer | Reason
         if takes is not None:
@@ -417,12 +401,9 @@ class _Pass:
         elif offer.rule in FOR_MEMORY:
             if found.where is not None:
                 need = found.needs[0]
-                # Most failures hold for a whole class, others only for sessions like this one.
-                beyond = s.id in draft.beyond
-                key = found.where, self._class(s) if beyond else self._kind(s)
-                failure = need.least, need.bytes, -math.inf if beyond else s.wait.since, offer
+                failure = need.least, need.bytes, s.wait.since, offer
                 # The smallest request first: it rules out the most others.
-                self.failed.setdefault(key, []).insert(0, failure)
+                self.failed.setdefault((found.where, self._kind(s)), []).insert(0, failure)
             if not behind_head and s.state != "idle":
                 self._reserve(s, found)
 
@@ -433,6 +414,7 @@ class _Pass:
         """
         draft, owner = self.draft, s.owner
         behind = self._behind(s)
+        reaches = draft.reaches.copy()
         promise = draft.unpromise(s)
         takes, charge = promise.takes, promise.charge
         if draft.lacking(owner, charge) is None:
@@ -446,13 +428,14 @@ class _Pass:
                 return True
             elsewhere = draft.now(s, found.needs)
             if elsewhere is not None:
-                self.failed.clear()
+                self._gain()
                 self._accept(s, Offer(elsewhere, ready=True), charge)
                 return True
         elif draft.lacking(owner, charge, draft.coming_back(owner)) is not None:
-            self.failed.clear()
+            self._gain()
             return False
         self._accept(s, Offer(takes), charge, promise.made)
+        draft.reaches.update(reaches)  # the draft is as it was
         return True
 
     def _accept(self, s: Session, offer: Offer, charge: Charge, made: int | None = None) -> None:
@@ -488,7 +471,7 @@ class _Pass:
             taken[name] = draft.unpromise(sessions[name])
             other = attempt(draft, s, found, behind_head=behind_head)
             if isinstance(other, Offer):
-                self.failed.clear()
+                self._gain()
                 return other
         for name, promise in taken.items():
             draft.promise(sessions[name], promise)
@@ -507,35 +490,51 @@ class _Pass:
             return []
         return [name for name in self._behind(s) if promises[name].made < number]
 
-    def _kind(self, s: Session) -> object:
-        return asker_kind(s, self.shares, in_use=leases_in_use(self.draft))
-
-    def _class(self, s: Session) -> object:
-        return "class", self.shares.level(s)
+    def _reason(self, rule: Rule, found: Asking) -> Reason:
+        key = rule, found.size, len(found.needs)
+        known = self.blocked.get(key)
+        if known is None:
+            known = self.blocked[key] = Reason(rule, bytes=found.size, count=len(found.needs))
+        return known
 
     def _hopeless(self, s: Session, found: Asking) -> Reason | None:
-        """Return why ``s`` is blocked if an earlier, no larger request found nothing; else None.
+        """Return why ``s``, which no quota or cap keeps, is blocked; None if it must be tried.
 
-        A skipped request could not have succeeded. Since the failure the draft has only lost bytes:
-        every gain (a suspend, a promise that moves or is void) clears the failures. ``s`` asks for
-        at least as much of the same devices, in one slice, and without a quota. By
-        :func:`asker_kind` it may preempt the same victims, or what its whole class may preempt was
-        not enough (:meth:`.victims.Trial.out_of_reach`). Every step of
-        :func:`attempt` that finds room for an amount finds it for a smaller one: free bytes,
-        greedy victims in a fixed order, and the combinations, whose options are then the same.
-        And it can take over no promise that the other request could not.
+        A skipped request could not have succeeded, for one of two reasons. It needs more than it
+        can get at most (:mod:`.reach`). Or an earlier, no larger request of the same kind found
+        nothing. Since that failure the draft has only lost bytes: every gain (:meth:`_gain`) clears
+        the failures. ``s`` asks for at least as much of the same devices, in one slice, and without
+        a quota. It may preempt the same victims. Every step of :func:`attempt` that finds room for
+        an amount finds it for a smaller one: free bytes, greedy victims in a fixed order, and the
+        combinations, whose options are then the same. And it can take over no promise that the
+        other request could not.
         """
-        if not self.failed or found.where is None or (self.draft.promises and self._newer(s)):
+        if (self.draft.promises and self._newer(s)) or impossible(found, self.facts) is not None:
             return None
-        need, where = found.needs[0], found.where
-        for kind in (self._class, self._kind):
-            if kind == self._class and s.id in self.shares.entitled:
-                continue
-            for least, size, since, why in self.failed.get((where, kind(s)), ()):
-                if need.least >= least and need.bytes >= size and s.wait.since >= since:
-                    rule = blocked_as(self.draft, s, need, why.rule)
-                    return Reason(rule, bytes=s.request.memory, count=1)
+        if hopeless(s, found, self.draft, self.bounds):
+            # The same reason as that of make_room().
+            return self._reason(
+                "behind-head" if kept_for_head(self.draft, found) else "busy", found
+            )
+        if not self.failed or found.where is None:
+            return None
+        need = found.needs[0]
+        for least, size, since, why in self.failed.get((found.where, self._kind(s)), ()):
+            if need.least >= least and need.bytes >= size and s.wait.since >= since:
+                rule = blocked_as(self.draft, s, need, why.rule)
+                if rule == "host":
+                    return replace(why, bytes=found.size, most=self.draft.host_left())
+                if rule is not None:
+                    return self._reason(rule, found)
         return None
+
+    def _kind(self, s: Session) -> object:
+        return s.owner, asker_kind(s, self.shares, in_use=leases_in_use(self.draft))
+
+    def _gain(self) -> None:
+        """Forget what holds as long as the draft only loses bytes."""
+        self.failed.clear()
+        self.bounds.clear()
 
     # ------------------------------------------------------------------ 4. the head
 

@@ -64,7 +64,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Mapping
+from typing import Iterable, Mapping
 
 from .facts import Facts
 from .groups import DAY, Daily
@@ -115,6 +115,8 @@ class Shares:
         self.entitled: dict[str, frozenset[str]] = {}
         self._spent: dict[tuple[str, str], Budget | None] = {}
         self._levels: dict[str, int] = {}
+        #: The numbers of the classes, the highest first.
+        self._classes = sorted(facts.settings.priority_classes.values(), reverse=True)
         self._above: dict[tuple[str, str], bool] = {}
         self._used: dict[Meter, float] = {}
         self._known_lines: dict[Meter, tuple[tuple[float, float], tuple[float, float]]] = {}
@@ -167,20 +169,21 @@ class Shares:
         if settings.ageing <= 0 or waited < settings.ageing:
             return own
         points = own + waited / settings.ageing
-        level = max((c for c in settings.priority_classes.values() if c <= points), default=own)
+        level = next((c for c in self._classes if c <= points), own)
         return level if level > own and not self.above(s.owner) else own
 
     def _by_share(self, by_age: list[Session]) -> list[Session]:
         """Return sessions, given in the order of age, in the order of classes and shares."""
-        spent = self.spent if self.budgeted else None
-        entries = []
-        for s in by_age:
-            last = spent is not None and spent(s.owner) is not None
-            entries.append(((last, -self.level(s)), s))
-        entries.sort(key=lambda e: e[0])
+        level, spent = self.level, self.spent
+        if self.budgeted:
+            entries = [((spent(s.owner) is not None, -level(s)), s) for s in by_age]
+        else:
+            entries = [((False, -level(s)), s) for s in by_age]
+        entries.sort(key=_bucket)
         if not self.fair:
             return [s for _, s in entries]
         users = self.facts.meters.users
+        tree, groups = self.tree, self.facts.meters.groups
         #: By group: the sessions of its members.
         lists: dict[str, list[Entry]] = {}
         before: dict[str, float] = {}
@@ -189,10 +192,9 @@ class Shares:
             size = self._size(s)
             had = before.get(name, 0.0)
             before[name] = had + size
-            group = self.tree.path(s.owner.group)
+            group = tree.path(s.owner.group) if tree.groups else ()
             item = bucket, self._score(users.get(name), had), place, size, s
             lists.setdefault(group[-1] if group else "", []).append(item)
-        tree, groups = self.tree, self.facts.meters.groups
         for name in sorted(tree.groups, key=lambda g: -len(tree.path(g))) if tree.groups else ():
             members = lists.pop(name, None)
             if members is None:
@@ -402,21 +404,26 @@ def level(s: Session, facts: Facts) -> int:
     return Shares(facts).level(s)
 
 
-def climbs_at(s: Session, facts: Facts) -> float:
-    """Return when a waiting session is next raised by a class for its age; infinity if never.
+def climbs_at(queue: Iterable[Session], facts: Facts) -> float:
+    """Return when the first of the waiting sessions is raised by a class for its age.
 
-    Unless its owner is above its fair share then.
+    Unless its owner is above its fair share then. Infinity if none ever is.
     """
-    settings = facts.settings
+    settings, now, found = facts.settings, facts.now, math.inf
     if settings.ageing <= 0:
-        return math.inf
-    own = settings.priority_classes.get(s.request.priority, 0)
-    times = [
-        s.wait.since + settings.ageing * (number - own)
-        for number in settings.priority_classes.values()
-        if number > own
-    ]
-    return min([at for at in times if at > facts.now], default=math.inf)
+        return found
+    classes = settings.priority_classes
+    #: By class: after how many seconds of waiting a session is raised to each higher one.
+    steps: dict[str, list[float]] = {}
+    for s in queue:
+        name, since = s.request.priority, s.wait.since
+        if name not in steps:
+            own = classes.get(name, 0)
+            steps[name] = [settings.ageing * (n - own) for n in classes.values() if n > own]
+        for step in steps[name]:
+            if now < since + step < found:
+                found = since + step
+    return found
 
 
 def _part_left(seconds: float, half_life: float) -> float:
@@ -426,6 +433,10 @@ def _part_left(seconds: float, half_life: float) -> float:
 
 def _idle(s: Session) -> bool:
     return s.state == "idle"
+
+
+def _bucket(entry: tuple[tuple[bool, int], Session]) -> tuple[bool, int]:
+    return entry[0]
 
 
 def _key(item: Entry) -> tuple[tuple[bool, int], float, int]:

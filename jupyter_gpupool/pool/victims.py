@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Collection, Iterable, Mapping, Sequence
 
-from .draft import Draft, Lack, Reservation, Room
+from .draft import Draft, Lack, Reservation, Room, Where
 from .model import Charge, HostLack, Reason, Rule, Slice
 from .placement import (
     Asking,
@@ -25,8 +25,8 @@ from .placement import (
     in_turn,
     preferred,
 )
-from .preemption import asker_kind, candidate, open_to, score, victim_tier
-from .running import Asker, covered
+from .preemption import asker_kind, candidate, opens_above, score, victim_tier
+from .running import Asker, covered, slice_ends
 from .session import Session
 
 #: If the usual choice fails for lack of host memory, or because a guarantee covers a victim after
@@ -62,7 +62,7 @@ class Trial:
         #: Why choices failed for lack of host memory, and not for lack of leases to preempt.
         self.host_lacks: set[HostLack] = set()
         self._failed: HostLack = ""
-        #: :func:`.preemption.asker_kind` of the asker, once it is needed.
+        #: The owner and :func:`.preemption.asker_kind` of the asker, once they are needed.
         self._kind: Any = None
         #: A choice failed because a guarantee covers a victim: with others it may not.
         self.shielded = False
@@ -101,44 +101,19 @@ class Trial:
 
         The lists by class hold for the whole pass, like the tiers.
         """
-        asker, openings = self._rules(), self.draft.openings
-        if asker.guaranteed:
-            return room.candidates, room.offered
-        key = room.uuid, asker.level
-        if key not in openings:
-            shares = self.draft.shares
-            found = [c for c in room.candidates if open_to(c[0], asker.level, shares)]
-            openings[key] = found, sum(size for _, size in found)
-        return openings[key]
-
-    def out_of_reach(self, need: Need) -> bool:
-        """Return whether :meth:`place` fails for ``need`` alone, for any owner of the asker.
-
-        On each device even all that its class might preempt is not enough. So for each session of
-        the class that no guarantee covers, and that needs as much or more, it fails as well.
-        """
-        draft = self.draft
-        for room in (draft.rooms[need.fixed],) if need.fixed else draft.rooms.values():
-            if not need.allows(room.ledger):
-                continue
-            amount = need.amount(room.ledger)
-            if draft.reserved(room):
-                if draft.left(room.ledger) >= amount:
-                    return False
-            elif self.expect(room) + self._candidates(room)[1] >= amount:
-                return False
-        return True
+        asker = self._rules()
+        return self.draft.opened(room, None if asker.guaranteed else asker.level)
 
     def _asker_of(self, v: Session) -> Any:
-        """Return what the tier of ``v`` depends on besides ``v``: the asker's kind, or its name.
+        """Return what the tier of ``v`` depends on besides ``v``: the asker's owner and kind.
 
-        Its name for a session with a lease, and where the time of its wait counts.
+        Or its name for a session with a lease, and where the time of its wait counts.
         """
         shares, asker = self.draft.shares, self.asker
         if not shares.fair or asker.state != "queued" or v.owner == asker.owner:
             return asker.id
         if self._kind is None:
-            self._kind = asker_kind(asker, shares, in_use=True)
+            self._kind = asker.owner, asker_kind(asker, shares, in_use=True)
         return self._kind
 
     def options(self, room: Room) -> list[tuple[int, Session, int]]:
@@ -152,6 +127,27 @@ class Trial:
     def reach(self, room: Room) -> int:
         """Return the bytes that become free on a device if all leases that may be preempted are."""
         return self.expect(room) + sum(size for _, _, size in self.options(room))
+
+    def most(self, where: Where) -> dict[str, int]:
+        """Return by suitable device what the asker can get there at most.
+
+        Where the head of the queue has a reservation, no lease is preempted.
+        """
+        draft = self.draft
+        return {
+            room.uuid: draft.left(room.ledger) if draft.reserved(room) else self.reach(room)
+            for room in draft.suitable(*where)
+        }
+
+    def out_of_reach(self, found: Asking) -> bool:
+        """Return True only if :meth:`place` fails for several slices, even with all that helps.
+
+        Then host memory is not what is missing.
+        """
+        if found.alike is None or len(found.needs) == 1:
+            return False
+        ranked = sorted(self.most(found.alike).values(), reverse=True)
+        return on_each(len(found.needs), ranked) < found.least
 
     def victims(self, room: Room, missing: int) -> list[Session] | None:
         """Return the leases on a device that free ``missing`` bytes there, or None."""
@@ -309,6 +305,27 @@ def leases_in_use(draft: Draft) -> bool:
     return draft.offers_in_use
 
 
+def out_of_reach(draft: Draft, s: Session, found: Asking) -> bool:
+    """Return True only if :meth:`Trial.place` fails for ``s``, whoever its owner is.
+
+    There are fewer devices than needs on which all that its class might preempt is enough.
+    """
+    if found.alike is None:
+        return False
+    if not draft.offers_known:
+        _find_offers(draft)
+    level = None if s.id in draft.shares.entitled else draft.shares.level(s)
+    return on_each(len(found.needs), draft.reach(found.alike, level)) < found.least
+
+
+def on_each(count: int, ranked: Sequence[int]) -> int:
+    """Return the most that each of ``count`` devices can give, of sizes from the largest down.
+
+    -1 if there are fewer devices.
+    """
+    return ranked[count - 1] if len(ranked) >= count else -1
+
+
 def _find_offers(draft: Draft) -> None:
     """Note in each room the leases that some session may preempt now.
 
@@ -319,10 +336,17 @@ def _find_offers(draft: Draft) -> None:
     for v in draft.facts.leased.values():
         tier = candidate(v, draft.facts)
         if tier is not None:
-            draft.offers_in_use = draft.offers_in_use or tier > 0
+            if tier > 0:
+                draft.offers_in_use = True
+                if slice_ends(v, draft.facts) <= draft.facts.now:
+                    own = draft.turns_over.setdefault(v.owner, {})
+                    for x in v.lease.slices:
+                        own[x.device] = own.get(x.device, 0) + x.bytes
+            opens = opens_above(v, draft.shares)
             for x in v.lease.slices:
                 room = draft.rooms[x.device]
                 room.candidates.append((v, x.bytes))
+                room.opens.append(opens)
                 room.offered += x.bytes
 
 
@@ -397,8 +421,7 @@ def make_room(
         return why
     host = draft.host_left() if behind_head else draft.host
     trial = Trial(draft, s, host)
-    if lacks is None and len(needs) == 1 and trial.out_of_reach(needs[0]):
-        draft.beyond.add(s.id)
+    if lacks is None and (out_of_reach(draft, s, found) or trial.out_of_reach(found)):
         own, placed = True, False
     else:
         own = lacks is None or trial.own(found.charge)
@@ -421,9 +444,7 @@ def make_room(
     rule = "host" if lacking else "busy"
     if behind_head and fits_now(draft, needs):
         rule = "behind-head"
-    # Suspended state may be larger than the request.
-    size = max([s.request.memory, *(need.bytes for need in needs)])
-    why = Reason(rule, bytes=size, count=len(needs), limit=limit, group=group)
+    why = Reason(rule, bytes=found.size, count=len(needs), limit=limit, group=group)
     return replace(why, most=host, lacks=_lack(lacking)) if rule == "host" else why
 
 
@@ -438,13 +459,26 @@ def fits_now(draft: Draft, needs: Sequence[Need]) -> bool:
     return choose(needs, draft.facts.devices, left) is not None
 
 
-def blocked_as(draft: Draft, s: Session, need: Need, rule: Rule) -> Rule:
+def kept_for_head(draft: Draft, found: Asking) -> bool:
+    """Return :func:`fits_now` for a hopeless request: one that is so with the reservation.
+
+    Then a device that the head has reserved makes the difference.
+    """
+    held = draft.reservation.wanted if draft.reservation is not None else ()
+    for uuid in held:
+        if draft.rooms[uuid].avail >= found.least:
+            return fits_now(draft, found.needs)
+    return False
+
+
+def blocked_as(draft: Draft, s: Session, need: Need, rule: Rule) -> Rule | None:
     """Return the rule that blocks ``need``, given the ``rule`` that blocks a smaller amount.
 
-    The rules differ if less is free than the larger amount, or less can be preempted.
+    The rules differ if less is free than the larger amount, or less can be preempted. None if only
+    a search can tell.
     """
     if rule == "behind-head":
-        return rule if fits_now(draft, (need,)) else "busy"
+        return rule if fits_now(draft, (need,)) else None
     if rule == "host":
         trial = Trial(draft, s, 0)
         rooms = (r for r in draft.rooms.values() if need.allows(r.ledger) and not draft.reserved(r))

@@ -1,0 +1,92 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What sessions behind the head of the queue can get at most: most of a long queue needs no search.
+
+A *bound* is what a session would have on each device if every lease that it might preempt there
+were preempted. A request that needs more on all devices (with ``n`` slices: on all but ``n - 1``)
+is hopeless: free bytes, suspends under way and every choice of victims give it no more than that.
+There are two bounds. That of a class is found once for each (:meth:`.draft.Draft.reach`). That of a
+session needs the tier of each lease, and holds for others that may preempt no more
+(:meth:`Bound.of`). So a pass searches victims for a few sessions of a queue of hundreds.
+
+Bounds found earlier in a pass stay true as long as the draft only loses bytes. The pass drops them
+with every gain (a suspend, a promise that moves or is void).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Mapping, Sequence
+
+from .draft import Draft
+from .model import Owner
+from .placement import Asking
+from .preemption import asker_kind
+from .session import Session
+from .victims import Trial, leases_in_use, on_each, out_of_reach
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What one session can get at most, and others of its :func:`~.preemption.asker_kind`."""
+
+    owner: Owner
+    #: The decayed usage of its owner.
+    used: float
+    since: float
+    #: By device, and the most first.
+    bytes: Mapping[str, int]
+    ranked: Sequence[int]
+
+    def of(self, s: Session, used: float, count: int, draft: Draft) -> int | None:
+        """Return what ``s`` can get at most on each of ``count`` devices; None if that is not
+        known.
+
+        Where all candidates are idle, any session may preempt them. Else two things can make a
+        difference between two sessions of a kind. The usage of the owner: of a group, an owner that
+        has used more is behind no holder that the other is not behind
+        (:meth:`.shares.Shares.behind` compares two groups, or each of them with the same account).
+        And a lease of the asker's own owner, where the time of the wait decides who takes a turn. A
+        lease of this bound's owner counts for ``s`` like that of any other. The leases of its own
+        owner whose turn is over are added to the bound.
+        """
+        alike = s.owner == self.owner or not draft.shares.fair
+        if not draft.offers_in_use or (alike and s.wait.since >= self.since):
+            return on_each(count, self.ranked)
+        if used < self.used or not draft.shares.fair:
+            return None
+        own = draft.turns_over.get(s.owner)
+        if own is None:
+            return on_each(count, self.ranked)
+        more = {uuid: size + own.get(uuid, 0) for uuid, size in self.bytes.items()}
+        return on_each(count, sorted(more.values(), reverse=True))
+
+
+#: By suitable devices and kind of asker: the bounds that a pass knows.
+Bounds = dict[object, list[Bound]]
+
+
+def hopeless(s: Session, found: Asking, draft: Draft, bounds: Bounds) -> bool:
+    """Return whether ``s``, which no quota or cap keeps, must fail behind the head.
+
+    ``bounds`` are those that the pass knows; a new one is added.
+    """
+    where, shares = found.alike, draft.shares
+    if where is None:
+        return False
+    if out_of_reach(draft, s, found):
+        return True
+    if s.lease.slices:
+        return False  # it cannot preempt itself, and others can
+    known = bounds.setdefault((where, asker_kind(s, shares, in_use=leases_in_use(draft))), [])
+    account = draft.facts.meters.users.get(s.owner.name)
+    used = 0.0 if account is None else shares.used(account)
+    count = len(found.needs)
+    for bound in known:
+        most = bound.of(s, used, count, draft)
+        if most is not None and most < found.least:
+            return True
+    sizes = Trial(draft, s, draft.host).most(where)
+    ranked = sorted(sizes.values(), reverse=True)
+    known.append(Bound(s.owner, used, s.wait.since, sizes, ranked))
+    return on_each(count, ranked) < found.least

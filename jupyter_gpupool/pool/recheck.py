@@ -1,0 +1,97 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""When the clock alone next changes the plan: the pool asks for a ``Tick`` then."""
+
+from __future__ import annotations
+
+import math
+from typing import Sequence
+
+from ..states import ATTACHED
+from .facts import Facts
+from .model import Owner
+from .preemption import leaving, times
+from .residence import SLICE_LEAST
+from .running import holder_level, rate, slice_ends, time_slice, use_times
+from .schedule import Plan, stopped, stops_at
+from .session import Session
+from .shares import RECHECK, Shares, Side, budget_changes_at, climbs_at
+
+
+def next_recheck(facts: Facts, plan: Plan) -> float:
+    """Return when the clock alone next changes the plan; infinity if it does not."""
+    most = facts.settings.max_wait
+    in_use = bool(facts.settings.preempt and plan.order)
+    found = [] if plan.reservation is None else [plan.reservation.next_at]
+    found += leaving(facts).values()
+    for s in facts.leased.values() if plan.order else ():
+        if s.state == "idle":
+            found.append(times(s, facts)[0])
+        if in_use and s.state in ATTACHED:
+            found += use_times(s, facts)
+    for s in plan.queue:
+        found.append(s.retry_at)
+        if most is not None:
+            found.append(math.inf if s.preempted else s.queued_at + most)
+    if facts.tree.stops or facts.settings.classes_allowed is not None:
+        shares = Shares(facts)
+        found += (stops_at(s, facts) for s in facts.leased.values() if stopped(s, shares))
+    if facts.tree.budgeted:
+        everybody = (*facts.leased.values(), *facts.waiting.values())
+        owners = {(s.owner.name, s.owner.group): s.owner for s in everybody}
+        found += (budget_changes_at(facts, owner) for owner in owners.values())
+    if in_use:
+        found.append(next_turn(plan.queue, facts))
+        found.append(climbs_at(plan.queue, facts))
+    if plan.contended:
+        found.append(facts.now + RECHECK)
+    now = facts.now
+    return min([at for at in found if at > now], default=math.inf)
+
+
+def next_turn(queue: Sequence[Session], facts: Facts) -> float:
+    """Return when, within ``RECHECK`` seconds, a waiting session may take a turn that it may not
+    take now; infinity if none may.
+    """
+    now, until, found = facts.now, facts.now + RECHECK, math.inf
+    if "turns" not in facts.settings.preempt:
+        return found
+    holders = [v for v in facts.leased.values() if slice_ends(v, facts) <= until]
+    if not holders or not queue:
+        return found
+    for s in queue:
+        if (at := s.wait.since + SLICE_LEAST) > now:
+            found = min(found, at)  # between two sessions of one owner
+    shares = Shares(facts)
+    if not shares.fair:
+        return found
+    askers: dict[int, dict[Owner, Sequence[Side]]] = {}
+    # In the order of the queue, without repetition.
+    for level, owner in dict.fromkeys((shares.level(s), s.owner) for s in queue):
+        askers.setdefault(level, {})[owner] = shares.sides(owner)
+    holders.sort(key=lambda v: slice_ends(v, facts))
+    for v in holders:
+        theirs, since = shares.sides(v.owner), max(now, slice_ends(v, facts))
+        if since >= found:
+            break
+        debt = time_slice(v, facts) * rate(v, shares)
+        for owner, ours in askers.get(holder_level(v, shares), {}).items():
+            for mine, its in zip(ours, theirs, strict=False):
+                if mine.name != its.name:
+                    break
+            else:
+                continue
+            # What the asker lacks, by weight, is a difference of maxima of lines in the decay
+            # factor. If one line is the asker's maximum, the difference is concave: an asker that
+            # is not behind at both ends of the time is not behind in between. This rules out most
+            # pairs, of which there are many where many wait.
+            gain = debt / mine.weight
+            if mine.used + gain < its.used:
+                if since == now:
+                    continue  # it may take the turn now
+            elif mine.then + gain >= its.then and not mine.bends:
+                continue
+            at = shares.behind_from(owner, v.owner, debt, since)
+            if now < at < found:
+                found = at
+    return found

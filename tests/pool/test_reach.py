@@ -1,0 +1,58 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The pass leaves out requests that must fail: every plan is as if it tried them all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from jupyter_gpupool.pool import machine, schedule
+from jupyter_gpupool.pool.facts import Facts
+from jupyter_gpupool.pool.schedule import Plan
+
+from .world import World
+
+#: Many sessions that seldom end: a long queue.
+LIKELY = ["open", "hold", "hold", "wait", "complete", "tick", "drop", "sample"]
+
+
+def same(facts: Facts, short: Plan, whole: Plan) -> None:
+    for name in ("grants", "grows", "suspends", "promises", "reservation", "held", "held_groups"):
+        assert getattr(short, name) == getattr(whole, name), name
+    assert short.reasons.keys() == whole.reasons.keys()
+    for name, why in short.reasons.items():
+        assert why == whole.reasons[name], facts.sessions[name]
+
+
+#: Those of the first 120 seeds with the longest queues: each leaves out thousands of requests.
+@pytest.mark.parametrize("seed", [0, 1, 6, 15, 23, 36, 44, 46])
+def test_requests_left_out_change_no_plan(seed, monkeypatch):
+    skipped = 0
+    plan, hopeless = machine.plan, schedule._Pass._hopeless
+
+    def counted(*given: object) -> object:
+        nonlocal skipped
+        why = hopeless(*given)  # type: ignore[arg-type]
+        skipped += why is not None
+        return why
+
+    def both(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
+        monkeypatch.setattr(schedule._Pass, "_hopeless", lambda *_: None)
+        whole = plan(facts, before, relieve)
+        monkeypatch.setattr(schedule._Pass, "_hopeless", counted)
+        short = plan(facts, before, relieve)
+        same(facts, short, whole)
+        return short
+
+    monkeypatch.setattr(machine, "plan", both)
+    rng = random.Random(seed)
+    world = World(rng, devices=rng.choice([1, 2, 4]), most=40, deep=False, shares=seed % 3 > 0)
+    while world.events < 700:
+        if rng.random() < 0.8:
+            getattr(world, rng.choice(LIKELY))()
+        else:
+            world.step()
+    assert skipped > 5000, "the queue was too short"
