@@ -306,7 +306,7 @@ def leases_in_use(draft: Draft) -> bool:
 
 
 def out_of_reach(draft: Draft, s: Session, found: Asking) -> bool:
-    """Return True only if :meth:`Trial.place` fails for ``s``, whoever its owner is.
+    """Return True only if :meth:`Trial.place` fails for ``s`` and any owner.
 
     There are fewer devices than needs on which all that its class might preempt is enough.
     """
