@@ -137,6 +137,37 @@ def test_work_without_the_gpu_goes_on_meanwhile(pool):
     play(scenario())
 
 
+@pytest.mark.parametrize("how", ["restart", "shutdown"])
+def test_preempted_kernel_ends_while_it_waits(pool, how):
+    """Its state in host memory goes with it; a restarted kernel waits for its turn as a new one."""
+    pool = pool(ONE, **RULES)
+    flag, release = pool.folder / "flag", pool.folder / "release"
+
+    async def scenario():
+        worker, cell, _, other = await displaced(pool, flag, release)
+        await until(lambda: worker.session()["waiting"], "its call to wait", show=worker.session)
+        cell.cancel()
+        before = worker.session()["id"]
+        if how == "restart":
+            await worker.restart()
+            session = await state(worker, "detached")
+            assert (session["suspended_bytes"], session["preempted"]) == (0, "")
+        else:
+            await worker.stop()
+        await until(
+            lambda: before not in [s["id"] for s in pool.sessions() if s["suspended_bytes"]],
+            "the end of its state", show=pool.sessions,
+        )  # fmt: skip
+        assert not pool.status()["host"]["used_bytes"]
+        release.touch()
+        (await other).check()
+        if how == "restart":
+            (await worker.run(cells.setup(3, DATA) + "block.verify()")).check()
+        await pool.stop_kernels()
+
+    play(scenario())
+
+
 def test_kernel_killed_while_it_waits_leaves_nothing(pool):
     pool = pool(ONE, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"

@@ -126,3 +126,44 @@ test('pictures', async ({ browser }) => {
   await shoot(seven, 'notebook7', ['#top-panel-wrapper', BAR, '.jp-gpupool-Popover']);
   await seven.close();
 });
+
+/** Defines `batches`, which end when the work does, and what to do with one. */
+const TRAINING = (work: Work): string =>
+  work.code.replace(
+    /while not (.*):\n.*\n.*\n/,
+    (_, end: string) => `
+def batches():
+    while not ${end}:
+        yield
+        time.sleep(0.05)
+
+def train(_):
+    small.fill(7, stream=stream); stream.sync()
+`
+  );
+
+test('a cell whose GPU another kernel has', async ({ browser }) => {
+  test.setTimeout(300_000);
+  await ask('fresh', { emulate: '1x8GiB,context=256MiB,bandwidth=2GiB/s' });
+  const lab = await Lab.open(browser, { scale: 2 });
+  const notebook = await lab.notebook('train');
+  const work = new Work('train');
+  await notebook.run(uses(1024) + TRAINING(work));
+  await notebook.run('for batch in batches():\n    train(batch)', false);
+  await expect(notebook.chip).toHaveText(/on GPU 0$/);
+  await neighbour('urgent', { hold: false, priority: 'interactive' });
+  await ask('asks', { name: 'urgent' });
+  await expect(notebook.chip).toHaveText(/^Preempted: 1st/);
+  await expect(notebook.output).toContainText('as soon as');
+  await shoot(lab, 'preempted', [
+    BAR,
+    `${BAR} .jp-gpupool-chip`,
+    '.jp-Cell-outputArea'
+  ]);
+  await ask('leave', { name: 'urgent' });
+  await expect(notebook.output).toContainText('went on');
+  await shoot(lab, 'went-on', [BAR, `${BAR} .jp-gpupool-chip`, '.jp-Cell-outputArea']);
+  work.end();
+  await lab.clear();
+  await lab.close();
+});
