@@ -227,21 +227,22 @@ def _without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
             "class: kernels that ask for no class get no slice."
         )
     asked, text = pool.default_memory, format_bytes(pool.default_memory)
+    largest = int(max(machine.capacities, default=0))
+    if 0 < largest < asked:
+        yield (
+            f"c.GPUPool.default_memory is {text}, and the largest GPU has {format_bytes(largest)}: "
+            "kernels that ask for no size get the latter."
+        )
+        asked = largest
+    yield from _budgets_without_effect(base, machine)
     for user, quota in pool.quotas.items():
         if quota.memory is not None and quota.memory < asked:
             yield (
                 f"The quota of {user!r} is {format_bytes(quota.memory)} of memory, and "
                 f"c.GPUPool.default_memory is {text}: kernels that ask for no size are refused."
             )
-    for name, group in pool.groups.items():
-        if group.daily and group.daily.rule == "refill" and group.daily.renews:
-            yield (
-                f"The budget of the group {name!r} refills all the time, so its 'renews' has no "
-                "effect."
-            )
     if not machine.capacities:
         return
-    most = DAY * len(machine.capacities)
     for name, group in pool.groups.items():
         cap = group.cap.of(machine.capacities) if group.cap else asked
         if cap < asked:
@@ -249,10 +250,27 @@ def _without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
                 f"The cap of the group {name!r} is {format_bytes(cap)}, and "
                 f"c.GPUPool.default_memory is {text}: kernels that ask for no size are refused."
             )
-        if group.daily and group.daily.seconds > most:
+
+
+def _budgets_without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
+    """Yield the daily budgets that mean something else than they seem to."""
+    most = DAY * len(machine.capacities)
+    found = [(f"the group {name!r}", group.daily) for name, group in base.pool.groups.items()]
+    found += [(f"the user {name!r}", quota.daily) for name, quota in base.pool.quotas.items()]
+    for whose, daily in found:
+        if daily is None:
+            continue
+        if daily.rule == "refill" and daily.renews:
+            yield f"The budget of {whose} refills all the time, so its 'renews' has no effect."
+        if daily.seconds <= 0 and daily.then != "borrow":
             yield (
-                f"The group {name!r} can never use its gpu_seconds_per_day: these GPUs have "
-                f"{format_seconds(most)} in a day."
+                f"The budget of {whose} is 0 and its end is {daily.then!r}: kernels that it counts "
+                "for never get a slice."
+            )
+        if machine.capacities and daily.seconds > most:
+            yield (
+                f"{whose[0].upper()}{whose[1:]} can never use its gpu_seconds_per_day: these GPUs "
+                f"have {format_seconds(most)} in a day."
             )
 
 

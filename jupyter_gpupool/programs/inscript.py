@@ -90,6 +90,11 @@ class HeldSlice:
         """Whether the guard keeps this process within its slice, and gives it one at each call."""
         return self._place is not None and self._place.guarded
 
+    def __repr__(self) -> str:
+        if not self.devices:
+            return "<GPU slice, not held>"
+        return f"<GPU slice of {format_bytes(self.memory)} on {', '.join(self.devices)}>"
+
     def __enter__(self) -> HeldSlice:
         if self._place is not None:
             raise RefusedError("This slice is held already.", code=Code.DUPLICATE)

@@ -181,6 +181,22 @@ def test_nobody_can_be_in_an_empty_group(config, capsys):
             "quotas = {}; c.GPUPool.groups = {'g': {'users': '*', 'gpu_seconds_per_day': REFILL}}",
             "The budget of the group 'g' refills all the time, so its 'renews' has no effect.",
         ),
+        (
+            "quotas = {'ada': {'gpu_seconds_per_day': '49h'}}",
+            "The user 'ada' can never use its gpu_seconds_per_day: these GPUs have 48 h in a day.",
+        ),
+        (
+            "quotas = {'*': {'gpu_seconds_per_day': REFILL}}",
+            "The budget of the user '*' refills all the time, so its 'renews' has no effect.",
+        ),
+        (
+            "quotas = {'*': {'gpu_seconds_per_day': {'seconds': 0, 'then': 'refuse'}}}",
+            "kernels that it counts for never get a slice.",
+        ),
+        (
+            "default_memory = '100GiB'",
+            "the largest GPU has 80 GiB: kernels that ask for no size get the latter.",
+        ),
     ],
 )
 def test_what_has_no_effect_or_serves_nobody_is_warned_about(
@@ -193,6 +209,16 @@ def test_what_has_no_effect_or_serves_nobody_is_warned_about(
     assert warning in " ".join(report(capsys)["warnings"])
     path.write_text("")
     assert report(capsys)["warnings"] == []
+
+
+def test_default_size_is_bounded_by_the_gpu_before_it_is_compared(no_configuration, capsys):
+    path = no_configuration / "jupyter_server_config.py"
+    quota = "{'*': {'memory': '%s'}}"
+    path.write_text(f"c.GPUPool.default_memory = '100GiB'\nc.GPUPool.quotas = {quota % '90GiB'}\n")
+    (warning,) = report(capsys, "--devices", "2x80GiB")["warnings"]
+    assert "are refused" not in warning
+    path.write_text(f"c.GPUPool.default_memory = '100GiB'\nc.GPUPool.quotas = {quota % '70GiB'}\n")
+    assert "are refused" in report(capsys, "--devices", "2x80GiB")["warnings"][1]
 
 
 def test_misspelt_section_keeps_its_form(no_configuration, capsys):

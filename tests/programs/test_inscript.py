@@ -117,20 +117,20 @@ def test_block_holds_a_slice_by_hand(broker, script):
 with jupyter_gpupool.slice("100MiB", limit="100MiB") as gpu:
     context()
     tell("held", gpu.memory >> 20, len(gpu.devices), gpu.guarded, alloc(50), alloc(400))
-tell("after")
-with jupyter_gpupool.slice("100MiB", limit="100MiB"):
-    tell("again", alloc(1))
+tell("after", gpu)
+with jupyter_gpupool.slice("100MiB", limit="100MiB") as gpu:
+    tell("again", alloc(1), str(gpu).partition(" on ")[0])
 """)
     assert one.said() == "held 100 1 True 0 2"
     session = session_of(broker, "work.py")
     assert (session["state"], session["guard"]) == ("active", True)
     assert session["pid"] == one.process.pid
     one.go_on()
-    assert one.said() == "after"
+    assert one.said() == "after <GPU slice, not held>"
     wait_until(lambda: state_of(broker, "work.py") == "idle", "it rests")
     assert session_of(broker, "work.py")["holds"] == []
     one.go_on()
-    assert one.said() == "again 0"
+    assert one.said() == "again 0 <GPU slice of 100 MiB"
     assert one.end() == 0
     wait_until(lambda: session_of(broker, "work.py") is None, "the session's end")
 
