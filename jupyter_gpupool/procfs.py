@@ -165,13 +165,17 @@ def variables(pid: int, names: Iterable[str]) -> dict[str, str] | None:
 
     None if the environment cannot be read: the process has ended, or belongs to another user.
     """
-    wanted = {name.encode() for name in names}
     try:
-        entries = _read(pid, "environ").split(b"\0")
+        environ = b"\0" + _read(pid, "environ")
     except OSError:
         return None
-    pairs = (entry.partition(b"=") for entry in entries)
-    return {name.decode(): os.fsdecode(value) for name, _, value in pairs if name in wanted}
+    found = {}
+    for name in names:
+        # Only the wanted entries: this runs for every process of a user, at each suspend.
+        _, there, rest = environ.rpartition(f"\0{name}=".encode())
+        if there:
+            found[name] = os.fsdecode(rest.partition(b"\0")[0])
+    return found
 
 
 def session_of(pid: int) -> str | None:
@@ -296,7 +300,7 @@ def all_stats() -> dict[int, Stat]:
 def owner(pid: int) -> int | None:
     """Return the user id that owns ``/proc/<pid>``: root for a process that is not dumpable."""
     try:
-        return (PROC / str(pid)).stat().st_uid
+        return os.stat(f"{PROC}/{pid}").st_uid  # noqa: PTH116
     except OSError:
         return None
 

@@ -155,6 +155,21 @@ static void load_file(const struct stat *st, int fd)
     machine->faults = table;
 }
 
+static void identify(const struct stat *st, uint64_t identity[3])
+{
+    identity[0] = st->st_ino;
+    identity[1] = (uint64_t)st->st_mtim.tv_sec * 1000000000ull + (uint64_t)st->st_mtim.tv_nsec;
+    identity[2] = (uint64_t)st->st_size;
+}
+
+/* With the lock held: whether the shared table is from this file. */
+static bool same_file(const struct stat *st)
+{
+    uint64_t identity[3];
+    identify(st, identity);
+    return !memcmp(identity, machine->faults_identity, sizeof identity);
+}
+
 /* Python announces a change; noticing it costs one load. Calls that pass `look` (NVML and
  * checkpoint calls, where a stat() does not matter) also notice a file edited by hand. */
 static void refresh(bool look)
@@ -164,24 +179,22 @@ static void refresh(bool look)
         return;
     char path[4096];
     struct stat st;
-    memset(&st, 0, sizeof st);
     snprintf(path, sizeof path, "%s/faults", machine_state_dir());
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-    if (fd >= 0 && fstat(fd, &st))
+    if (lstat(path, &st)) /* an open() takes longer, and most calls find nothing new */
         memset(&st, 0, sizeof st);
-    uint64_t identity[3] = {st.st_ino,
-                            (uint64_t)st.st_mtim.tv_sec * 1000000000ull + (uint64_t)st.st_mtim.tv_nsec,
-                            (uint64_t)st.st_size};
     machine_lock();
-    if (memcmp(identity, machine->faults_identity, sizeof identity)) {
+    if (!same_file(&st)) {
+        int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+        if (fd < 0 || fstat(fd, &st))
+            memset(&st, 0, sizeof st);
         load_file(&st, fd);
-        memcpy(machine->faults_identity, identity, sizeof identity);
+        identify(&st, machine->faults_identity);
+        if (fd >= 0)
+            close(fd);
     }
-    /* The value loaded before the file was opened: the next call sees a later change. */
+    /* The value loaded before the look at the file: the next call sees a later change. */
     __atomic_store_n(&machine->faults_seen, touch, __ATOMIC_RELEASE);
     machine_unlock();
-    if (fd >= 0)
-        close(fd);
 }
 
 bool faults_pending(void)

@@ -62,8 +62,8 @@ EXPORT nvmlReturn nvmlDeviceRegisterEvents(nvmlDevice d, unsigned long long type
 
 static bool poll_events(struct event_set *set, nvmlEventData *out)
 {
+    fault_active(FAULT_DEVICE_LOST, -1, -1, NULL); /* reads a changed control file */
     for (unsigned i = 0; i < machine->spec.count; i++) {
-        fault_active(FAULT_DEVICE_LOST, -1, (int)i, NULL); /* reads a changed control file */
         if (!(set->registered >> i & 1) || set->seen[i] == machine->xid_sequence[i])
             continue;
         set->seen[i] = machine->xid_sequence[i];
