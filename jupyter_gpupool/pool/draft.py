@@ -23,6 +23,8 @@ from .shares import Shares
 
 #: The suitable devices of a need: :attr:`.placement.Need.fixed`, :attr:`.placement.Need.model`.
 Where = tuple[str, str | None]
+#: Those of a need for any device.
+ANY: Where = ("", None)
 
 
 @dataclass(frozen=True, slots=True)

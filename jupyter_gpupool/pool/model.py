@@ -9,7 +9,7 @@ of the broker), and a device's name is its UUID.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Mapping
+from typing import Any, Literal, Mapping, NamedTuple
 
 from ..errors import Code
 from ..states import AttachPolicy, State
@@ -110,8 +110,7 @@ class Reason:
     lacks: HostLack = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(NamedTuple):
     """The user of a session, as the broker determined it (never as the client claims).
 
     ``group`` is the one group whose share the session uses; "" is the pool itself.

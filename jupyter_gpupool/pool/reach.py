@@ -16,9 +16,9 @@ with every gain (a suspend, a promise that moves or is void).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Mapping, Sequence
+from typing import Mapping
 
-from .draft import Draft
+from .draft import ANY, Draft, Where
 from .model import Owner
 from .placement import Asking
 from .preemption import asker_kind
@@ -34,13 +34,15 @@ class Bound:
     #: The decayed usage of its owner.
     used: float
     since: float
-    #: By device, and the most first.
+    #: By device in service.
     bytes: Mapping[str, int]
-    ranked: Sequence[int]
+    #: By suitable devices: the same, the most first.
+    ranked: dict[Where, list[int]]
 
-    def of(self, s: Session, used: float, count: int, draft: Draft) -> int | None:
-        """Return what ``s`` can get at most on each of ``count`` devices; None if that is not
-        known.
+    def of(self, s: Session, used: float, found: Asking, draft: Draft) -> int | None:
+        """Return what ``s`` can get at most on each of the devices that it needs, or None.
+
+        None if this bound does not tell.
 
         Where all candidates are idle, any session may preempt them. Else two things can make a
         difference between two sessions of a kind. The usage of the owner: of a group, an owner that
@@ -52,17 +54,24 @@ class Bound:
         """
         alike = s.owner == self.owner or not draft.shares.fair
         if not draft.offers_in_use or (alike and s.wait.since >= self.since):
-            return on_each(count, self.ranked)
+            return self.on_each(found, draft)
         if used < self.used or not draft.shares.fair:
             return None
-        own = draft.turns_over.get(s.owner)
-        if own is None:
-            return on_each(count, self.ranked)
-        more = {uuid: size + own.get(uuid, 0) for uuid, size in self.bytes.items()}
-        return on_each(count, sorted(more.values(), reverse=True))
+        most, own = self.on_each(found, draft), draft.turns_over.get(s.owner)
+        # With no device does the asker get more than with the largest of its own leases there.
+        return most if own is None else most + max(own.values())
+
+    def on_each(self, found: Asking, draft: Draft) -> int:
+        """Return :func:`~.victims.on_each` of the suitable devices."""
+        where = found.alike or ANY
+        ranked = self.ranked.get(where)
+        if ranked is None:
+            ranked = sorted((self.bytes[r.uuid] for r in draft.suitable(*where)), reverse=True)
+            self.ranked[where] = ranked
+        return on_each(len(found.needs), ranked)
 
 
-#: By suitable devices and kind of asker: the bounds that a pass knows.
+#: By kind of asker: the bounds that a pass knows.
 Bounds = dict[object, list[Bound]]
 
 
@@ -71,22 +80,20 @@ def hopeless(s: Session, found: Asking, draft: Draft, bounds: Bounds) -> bool:
 
     ``bounds`` are those that the pass knows; a new one is added.
     """
-    where, shares = found.alike, draft.shares
-    if where is None:
+    shares = draft.shares
+    if found.alike is None:
         return False
     if out_of_reach(draft, s, found):
         return True
     if s.lease.slices:
         return False  # it cannot preempt itself, and others can
-    known = bounds.setdefault((where, asker_kind(s, shares, in_use=leases_in_use(draft))), [])
+    known = bounds.setdefault(asker_kind(s, shares, in_use=leases_in_use(draft)), [])
     account = draft.facts.meters.users.get(s.owner.name)
     used = 0.0 if account is None else shares.used(account)
-    count = len(found.needs)
     for bound in known:
-        most = bound.of(s, used, count, draft)
+        most = bound.of(s, used, found, draft)
         if most is not None and most < found.least:
             return True
-    sizes = Trial(draft, s, draft.host).most(where)
-    ranked = sorted(sizes.values(), reverse=True)
-    known.append(Bound(s.owner, used, s.wait.since, sizes, ranked))
-    return on_each(count, ranked) < found.least
+    mine = Bound(s.owner, used, s.wait.since, Trial(draft, s, draft.host).most(ANY), {})
+    known.append(mine)
+    return mine.on_each(found, draft) < found.least

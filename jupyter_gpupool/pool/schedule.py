@@ -262,6 +262,8 @@ class _Pass:
         self.shares = Shares(facts)
         everybody = self.shares.order()
         self.plan = Plan(everybody, [s for s in everybody if s.state == "queued"])
+        #: Whether :func:`barred` may bar a session whose last attempt did not fail.
+        self.bars = self.shares.budgeted or facts.settings.classes_allowed is not None
         self.turn = {s.id: at for at, s in enumerate(everybody)}
         self.draft = Draft(facts, self.shares)
         owners = {(s.owner.name, s.owner.group) for s in everybody}
@@ -365,13 +367,13 @@ class _Pass:
         """3. Serve ``s``, or promise it bytes, or note why it waits."""
         plan, draft, facts = self.plan, self.draft, self.facts
         found = asking(s, facts)
-        why = barred(s, self.shares)
+        why = barred(s, self.shares) if self.bars or s.wait.failed else None
         if why is not None:
             plan.reasons[s.id] = why
             return
         if s.id in draft.promises and self._kept(s, found):
             return
-        why = plan.behind(s, facts)
+        why = plan.behind(s, facts) if plan.held or plan.held_groups else None
         if why is not None:
             plan.reasons[s.id] = why
             return

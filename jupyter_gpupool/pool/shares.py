@@ -114,6 +114,7 @@ class Shares:
         #: By session that waits: the groups within whose guarantee its request is.
         self.entitled: dict[str, frozenset[str]] = {}
         self._spent: dict[tuple[str, str], Budget | None] = {}
+        self._scores: dict[str, tuple[float, float]] = {}
         self._levels: dict[str, int] = {}
         #: The numbers of the classes, the highest first.
         self._classes = sorted(facts.settings.priority_classes.values(), reverse=True)
@@ -187,13 +188,20 @@ class Shares:
         #: By group: the sessions of its members.
         lists: dict[str, list[Entry]] = {}
         before: dict[str, float] = {}
+        #: By owner: what it has used, and what it has now.
+        scores = self._scores
         for place, (bucket, s) in enumerate(entries):
             name = s.owner.name
             size = self._size(s)
             had = before.get(name, 0.0)
             before[name] = had + size
             group = tree.path(s.owner.group) if tree.groups else ()
-            item = bucket, self._score(users.get(name), had), place, size, s
+            known = scores.get(name)
+            if known is None:
+                account = users.get(name)
+                known = (0.0, 0.0) if account is None else (self.used(account), account.rate)
+                scores[name] = known
+            item = bucket, known[0] + HORIZON * (known[1] + had), place, size, s
             lists.setdefault(group[-1] if group else "", []).append(item)
         for name in sorted(tree.groups, key=lambda g: -len(tree.path(g))) if tree.groups else ():
             members = lists.pop(name, None)
