@@ -9,8 +9,9 @@ streams before any of the broker's code runs. It runs its module as ``python -m`
 ``/proc`` shows its own command line and environment. Only its parent, the server, is another.
 Other programs of tests are forked in the same way (:func:`run`).
 
-Other servers fork kernels (:func:`kernels`). They have imported ipykernel. One was started with the
-guard preloaded, as kernels are: the guard reads a process's variables at its first CUDA call.
+Other servers fork kernels (:func:`kernels`). They have imported ipykernel, the agent, numpy and
+cuda.bindings. One was started with the guard preloaded, as kernels are: the guard reads a process's
+variables at its first CUDA call.
 Two more (:func:`programs`) fork processes like kernels, see ``child.py``. They have imported
 cuda.core, which does not load the driver yet.
 
@@ -63,6 +64,23 @@ _LONGEST = 1 << 17
 
 #: The variables that the dynamic loader reads.
 _LOADER = ("LD_PRELOAD", "LD_LIBRARY_PATH")
+
+#: What the processes import that a server forks. Nothing here loads the driver.
+_IMPORTS = {
+    "brokers": (
+        "jupyter_gpupool.broker.app", "jupyter_gpupool.devices.nvidia.checkpoint",
+        "jupyter_gpupool.devices.nvidia.nvml", "jupyter_gpupool.devices.nvidia.programs",
+        "jupyter_gpupool.devices.nvidia.service", "pynvml", "cuda.core.checkpoint",
+    ),
+    # The second line: what ipykernel and IPython import when they start. The last: cells.
+    "kernels": (
+        "ipykernel.kernelapp", "jupyter_gpupool.kernel.agent",
+        "IPython.core.oinspect", "IPython.extensions.storemagic", "pdb", "sqlite3",
+        "tornado.platform.asyncio",
+        "cuda.bindings.driver", "numpy",
+    ),
+    "programs": ("cuda.core", "jupyter_gpupool.kernel.link"),
+}  # fmt: skip
 
 #: Descriptors that a request has at most.
 _DESCRIPTORS = 4
@@ -480,21 +498,9 @@ def _run_child(command, env, folder, stdin, stdout):
 if __name__ == "__main__":
     import gc
 
-    if sys.argv[2] == "kernels":
-        import ipykernel.kernelapp  # noqa: F401
-    elif sys.argv[2] == "programs":
-        import cuda.core  # noqa: F401
-
-        import jupyter_gpupool.kernel.link
-    else:
-        import jupyter_gpupool.broker.app
-        import jupyter_gpupool.devices.nvidia.checkpoint
-        import jupyter_gpupool.devices.nvidia.nvml
-        import jupyter_gpupool.devices.nvidia.programs  # noqa: F401
-
-        for name in ("pynvml", "cuda.core.checkpoint"):
-            with suppress(ImportError):  # a broker reports its absence
-                importlib.import_module(name)
+    for name in _IMPORTS[sys.argv[2]]:
+        with suppress(ImportError):  # a broker reports the absence of NVIDIA's packages
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection would copy the pages that all brokers share
     _run(_become(*_serve(socket.socket(fileno=int(sys.argv[1])))))
