@@ -211,7 +211,7 @@ def test_what_has_no_effect_or_serves_nobody_is_warned_about(
     assert report(capsys)["warnings"] == []
 
 
-def test_default_size_is_bounded_by_the_gpu_before_it_is_compared(no_configuration, capsys):
+def test_default_size_is_bounded_by_the_gpu_and_then_compared(no_configuration, capsys):
     path = no_configuration / "jupyter_server_config.py"
     quota = "{'*': {'memory': '%s'}}"
     path.write_text(f"c.GPUPool.default_memory = '100GiB'\nc.GPUPool.quotas = {quota % '90GiB'}\n")
