@@ -17,12 +17,10 @@ from .facts import DeviceLedger, Facts
 from .ledgers import OwnerUsage
 from .limits import lacking
 from .model import Charge, HostLack, Owner, Slice
-from .placement import Need, choose, preferred
+from .placement import Need, Where, choose, preferred
 from .session import Session
 from .shares import Shares
 
-#: The suitable devices of a need: :attr:`.placement.Need.fixed`, :attr:`.placement.Need.model`.
-Where = tuple[str, str | None]
 #: Those of a need for any device.
 ANY: Where = ("", None)
 

@@ -36,6 +36,9 @@ from .model import (
 )
 from .session import Session
 
+#: The suitable devices of a need: :attr:`Need.fixed`, :attr:`Need.model`.
+Where = tuple[str, str | None]
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -158,6 +161,10 @@ def in_order(
 HEADROOM_PART = 16
 
 
+#: :attr:`Asking.verdict` of needs that an empty pool could serve.
+POSSIBLE: tuple[Reason | None] = (None,)
+
+
 @dataclass(slots=True)
 class Asking:
     """What a session asks for."""
@@ -166,12 +173,12 @@ class Asking:
     #: Its charge against the owner's quota.
     charge: Charge
     #: The suitable devices, for one slice without a quota: the pass compares requests by them.
-    where: tuple[str, str | None] | None
+    where: Where | None
     version: int
-    #: The suitable devices (:attr:`Need.fixed`, :attr:`Need.model`), if all slices have the same.
-    alike: tuple[str, str | None] | None
     #: Bytes without which the smallest of its slices is of no use.
     least: int
+    #: By suitable devices: the number of slices, and the bytes that the smallest of them takes.
+    kinds: tuple[tuple[Where, tuple[int, int]], ...]
     #: Bytes that it waits for: suspended state may be larger than the request.
     size: int
     #: It needs no more than its request guarantees.
@@ -210,27 +217,34 @@ def asking(s: Session, facts: Facts) -> Asking:
         rules = facts.settings
         free = not rules.quotas or rules.quota_of(s.owner.name) is NO_LIMIT
         free = free and not (facts.tree.caps and facts.tree.capped(s.owner.group))
-        memory, least, size = s.request.memory, 0, 0
-        alike: tuple[str, str | None] | None = (needs[0].fixed, needs[0].model)
-        most = memory
+        memory = s.request.memory
+        least = most = size = memory if not needs else needs[0].least
+        kinds: dict[Where, tuple[int, int]] = {}
         for need in needs:
-            if (need.fixed, need.model) != alike:
-                alike = None
-            least = min(least or need.least, need.least)
-            most, size = max(most, need.least), max(size, need.bytes)
-        where = alike if free and len(needs) == 1 and not s.lease.slices else None
+            least, most, size = min(least, need.least), max(most, need.least), max(size, need.bytes)
+            amount = need.least if need.bytes == need.least else _least_amount(need, facts)
+            where = need.fixed, need.model
+            count, smallest = kinds.get(where, (0, amount))
+            kinds[where] = count + 1, min(smallest, amount)
+        alone = free and len(needs) == 1 and not s.lease.slices
         found = Asking(
             needs,
             charge,
-            where,
+            where if alone else None,
             facts.version,
-            alike=alike,
             least=least,
+            kinds=tuple(kinds.items()),
             size=max(memory, size),
-            modest=most == memory,
+            modest=most <= memory,
         )
         s.asking = found
     return found
+
+
+def _least_amount(need: Need, facts: Facts) -> int:
+    """Return what the need takes at least, on whichever device it suits."""
+    amounts = [need.amount(ledger) for ledger in facts.devices.values() if need.suits(ledger)]
+    return min(amounts, default=need.least)
 
 
 def _needs(s: Session, facts: Facts) -> tuple[Need, ...]:

@@ -7,7 +7,7 @@ were preempted. A request that needs more on all devices (with ``n`` slices: on 
 is hopeless: free bytes, suspends under way and every choice of victims give it no more than that.
 There are two bounds. That of a class is found once for each (:meth:`.draft.Draft.reach`). That of a
 session needs the tier of each lease, and holds for others that may preempt no more
-(:meth:`Bound.of`). So a pass searches victims for a few sessions of a queue of hundreds.
+(:meth:`Bound.rules_out`). So a pass searches victims for a few sessions of a queue of hundreds.
 
 Bounds found earlier in a pass stay true as long as the draft only loses bytes. The pass drops them
 with every gain (a suspend, a promise that moves or is void).
@@ -18,9 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping
 
-from .draft import ANY, Draft, Where
+from .draft import ANY, Draft
 from .model import Owner
-from .placement import Asking
+from .placement import Asking, Where
 from .preemption import asker_kind
 from .session import Session
 from .victims import Trial, leases_in_use, on_each, out_of_reach
@@ -39,10 +39,8 @@ class Bound:
     #: By suitable devices: the same, the most first.
     ranked: dict[Where, list[int]]
 
-    def of(self, s: Session, used: float, found: Asking, draft: Draft) -> int | None:
-        """Return what ``s`` can get at most on each of the devices that it needs, or None.
-
-        None if this bound does not tell.
+    def rules_out(self, s: Session, used: float, found: Asking, draft: Draft) -> bool:
+        """Return True only if ``s`` needs more than it can get at most.
 
         Where all candidates are idle, any session may preempt them. Else two things can make a
         difference between two sessions of a kind. The usage of the owner: of a group, an owner that
@@ -50,25 +48,25 @@ class Bound:
         (:meth:`.shares.Shares.behind` compares two groups, or each of them with the same account).
         And a lease of the asker's own owner, where the time of the wait decides who takes a turn. A
         lease of this bound's owner counts for ``s`` like that of any other. The leases of its own
-        owner whose turn is over are added to the bound.
+        owner whose turn is over may add to the bound: on no device more than the largest sum.
         """
-        alike = s.owner == self.owner or not draft.shares.fair
-        if not draft.offers_in_use or (alike and s.wait.since >= self.since):
-            return self.on_each(found, draft)
-        if used < self.used or not draft.shares.fair:
-            return None
-        most, own = self.on_each(found, draft), draft.turns_over.get(s.owner)
-        # With no device does the asker get more than with the largest of its own leases there.
-        return most if own is None else most + max(own.values())
+        more, fair = 0, draft.shares.fair
+        if draft.offers_in_use and (s.wait.since < self.since or (fair and s.owner != self.owner)):
+            if used < self.used or not fair:
+                return False
+            own = draft.turns_over.get(s.owner)
+            more = 0 if own is None else max(own.values())
+        for where, (count, least) in found.kinds:
+            if on_each(count, self._ranked(where, draft)) + more < least:
+                return True
+        return False
 
-    def on_each(self, found: Asking, draft: Draft) -> int:
-        """Return :func:`~.victims.on_each` of the suitable devices."""
-        where = found.alike or ANY
-        ranked = self.ranked.get(where)
-        if ranked is None:
-            ranked = sorted((self.bytes[r.uuid] for r in draft.suitable(*where)), reverse=True)
-            self.ranked[where] = ranked
-        return on_each(len(found.needs), ranked)
+    def _ranked(self, where: Where, draft: Draft) -> list[int]:
+        found = self.ranked.get(where)
+        if found is None:
+            found = sorted((self.bytes[r.uuid] for r in draft.suitable(*where)), reverse=True)
+            self.ranked[where] = found
+        return found
 
 
 #: By kind of asker: the bounds that a pass knows.
@@ -81,8 +79,6 @@ def hopeless(s: Session, found: Asking, draft: Draft, bounds: Bounds) -> bool:
     ``bounds`` are those that the pass knows; a new one is added.
     """
     shares = draft.shares
-    if found.alike is None:
-        return False
     if out_of_reach(draft, s, found):
         return True
     if s.lease.slices:
@@ -91,9 +87,8 @@ def hopeless(s: Session, found: Asking, draft: Draft, bounds: Bounds) -> bool:
     account = draft.facts.meters.users.get(s.owner.name)
     used = 0.0 if account is None else shares.used(account)
     for bound in known:
-        most = bound.of(s, used, found, draft)
-        if most is not None and most < found.least:
+        if bound.rules_out(s, used, found, draft):
             return True
     mine = Bound(s.owner, used, s.wait.since, Trial(draft, s, draft.host).most(ANY), {})
     known.append(mine)
-    return mine.on_each(found, draft) < found.least
+    return mine.rules_out(s, used, found, draft)

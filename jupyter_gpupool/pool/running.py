@@ -56,7 +56,7 @@ would never be preempted, because each asker gets the slice of another holder be
 from __future__ import annotations
 
 import math
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Iterator, Mapping, Sequence
 
 from ..states import ATTACHED
 from .facts import Facts
@@ -282,16 +282,13 @@ def covered(
     return False
 
 
-def kind_of(asker: Session, shares: Shares) -> Any:
+def kind_of(asker: Session, shares: Shares) -> object:
     """Return what :meth:`Asker.tier` reads of an asker without a lease, but for two things.
 
     How long it has waited, which counts between two sessions of one owner. And what its owner has
     used and holds, where only owners of one group share the value.
     """
-    return (
-        asker.owner.group,
-        shares.level(asker),
-        shares.spent(asker.owner) is not None,
-        shares.entitled.get(asker.id),
-        asking(asker, shares.facts).modest,
-    )
+    found = asking(asker, shares.facts)
+    spent = shares.budgeted and shares.spent(asker.owner) is not None
+    groups = shares.entitled.get(asker.id) if shares.entitled else None
+    return asker.owner.group, shares.level(asker), spent, groups, found.modest

@@ -77,7 +77,7 @@ from ..states import ATTACHED
 from .draft import Draft, Promise, Reservation
 from .facts import Facts
 from .model import FOR_MEMORY, FOR_QUOTA, Charge, Reason, Rule, Slice
-from .placement import Asking, asking, impossible
+from .placement import POSSIBLE, Asking, asking, impossible
 from .preemption import asker_kind, leaving, not_before, paused, score
 from .reach import Bounds, hopeless
 from .running import REASONS, STOPPED, free_from, rule_of
@@ -367,14 +367,12 @@ class _Pass:
         """3. Serve ``s``, or promise it bytes, or note why it waits."""
         plan, draft, facts = self.plan, self.draft, self.facts
         found = asking(s, facts)
-        why = barred(s, self.shares) if self.bars or s.wait.failed else None
-        if why is not None:
+        if (self.bars or s.wait.failed) and (why := barred(s, self.shares)) is not None:
             plan.reasons[s.id] = why
             return
         if s.id in draft.promises and self._kept(s, found):
             return
-        why = plan.behind(s, facts) if plan.held or plan.held_groups else None
-        if why is not None:
+        if (plan.held or plan.held_groups) and (why := plan.behind(s, facts)) is not None:
             plan.reasons[s.id] = why
             return
         behind_head = draft.reservation is not None
@@ -488,7 +486,7 @@ class _Pass:
         """
         promises, number = self.draft.promises, s.wait.number
         # A preempted session, although it has its age, is not to take back what it gave.
-        if number <= self.oldest or s.preempted:
+        if not promises or number <= self.oldest or s.preempted:
             return []
         return [name for name in self._behind(s) if promises[name].made < number]
 
@@ -511,7 +509,9 @@ class _Pass:
         combinations, whose options are then the same. And it can take over no promise that the
         other request could not.
         """
-        if (self.draft.promises and self._newer(s)) or impossible(found, self.facts) is not None:
+        if s.wait.number > self.oldest and self._newer(s):
+            return None
+        if found.verdict != POSSIBLE and impossible(found, self.facts) is not None:
             return None
         if hopeless(s, found, self.draft, self.bounds):
             # The same reason as that of make_room().

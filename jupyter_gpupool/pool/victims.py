@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Collection, Iterable, Mapping, Sequence
 
-from .draft import Draft, Lack, Reservation, Room, Where
+from .draft import Draft, Lack, Reservation, Room
 from .model import Charge, HostLack, Reason, Rule, Slice
 from .placement import (
     Asking,
     Need,
+    Where,
     choose,
     impossible,
     in_order,
@@ -144,10 +145,11 @@ class Trial:
 
         Then host memory is not what is missing.
         """
-        if found.alike is None or len(found.needs) == 1:
-            return False
-        ranked = sorted(self.most(found.alike).values(), reverse=True)
-        return on_each(len(found.needs), ranked) < found.least
+        if len(found.needs) > 1:
+            for where, (count, least) in found.kinds:
+                if on_each(count, sorted(self.most(where).values(), reverse=True)) < least:
+                    return True
+        return False
 
     def victims(self, room: Room, missing: int) -> list[Session] | None:
         """Return the leases on a device that free ``missing`` bytes there, or None."""
@@ -308,14 +310,16 @@ def leases_in_use(draft: Draft) -> bool:
 def out_of_reach(draft: Draft, s: Session, found: Asking) -> bool:
     """Return True only if :meth:`Trial.place` fails for ``s`` and any owner.
 
-    There are fewer devices than needs on which all that its class might preempt is enough.
+    There are fewer suitable devices than slices on which all that its class might preempt is
+    enough.
     """
-    if found.alike is None:
-        return False
     if not draft.offers_known:
         _find_offers(draft)
     level = None if s.id in draft.shares.entitled else draft.shares.level(s)
-    return on_each(len(found.needs), draft.reach(found.alike, level)) < found.least
+    for where, (count, least) in found.kinds:
+        if on_each(count, draft.reach(where, level)) < least:
+            return True
+    return False
 
 
 def on_each(count: int, ranked: Sequence[int]) -> int:
