@@ -21,14 +21,14 @@ from typing import Mapping
 from .draft import ANY, Draft
 from .model import Owner
 from .placement import Asking, Where
-from .preemption import asker_kind
+from .running import kind_of
 from .session import Session
-from .victims import Trial, leases_in_use, on_each, out_of_reach
+from .victims import Trial, on_each, out_of_reach
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What one session can get at most, and others of its :func:`~.preemption.asker_kind`."""
+    """What one session can get at most, and others of its :func:`~.running.kind_of`."""
 
     owner: Owner
     #: The decayed usage of its owner.
@@ -57,16 +57,13 @@ class Bound:
             own = draft.turns_over.get(s.owner)
             more = 0 if own is None else max(own.values())
         for where, (count, least) in found.kinds:
-            if on_each(count, self._ranked(where, draft)) + more < least:
+            ranked = self.ranked.get(where)
+            if ranked is None:
+                ranked = sorted((self.bytes[r.uuid] for r in draft.suitable(*where)), reverse=True)
+                self.ranked[where] = ranked
+            if on_each(count, ranked) + more < least:
                 return True
         return False
-
-    def _ranked(self, where: Where, draft: Draft) -> list[int]:
-        found = self.ranked.get(where)
-        if found is None:
-            found = sorted((self.bytes[r.uuid] for r in draft.suitable(*where)), reverse=True)
-            self.ranked[where] = found
-        return found
 
 
 #: By kind of asker: the bounds that a pass knows.
@@ -83,7 +80,10 @@ def hopeless(s: Session, found: Asking, draft: Draft, bounds: Bounds) -> bool:
         return True
     if s.lease.slices:
         return False  # it cannot preempt itself, and others can
-    known = bounds.setdefault(asker_kind(s, shares, in_use=leases_in_use(draft)), [])
+    kind = kind_of(s, shares) if draft.offers_in_use else None
+    known = bounds.get(kind)
+    if known is None:
+        known = bounds[kind] = []
     account = draft.facts.meters.users.get(s.owner.name)
     used = 0.0 if account is None else shares.used(account)
     for bound in known:

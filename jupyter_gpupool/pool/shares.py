@@ -138,7 +138,8 @@ class Shares:
             # Without shares, age alone decides between classes as well.
             if self.fair or self.budgeted:
                 found = self._by_share(found)
-            found.sort(key=_idle)
+            if facts.short:  # an idle session that waits has a lease
+                found.sort(key=_idle)
         if self.tree.guarantees and found:
             self.entitled = entitled(facts, found, self.spent)
             if self.entitled:
@@ -147,13 +148,10 @@ class Shares:
 
     def age(self, s: Session) -> Age:
         """Return the order of classes and age: a point for every ``ageing`` seconds of waiting."""
-        ageing = self.facts.settings.ageing
-        points, since = (
-            self.facts.settings.priority_classes.get(s.request.priority, 0),
-            s.wait.since,
-        )
-        place = since / ageing - points if ageing > 0 else float(-points)
-        return place, since, s.wait.number
+        settings, wait = self.facts.settings, s.wait
+        points, ageing = settings.priority_classes.get(s.request.priority, 0), settings.ageing
+        place = wait.since / ageing - points if ageing > 0 else float(-points)
+        return place, wait.since, wait.number
 
     def level(self, s: Session) -> int:
         """Return the class in which a waiting session competes: its own, or a higher one by age."""
@@ -189,10 +187,10 @@ class Shares:
         lists: dict[str, list[Entry]] = {}
         before: dict[str, float] = {}
         #: By owner: what it has used, and what it has now.
-        scores = self._scores
+        scores, mean = self._scores, self._mean
         for place, (bucket, s) in enumerate(entries):
-            name = s.owner.name
-            size = self._size(s)
+            name, asked = s.owner.name, s.request
+            size = asked.memory * asked.devices / mean  # in devices
             had = before.get(name, 0.0)
             before[name] = had + size
             group = tree.path(s.owner.group) if tree.groups else ()
@@ -217,10 +215,6 @@ class Shares:
         top = lists.get("", [])
         top.sort(key=_key)
         return [item[4] for item in top]
-
-    def _size(self, s: Session) -> float:
-        """Return what a request takes, in devices."""
-        return s.request.memory * s.request.devices / self._mean
 
     def _score(self, account: Meter | None, before: float) -> float:
         if account is None:

@@ -317,7 +317,8 @@ def out_of_reach(draft: Draft, s: Session, found: Asking) -> bool:
         _find_offers(draft)
     level = None if s.id in draft.shares.entitled else draft.shares.level(s)
     for where, (count, least) in found.kinds:
-        if on_each(count, draft.reach(where, level)) < least:
+        ranked = draft.reaches.get((where, level)) or draft.reach(where, level)
+        if on_each(count, ranked) < least:
             return True
     return False
 
@@ -337,21 +338,23 @@ def _find_offers(draft: Draft) -> None:
     not change during a pass, so it does not matter when the pass notes them.
     """
     draft.offers_known = True
-    for v in draft.facts.leased.values():
-        tier = candidate(v, draft.facts)
-        if tier is not None:
-            if tier > 0:
-                draft.offers_in_use = True
-                if slice_ends(v, draft.facts) <= draft.facts.now:
-                    own = draft.turns_over.setdefault(v.owner, {})
-                    for x in v.lease.slices:
-                        own[x.device] = own.get(x.device, 0) + x.bytes
-            opens = opens_above(v, draft.shares)
-            for x in v.lease.slices:
-                room = draft.rooms[x.device]
-                room.candidates.append((v, x.bytes))
-                room.opens.append(opens)
-                room.offered += x.bytes
+    facts, rooms = draft.facts, draft.rooms
+    for v in facts.leased.values():
+        tier = candidate(v, facts)
+        if tier is None:
+            continue
+        opens = opens_above(v, draft.shares) if tier else -math.inf
+        for x in v.lease.slices:
+            room = rooms[x.device]
+            room.candidates.append((v, x.bytes))
+            room.opens.append(opens)
+            room.offered += x.bytes
+        if tier:
+            draft.offers_in_use = True
+            if slice_ends(v, facts) <= facts.now:
+                own = draft.turns_over.setdefault(v.owner, {})
+                for x in v.lease.slices:
+                    own[x.device] = own.get(x.device, 0) + x.bytes
 
 
 def _offer(room: Room) -> tuple[int, int]:
