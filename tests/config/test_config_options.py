@@ -54,8 +54,9 @@ def test_every_setting_has_an_option_and_every_option_a_setting():
     options = set(GPUPool.class_traits(config=True))
     pool = {f.name for f in fields(PoolSettings)}
     broker = {f.name for f in fields(BrokerSettings)}
-    #: Settings of the pool without an option: no admin has to change them.
-    constants = {"ageing", "pinned_retry", "growth_step", "residence"}
+    #: Settings of the pool without an option: no admin has to change them, or the broker finds
+    #: them in the schedules.
+    constants = {"ageing", "pinned_retry", "growth_step", "residence", "classes_open"}
     #: What the configuration says about itself.
     about = {"pool", "notes", "files", "options", "origins"}
     #: Two names of one thing, and what comes from ``groups`` as well.
