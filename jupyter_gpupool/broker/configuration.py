@@ -83,8 +83,10 @@ class Configuration:
         return late
 
     def follow_calendar(self, now: float) -> bool:
-        """Work with the schedules of ``now``; return whether these are others than before."""
-        if self.timetable.rules(now) == self.rules:
+        """Work with the schedules of ``now``; return whether anything is other than before."""
+        same = self.timetable.rules(now) == self.rules
+        # After a step of the clock, a class may open at another time under the same schedules.
+        if same and self.timetable.classes_open(now) == self.settings.pool.classes_open:
             return False
         self._enter(now)
         return True

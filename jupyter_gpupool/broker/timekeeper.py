@@ -68,11 +68,11 @@ class Timekeeper:
     def _look(self) -> None:
         """Apply what has come into force, and look again when the next change is due."""
         self._timer = None
+        self._core.follow_clock()  # first: the pool tells the times of new rules by it
         now = self._clock()
         if self._configuration.follow_calendar(now):
             self._note()
             self._apply()
-        self._core.follow_clock()
         change = self._configuration.timetable.next_change(now)
         wait = LOOK if change is None else min(LOOK, max(LEAST, change[0] - self._clock()))
         self._timer = asyncio.get_running_loop().call_later(wait, self._look)

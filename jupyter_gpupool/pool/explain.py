@@ -248,7 +248,9 @@ def _claims(
     if obstacle(s, shares.facts) or (s.state == "idle" and unprotected(s, shares.facts)):
         return
     for w in plan.order:
-        if w is s or w.id not in plan.reasons or not _wants(shares.facts, w, own):
+        if w is s or w.id not in plan.reasons or _barred(plan, w):
+            continue
+        if not _wants(shares.facts, w, own):
             continue
         for tier, at in Asker(w, shares).claims(s, foresee=True):
             if at < math.inf and not covered(w, [(s, tier)], {}, shares):
@@ -275,9 +277,11 @@ def _raised_at(shares: Shares, plan: Plan, s: Session, holders: Iterable[HeldLea
     if s.state != "queued" or settings.ageing <= 0 or shares.above(s.owner):
         return math.inf
     spent = shares.spent(s.owner) is not None
+    # Sessions of one owner, and all without shares, keep their order: each of them climbs as well.
     ahead = [
         shares.level(w)
         for w in plan.order[: plan.order.index(s)]
+        if shares.fair and w.owner != s.owner
         if w.id not in shares.entitled and (shares.spent(w.owner) is not None) == spent
     ]
     leases = [facts.sessions[h.session] for h in holders if h.use != "leaving"]

@@ -89,6 +89,8 @@ def hopeless(s: Session, found: Asking, draft: Draft, bounds: Bounds) -> bool:
     for bound in known:
         if bound.rules_out(s, used, found, draft):
             return True
+    if kind is None and known:
+        return False  # one bound holds for all
     mine = Bound(s.owner, used, s.wait.since, Trial(draft, s, draft.host).most(ANY), {})
     known.append(mine)
     return mine.rules_out(s, used, found, draft)

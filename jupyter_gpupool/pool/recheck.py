@@ -41,8 +41,10 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
         owners = {(s.owner.name, s.owner.group): s.owner for s in everybody}
         found += (budget_changes_at(facts, owner) for owner in owners.values())
     if in_use:
-        found.append(next_turn(plan.queue, facts))
-        found.append(climbs_at(plan.queue, facts))
+        # The growth of a busy lease waits like a session of the queue.
+        askers = [s for s in plan.order if s.state != "idle"]
+        found.append(next_turn(askers, facts))
+        found.append(climbs_at(askers, facts))
     if plan.contended:
         found.append(facts.now + RECHECK)
     now = facts.now

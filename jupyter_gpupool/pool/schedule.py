@@ -424,6 +424,7 @@ class _Pass:
                     if x.device in late:
                         late[x.device] += x.bytes
             if all(draft.rooms[x.device].avail + late[x.device] >= x.bytes for x in takes):
+                self._gain()  # where the head reserves, more may be backfilled without the promise
                 self._accept(s, Offer(takes, ready=True), charge)
                 return True
             elsewhere = draft.now(s, found.needs)
@@ -531,7 +532,9 @@ class _Pass:
         return None
 
     def _kind(self, s: Session) -> object:
-        return s.owner, asker_kind(s, self.shares, in_use=leases_in_use(self.draft))
+        if not leases_in_use(self.draft):
+            return None  # any session may preempt idle leases
+        return s.owner, asker_kind(s, self.shares, in_use=True)
 
     def _gain(self) -> None:
         """Forget what holds as long as the draft only loses bytes."""

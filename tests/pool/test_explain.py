@@ -349,15 +349,37 @@ def test_age_counts_only_if_it_may_change_something(make, rules, at):
 
 
 def test_age_that_passes_the_queue_counts(make):
-    lab = make(device(0), preempt=frozenset({"class"}), half_life=0.0,
-               priority_classes={"batch": 0, "urgent": 2}, default_priority="batch")  # fmt: skip
-    lab.running("a", 16, priority="urgent")
-    lab.open("h", 16, priority="urgent")
+    classes = {"batch": 0, "urgent": 2}
+    lab = make(device(0), preempt=frozenset({"class"}), priority_classes=classes,
+               default_priority="batch", half_life=3600.0)  # fmt: skip
+    lab.running("a", 16, owner="ann", priority="urgent")
+    lab.open("h", 16, owner="ann", priority="urgent")
     lab.hold("h")
-    lab.open("w", 4, priority="batch")
+    lab.open("w", 4, owner="bob", priority="batch")
     lab.hold("w")
     assert told(lab, "h").changes_at is None
     assert told(lab, "w").changes_at == 120.0
+
+
+@pytest.mark.parametrize("owner, half_life", [("ann", 3600.0), ("bob", 0.0)])
+def test_age_that_passes_no_other_does_not_count(make, owner, half_life):
+    """Sessions of one owner, and all without fair shares, keep the order of class and age."""
+    lab = make(device(0), preempt=frozenset(), half_life=half_life)
+    lab.running("a", 16, owner="cyd")
+    for name, whose in (("h", "ann"), ("w", owner)):
+        lab.open(name, 16, owner=whose)
+        lab.hold(name)
+    assert told(lab, "w").changes_at is None
+
+
+def test_barred_session_is_no_taker(make):
+    lab = make(device(0), preempt=PREEMPT_ALL, classes_allowed=frozenset({"notebook"}))
+    lab.running("a", 8, limit=16, owner="ann")
+    lab.after(60)
+    lab.open("w", 8, owner="bob", priority="interactive")
+    lab.hold("w")
+    assert told(lab, "w").reason.rule == "class-closed"
+    assert told(lab, "a").claims == ()
 
 
 def test_spent_budget_counts_when_it_renews(make):

@@ -21,7 +21,8 @@ from jupyter_gpupool.pool.shares import Shares
 from .builders import Lab, all_of, device, got, none
 from .crowd import Crowd
 
-USED = st.one_of(st.just(0.0), st.floats(0, 1000))
+#: Not so little that the difference of two is less than rounding.
+USED = st.one_of(st.just(0.0), st.floats(1e-6, 1000))
 RATE = st.sampled_from([0.0, 0.25, 1.0, 2.0])
 
 HALF = Group(guarantee=Portion(percent=50))

@@ -71,6 +71,7 @@ class UsageBook:
         """Write for the last time."""
         if self._timer is not None:
             self._timer.cancel()
+        self._core.follow_clock()
         self._save(self._core.now())
 
     def _save(self, now: float) -> None:
@@ -81,7 +82,9 @@ class UsageBook:
         self._core.journal.remember(_RECENT, "")
 
     def _look(self) -> None:
-        core, now, self._timer = self._core, self._core.now(), None
+        core, self._timer = self._core, None
+        core.follow_clock()  # the figures are written with the time of day
+        now = core.now()
         leases = any(state in HAS_LEASE for state in core.busy.values())
         if now >= self._saved_at + LATER:
             self._save(now)
