@@ -361,7 +361,7 @@ def test_age_that_passes_the_queue_counts(make):
     assert told(lab, "w").changes_at == 120.0
 
 
-@pytest.mark.parametrize("owner, half_life", [("ann", 3600.0), ("bob", 0.0)])
+@pytest.mark.parametrize(("owner", "half_life"), [("ann", 3600.0), ("bob", 0.0)])
 def test_age_that_passes_no_other_does_not_count(make, owner, half_life):
     """Sessions of one owner, and all without fair shares, keep the order of class and age."""
     lab = make(device(0), preempt=frozenset(), half_life=half_life)
