@@ -8,14 +8,18 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 real, offset = time.time, Path(os.environ["TEST_FOLDER"], "clock")
 time.time = lambda: real() + float(offset.read_text())
 
 from jupyter_gpupool.broker import timekeeper  # noqa: E402
 from jupyter_gpupool.broker.app import main  # noqa: E402
+from jupyter_gpupool.broker.store import files  # noqa: E402
 
 timekeeper.LOOK = 0.2
+# By the pretended time, the files of other tests' brokers would be old enough to be removed.
+vars(files)["time"] = SimpleNamespace(**{**vars(time), "time": real})
 
 if __name__ == "__main__":
     sys.exit(main())
