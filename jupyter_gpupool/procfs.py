@@ -171,7 +171,7 @@ def variables(pid: int, names: Iterable[str]) -> dict[str, str] | None:
         return None
     found = {}
     for name in names:
-        # Only the wanted entries: this runs for every process of a user, at each suspend.
+        # A search for each name, and no dictionary of all: each suspend asks this of every process.
         _, there, rest = environ.rpartition(f"\0{name}=".encode())
         if there:
             found[name] = os.fsdecode(rest.partition(b"\0")[0])
@@ -300,6 +300,7 @@ def all_stats() -> dict[int, Stat]:
 def owner(pid: int) -> int | None:
     """Return the user id that owns ``/proc/<pid>``: root for a process that is not dumpable."""
     try:
+        # Not Path.stat(): making the path costs more than the call.
         return os.stat(f"{PROC}/{pid}").st_uid  # noqa: PTH116
     except OSError:
         return None

@@ -127,7 +127,8 @@ test('pictures', async ({ browser }) => {
   await seven.close();
 });
 
-/** Defines `batches`, which end when the work does, and what to do with one. */
+/** Defines `batches`, which end when the work does, and what to do with one. The sleep is part of
+ * the pictured training, which loads its batches; no test waits by it. */
 const TRAINING = (work: Work): string =>
   work.code.replace(
     /while not (.*):\n.*\n.*\n/,
