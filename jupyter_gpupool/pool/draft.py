@@ -65,7 +65,8 @@ class Room:
         #: :attr:`Draft.offers_known`.
         self.candidates: list[tuple[Session, int]] = []
         self.offered = 0
-        #: For each of them the number of :func:`.preemption.opens_above`.
+        #: For each of them the class above which a session may preempt it
+        #: (:func:`.running.open_above`); minus infinity for an idle lease that nothing protects.
         self.opens: list[float] = []
 
     def promise(self, size: int) -> None:
@@ -257,6 +258,9 @@ class Draft:
 
     def now(self, s: Session, needs: Sequence[Need]) -> tuple[Slice, ...] | None:
         """Return where ``s`` could have its ``needs`` at once, or None."""
+        least = min(need.least for need in needs) if len(needs) > 1 else needs[0].least
+        if max([room.avail for room in self.rooms.values()]) < least:
+            return None  # as usual when sessions wait
         if self.reservation is None:  # as ``left``, without a call for each device
             left = {uuid: room.avail for uuid, room in self.rooms.items()}
         else:

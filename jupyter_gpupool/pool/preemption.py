@@ -19,7 +19,7 @@ from ..states import ATTACHED
 from ..units import format_bytes
 from .facts import Facts
 from .residence import STAY_MOST, Gap, protected_until
-from .running import Asker, began, free_from, kind_of, open_above
+from .running import Asker, began, free_from, kind_of
 from .session import Session
 from .shares import Shares
 
@@ -136,7 +136,7 @@ def paused(s: Session, facts: Facts) -> str:
 
 def unprotected(holder: Session, facts: Facts) -> bool:
     """Return whether any session may preempt ``holder``: it is idle, and nothing protects it."""
-    return holder.state == "idle" and yields_at(holder, facts) <= facts.now
+    return holder.state == "idle" and times(holder, facts)[0] <= facts.now
 
 
 def candidate(holder: Session, facts: Facts) -> int | None:
@@ -144,7 +144,7 @@ def candidate(holder: Session, facts: Facts) -> int | None:
 
     The pass asks this once for each lease, and :func:`victim_tier` for the candidates only.
     """
-    if holder.state == "idle" and times(holder, facts)[0] <= facts.now:
+    if unprotected(holder, facts):
         return 0
     return 1 if facts.settings.preempt and free_from(holder, facts) <= facts.now else None
 
@@ -157,16 +157,6 @@ def victim_tier(asker: Asker, holder: Session, facts: Facts) -> int | None:
     if holder is asker.session:
         return None
     return 0 if unprotected(holder, facts) else asker.tier(holder)
-
-
-def opens_above(holder: Session, shares: Shares) -> float:
-    """Return a number: :func:`victim_tier` of ``holder`` is None for each session of a class that
-    is not higher, and that no guarantee of a group covers.
-
-    With hundreds of leases and sessions that wait, this is one question for each lease instead of
-    one for each pair of them.
-    """
-    return -math.inf if unprotected(holder, shares.facts) else open_above(holder, shares)
 
 
 def asker_kind(asker: Session, shares: Shares, *, in_use: bool) -> Any:

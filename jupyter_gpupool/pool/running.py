@@ -288,7 +288,7 @@ def kind_of(asker: Session, shares: Shares) -> object:
     How long it has waited, which counts between two sessions of one owner. And what its owner has
     used and holds, where only owners of one group share the value.
     """
-    found = asking(asker, shares.facts)
     spent = shares.budgeted and shares.spent(asker.owner) is not None
     groups = shares.entitled.get(asker.id) if shares.entitled else None
-    return asker.owner.group, shares.level(asker), spent, groups, found.modest
+    modest = asking(asker, shares.facts).modest
+    return asker.owner.group, shares.level(asker), spent, groups, modest

@@ -366,7 +366,9 @@ class _Pass:
     def _serve(self, s: Session) -> None:
         """3. Serve ``s``, or promise it bytes, or note why it waits."""
         plan, draft, facts = self.plan, self.draft, self.facts
-        found = asking(s, facts)
+        found = s.asking
+        if found is None or found.version != facts.version:
+            found = asking(s, facts)
         if (self.bars or s.wait.failed) and (why := barred(s, self.shares)) is not None:
             plan.reasons[s.id] = why
             return
@@ -413,17 +415,11 @@ class _Pass:
         Promises of sessions behind it do not delay it.
         """
         draft, owner = self.draft, s.owner
-        behind = self._behind(s)
         reaches = draft.reaches.copy()
         promise = draft.unpromise(s)
         takes, charge = promise.takes, promise.charge
         if draft.lacking(owner, charge) is None:
-            late = dict.fromkeys(_on(takes), 0)
-            for name in behind:
-                for x in draft.promises[name].takes:
-                    if x.device in late:
-                        late[x.device] += x.bytes
-            if all(draft.rooms[x.device].avail + late[x.device] >= x.bytes for x in takes):
+            if self._free_for(s, takes):
                 self._gain()  # where the head reserves, more may be backfilled without the promise
                 self._accept(s, Offer(takes, ready=True), charge)
                 return True
@@ -438,6 +434,19 @@ class _Pass:
         self._accept(s, Offer(takes), charge, promise.made)
         draft.reaches.update(reaches)  # the draft is as it was
         return True
+
+    def _free_for(self, s: Session, takes: Iterable[Slice]) -> bool:
+        """Return whether ``takes`` are free now, also of what is promised to sessions behind."""
+        draft, rooms = self.draft, self.draft.rooms
+        # Most promises wait for a suspend: even all promised bytes are not enough.
+        if any((r := rooms[x.device]).avail + r.promised < x.bytes for x in takes):
+            return False
+        late = dict.fromkeys(_on(takes), 0)
+        for name in self._behind(s):
+            for x in draft.promises[name].takes:
+                if x.device in late:
+                    late[x.device] += x.bytes
+        return all(rooms[x.device].avail + late[x.device] >= x.bytes for x in takes)
 
     def _accept(self, s: Session, offer: Offer, charge: Charge, made: int | None = None) -> None:
         plan, draft = self.plan, self.draft

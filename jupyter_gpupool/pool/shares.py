@@ -64,6 +64,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Iterable, Mapping
 
 from .facts import Facts
@@ -82,12 +83,11 @@ RECHECK = 10.0
 #: A share is exceeded when it is so by this factor: equal users must not be above for a rounding.
 ABOVE = 1.02
 
-#: (class, score, place in the order of age, size, session).
-Entry = tuple[tuple[bool, int], float, int, float, Session]
+#: (number of the class, score, place in the order of age, size, session). No two have one place, so
+#: a sort never compares what follows it.
+Entry = tuple[int, float, int, float, Session]
 #: (account, weight, name) of a group or an owner.
 Step = tuple[Meter | None, float, str]
-#: (place, since, number): the order of age.
-Age = tuple[float, float, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Shares:
         facts = self.facts
         found: list[Session] = [*facts.waiting.values(), *facts.short.values()]
         if len(found) > 1:
-            found.sort(key=self.age)
+            found = self._by_age(found)
             # Without shares, age alone decides between classes as well.
             if self.fair or self.budgeted:
                 found = self._by_share(found)
@@ -146,12 +146,17 @@ class Shares:
                 found.sort(key=lambda s: s.id not in self.entitled)
         return found
 
-    def age(self, s: Session) -> Age:
-        """Return the order of classes and age: a point for every ``ageing`` seconds of waiting."""
-        settings, wait = self.facts.settings, s.wait
-        points, ageing = settings.priority_classes.get(s.request.priority, 0), settings.ageing
-        place = wait.since / ageing - points if ageing > 0 else float(-points)
-        return place, wait.since, wait.number
+    def _by_age(self, found: Iterable[Session]) -> list[Session]:
+        """Return sessions by class and age: a point for every ``ageing`` seconds of waiting."""
+        settings = self.facts.settings
+        classes, ageing = settings.priority_classes, settings.ageing
+        aged = []
+        for s in found:
+            points, wait = classes.get(s.request.priority, 0), s.wait
+            place = wait.since / ageing - points if ageing > 0 else float(-points)
+            aged.append((place, wait.since, wait.number, s))
+        aged.sort(key=itemgetter(0, 1, 2))
+        return [item[3] for item in aged]
 
     def level(self, s: Session) -> int:
         """Return the class in which a waiting session competes: its own, or a higher one by age."""
@@ -173,47 +178,49 @@ class Shares:
 
     def _by_share(self, by_age: list[Session]) -> list[Session]:
         """Return sessions, given in the order of age, in the order of classes and shares."""
-        level, spent = self.level, self.spent
-        if self.budgeted:
-            entries = [((spent(s.owner) is not None, -level(s)), s) for s in by_age]
-        else:
-            entries = [((False, -level(s)), s) for s in by_age]
-        entries.sort(key=_bucket)
+        level, spent, budgeted = self.level, self.spent, self.budgeted
+        buckets: dict[tuple[bool, int], list[Session]] = {}
+        for s in by_age:
+            bucket = budgeted and spent(s.owner) is not None, -level(s)
+            buckets.setdefault(bucket, []).append(s)
+        entries = [(n, s) for n, bucket in enumerate(sorted(buckets)) for s in buckets[bucket]]
         if not self.fair:
             return [s for _, s in entries]
         users = self.facts.meters.users
         tree, groups = self.tree, self.facts.meters.groups
-        #: By group: the sessions of its members.
-        lists: dict[str, list[Entry]] = {}
+        #: By group: the sessions of its members; those without a group are at the top.
+        top: list[Entry] = []
+        lists: dict[str, list[Entry]] = {"": top}
         before: dict[str, float] = {}
         #: By owner: what it has used, and what it has now.
         scores, mean = self._scores, self._mean
-        for place, (bucket, s) in enumerate(entries):
+        for place, (number, s) in enumerate(entries):
             name, asked = s.owner.name, s.request
             size = asked.memory * asked.devices / mean  # in devices
             had = before.get(name, 0.0)
             before[name] = had + size
-            group = tree.path(s.owner.group) if tree.groups else ()
             known = scores.get(name)
             if known is None:
                 account = users.get(name)
                 known = (0.0, 0.0) if account is None else (self.used(account), account.rate)
                 scores[name] = known
-            item = bucket, known[0] + HORIZON * (known[1] + had), place, size, s
-            lists.setdefault(group[-1] if group else "", []).append(item)
+            item = number, known[0] + HORIZON * (known[1] + had), place, size, s
+            if group := tree.path(s.owner.group) if tree.groups else ():
+                lists.setdefault(group[-1], []).append(item)
+            else:
+                top.append(item)
         for name in sorted(tree.groups, key=lambda g: -len(tree.path(g))) if tree.groups else ():
             members = lists.pop(name, None)
             if members is None:
                 continue
-            members.sort(key=_key)
+            members.sort()
             weight, account, had = tree.groups[name].weight, groups.get(name), 0.0
             above = tree.path(name)[:-1]
             where = lists.setdefault(above[-1] if above else "", [])
-            for bucket, _, place, size, s in members:
-                where.append((bucket, self._score(account, had) / weight, place, size, s))
+            for number, _, place, size, s in members:
+                where.append((number, self._score(account, had) / weight, place, size, s))
                 had += size
-        top = lists.get("", [])
-        top.sort(key=_key)
+        top.sort()
         return [item[4] for item in top]
 
     def _score(self, account: Meter | None, before: float) -> float:
@@ -435,14 +442,6 @@ def _part_left(seconds: float, half_life: float) -> float:
 
 def _idle(s: Session) -> bool:
     return s.state == "idle"
-
-
-def _bucket(entry: tuple[tuple[bool, int], Session]) -> tuple[bool, int]:
-    return entry[0]
-
-
-def _key(item: Entry) -> tuple[tuple[bool, int], float, int]:
-    return item[:3]
 
 
 #: The ends of a budget, the strictest first.

@@ -26,8 +26,8 @@ from .placement import (
     in_turn,
     preferred,
 )
-from .preemption import asker_kind, candidate, opens_above, score, victim_tier
-from .running import Asker, covered, slice_ends
+from .preemption import asker_kind, candidate, score, victim_tier
+from .running import Asker, covered, open_above, slice_ends
 from .session import Session
 
 #: If the usual choice fails for lack of host memory, or because a guarantee covers a victim after
@@ -315,10 +315,11 @@ def out_of_reach(draft: Draft, s: Session, found: Asking) -> bool:
     """
     if not draft.offers_known:
         _find_offers(draft)
-    level = None if s.id in draft.shares.entitled else draft.shares.level(s)
+    shares = draft.shares
+    level = None if s.id in shares.entitled else shares.level(s)
     for where, (count, least) in found.kinds:
         ranked = draft.reaches.get((where, level)) or draft.reach(where, level)
-        if on_each(count, ranked) < least:
+        if len(ranked) < count or ranked[count - 1] < least:  # on_each(), without a call
             return True
     return False
 
@@ -343,7 +344,7 @@ def _find_offers(draft: Draft) -> None:
         tier = candidate(v, facts)
         if tier is None:
             continue
-        opens = opens_above(v, draft.shares) if tier else -math.inf
+        opens = open_above(v, draft.shares) if tier else -math.inf
         for x in v.lease.slices:
             room = rooms[x.device]
             room.candidates.append((v, x.bytes))
