@@ -48,13 +48,24 @@ def compiler() -> list[str]:
     return command
 
 
+#: The versions of CUDA whose runtime is made, and flags for each. Programs look its names up with
+#: the SONAME as their version.
+_RUNTIMES = {f"libcudart.so.{major}": [f"-DRUNTIME={major}"] for major in (12, 13)}
+_VERSIONED = "-Wl,--default-symver"
+
+
 def libraries() -> dict[str, list[Path]]:
     """Return the sources of each library, by SONAME."""
     shared = [SOURCES / name for name in _SHARED]
     rest = sorted(path for path in SOURCES.glob("*.c") if path not in shared)
     nvml = [path for path in rest if path.name.startswith("nvml")]
     cuda = [path for path in rest if path not in nvml]
-    return {"libcuda.so.1": cuda + shared, "libnvidia-ml.so.1": nvml + shared}
+    runtime = sorted((SOURCES / "cudart").glob("*.c"))
+    return {
+        "libcuda.so.1": cuda + shared,
+        "libnvidia-ml.so.1": nvml + shared,
+        **dict.fromkeys(_RUNTIMES, runtime),
+    }
 
 
 def compile(  # noqa: A001 - the name that package builds and tests call
@@ -85,13 +96,14 @@ def compile(  # noqa: A001 - the name that package builds and tests call
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)  # concurrent test runs compile once
         for soname, sources in libraries().items():
-            _compile(out / soname, sources, flags)
+            more = [*_RUNTIMES[soname], _VERSIONED] if soname in _RUNTIMES else []
+            _compile(out / soname, sources, [*flags, *more])
     finally:
         os.close(directory)
 
 
 def _compile(target: Path, sources: Sequence[Path], command: Sequence[str]) -> None:
-    inputs = [*sources, *SOURCES.glob("*.h"), Path(__file__)]
+    inputs = [*sources, *SOURCES.rglob("*.h"), Path(__file__)]
     newest = max(path.stat().st_mtime_ns for path in inputs)
     if target.exists() and target.stat().st_mtime_ns >= newest:
         return
@@ -103,6 +115,8 @@ def _compile(target: Path, sources: Sequence[Path], command: Sequence[str]) -> N
         aside.replace(target)
     finally:
         aside.unlink(missing_ok=True)
+    if target.name in _RUNTIMES:
+        return  # a program that is linked here takes NVIDIA's, for machines with a GPU
     alias = target.with_suffix("")
     if not alias.is_symlink():
         alias.unlink(missing_ok=True)

@@ -31,6 +31,17 @@ bool context_known(struct context *c)
     return valid;
 }
 
+/* Whether the context is a primary one that was reset, or released as often as retained. */
+static bool primary_ended(const struct context *context)
+{
+    bool ended = false;
+    pthread_mutex_lock(&driver.lock);
+    for (struct context *c = driver.contexts; c; c = c->next)
+        ended = ended || (c == context && c->primary && c->destroyed);
+    pthread_mutex_unlock(&driver.lock);
+    return ended;
+}
+
 CUresult context_current(struct context **out)
 {
     if (!depth || !stack[depth - 1])
@@ -58,19 +69,24 @@ CUresult context_new(int device, unsigned flags, struct context **out)
             return CUDA_ERROR_OUT_OF_MEMORY;
         d->charged = true;
     }
-    struct context *c = calloc(1, sizeof *c);
-    if (!c)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    c->magic = MAGIC_CONTEXT;
-    c->device = device;
+    struct context *c = *out; /* an ended primary context: it keeps its handle */
+    if (!c) {
+        c = calloc(1, sizeof *c);
+        if (!c)
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        c->magic = MAGIC_CONTEXT;
+        c->device = device;
+        c->next = driver.contexts;
+        driver.contexts = c;
+    }
+    c->destroyed = false;
     c->flags = flags;
+    c->peers = 0;
     c->id = ++driver.next_id;
     c->limits[0] = 1024;     /* stack */
     c->limits[1] = 7340032;  /* printf FIFO */
     c->limits[2] = 8388608;  /* malloc heap */
     c->limits[5] = 128;      /* L2 fetch granularity */
-    c->next = driver.contexts;
-    driver.contexts = c;
     c->legacy = stream_new(c, 0, 0);
     *out = c;
     return CUDA_SUCCESS;
@@ -129,10 +145,14 @@ EXPORT CUresult cuCtxCreate_v2(CUcontext *out, unsigned flags, CUdevice device)
         return CUDA_ERROR_INVALID_VALUE;
     if (device < 0 || device >= driver.count)
         return CUDA_ERROR_INVALID_DEVICE;
+    struct context *c = NULL;
     pthread_mutex_lock(&driver.lock);
-    CUresult result = context_new(device, flags, out);
+    CUresult result = context_new(device, flags, &c);
     pthread_mutex_unlock(&driver.lock);
-    return result ? result : push(*out);
+    if (result)
+        return result;
+    *out = c;
+    return push(c);
 }
 
 EXPORT CUresult cuCtxCreate_v3(CUcontext *out, void *affinity, int n, unsigned flags, CUdevice device)
@@ -173,7 +193,7 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
     CUresult result = CUDA_SUCCESS;
     pthread_mutex_lock(&driver.lock);
     if (!d->primary || d->primary->destroyed) {
-        struct context *c = NULL;
+        struct context *c = d->primary;
         result = context_new(device, d->primary_flags, &c);
         if (!result) {
             c->primary = true;
@@ -260,7 +280,9 @@ EXPORT CUresult cuCtxSetCurrent(CUcontext c)
             depth--;
         return CUDA_SUCCESS;
     }
-    if (!context_known(c))
+    /* A primary context may be current while it is not active: the CUDA runtime makes it current
+     * before it retains it, and keeps its handle over a reset. */
+    if (!context_known(c) && !primary_ended(c))
         return CUDA_ERROR_INVALID_CONTEXT;
     if (!depth)
         return push(c);

@@ -103,9 +103,11 @@ struct event {
     struct context *context;
     unsigned flags;
     bool recorded;
-    bool shared;   /* exported */
+    bool shared;   /* exported or imported */
     bool captured; /* its last record was in a capture: it marks a place in a graph, not a time */
-    uint64_t time;
+    uint64_t own;  /* the time, unless it is shared */
+    uint64_t *time;
+    int fd; /* holds the shared time; -1 */
 };
 
 struct pool {
@@ -152,6 +154,7 @@ CUresult driver_check(void); /* initialised, and not the child of a fork()? */
 CUresult driver_sticky(void); /* the error that killed the contexts, if any */
 CUresult gate_enter(int *passed);
 void gate_leave(const int *passed);
+void gate_inside(int change); /* the thread begins or ends a host call: its own calls pass */
 bool gate_close(uint64_t deadline); /* false: work was still running at the deadline (0: none) */
 void gate_open(void);
 bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the call crashes */
@@ -189,6 +192,7 @@ bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the call
 CUresult context_current(struct context **out);
 CUresult context_of_stream(CUstream stream, struct context **out);
 /* With the lock held: */
+/* Makes a context active: `*out` if it is an ended primary one, a new one if it is null. */
 CUresult context_new(int device, unsigned flags, struct context **out);
 void context_end(struct context *c);
 bool context_valid(struct context *context);
@@ -252,8 +256,10 @@ CUresult share_file(int *out, int kind, int device, uint64_t offset, uint64_t si
 CUresult share_unpack(const CUipcMemHandle *handle, int kind, struct share *out);
 CUresult share_read(int fd, int kind, struct share *out);
 int share_open(const struct share *share); /* the memfd; -1 */
+void event_unshare(struct event *event);
 
 /* ---- stream.c ---- */
+struct event *event_new(struct context *context, unsigned flags);
 CUresult stream_resolve(CUstream handle, struct stream **out);
 struct stream *stream_new(struct context *context, unsigned flags, int priority);
 /* Appends `duration` ns of work; returns when it will be done. */

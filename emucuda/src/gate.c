@@ -42,6 +42,11 @@ CUresult driver_sticky(void)
     return CUDA_SUCCESS;
 }
 
+/* Inside a host call: the lock waits for its end, so a call that it makes must not wait for the lock. */
+static __thread int inside;
+
+void gate_inside(int change) { inside += change; }
+
 CUresult gate_enter(int *passed)
 {
     CUresult result = driver_check();
@@ -49,7 +54,7 @@ CUresult gate_enter(int *passed)
         return result;
     for (;;) {
         __atomic_add_fetch(&driver.inflight, 1, __ATOMIC_SEQ_CST);
-        if (!__atomic_load_n(&driver.closed, __ATOMIC_SEQ_CST))
+        if (inside || !__atomic_load_n(&driver.closed, __ATOMIC_SEQ_CST))
             break;
         leave();
         /* As on the real driver, a signal does not end this wait. */

@@ -142,12 +142,3 @@ EXPORT CUresult cuDriverGetVersion(int *version)
     *version = 13000;
     return CUDA_SUCCESS;
 }
-
-/* The tables through which the CUDA runtime reaches the driver are private to NVIDIA; without
- * them the runtime reports that the driver is not usable. */
-EXPORT CUresult cuGetExportTable(const void **table, const void *id)
-{
-    if (table && id)
-        *table = NULL;
-    return CUDA_ERROR_INVALID_VALUE;
-}

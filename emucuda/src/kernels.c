@@ -9,6 +9,7 @@
  *   emucuda_add_u32(u32 *p, u64 n, u32 value)    p[i] += value
  *   emucuda_sum_u32(u64 *out, u32 *p, u64 n)     *out += sum of p[i]
  *   emucuda_illegal_address()                    fails the context with error 700
+ *   emucuda_host_call(u64 f, u64 x, u64 ns)      calls f(x) on the host, and counts as running for ns
  *
  * `kernels.py` holds real PTX of the same kernels, so that a program that uses them also runs
  * on hardware.
@@ -102,6 +103,17 @@ static CUresult illegal_address(void **params)
     return CUDA_ERROR_ILLEGAL_ADDRESS;
 }
 
+/* Work that a program computes on the host, in the place of a kernel: it is launched, captured and
+ * replayed like one. Its function returns 0, or the error that the launch ends the context with. */
+static CUresult host_call(void **params)
+{
+    CUresult (*function)(uint64_t) = (CUresult(*)(uint64_t))(uintptr_t)u64(params, 0);
+    gate_inside(1);
+    CUresult result = function(u64(params, 1));
+    gate_inside(-1);
+    return result;
+}
+
 static const struct {
     const char *name;
     uint32_t params;
@@ -110,6 +122,7 @@ static const struct {
     {"emucuda_fill_u64", 3, fill_u64}, {"emucuda_iota_u32", 3, iota_u32},
     {"emucuda_add_u32", 3, add_u32},   {"emucuda_sum_u32", 3, sum_u32},
     {"emucuda_illegal_address", 0, illegal_address},
+    {"emucuda_host_call", 3, host_call},
 };
 
 uint64_t kernel_run(const char *name, void **params, uint32_t count, CUresult *result)
@@ -117,8 +130,9 @@ uint64_t kernel_run(const char *name, void **params, uint32_t count, CUresult *r
     *result = CUDA_SUCCESS;
     if (!strcmp(name, "emucuda_spin_ns") && count == 1)
         return u64(params, 0);
+    uint64_t duration = !strcmp(name, "emucuda_host_call") && count == 3 ? u64(params, 2) : LAUNCH_NS;
     for (unsigned i = 0; i < sizeof builtins / sizeof *builtins; i++)
         if (!strcmp(name, builtins[i].name) && count == builtins[i].params)
             *result = builtins[i].run(params);
-    return LAUNCH_NS;
+    return duration;
 }

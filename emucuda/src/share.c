@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Device memory shared between processes: CUDA IPC, exported VMM memory, exported pools. A
- * handle records which process has the bytes, and where; the importer maps them from there, while
- * the exporter lives. The exporter is charged for the bytes.
+ * Device memory shared between processes: CUDA IPC, exported VMM memory, exported pools; and
+ * events. A handle records which process has the bytes, and where; the importer maps them from there,
+ * while the exporter lives. The exporter is charged for the bytes.
  *
  * A process with a live export or import cannot be suspended, as with drivers before 610 (README of
  * NVIDIA/cuda-checkpoint).
@@ -42,11 +42,16 @@ static struct record record_of(int kind, int device, uint64_t offset, uint64_t s
                            driver.device[device].physical, 0, offset, size};
 }
 
-void share_pack(CUipcMemHandle *out, int kind, int device, uint64_t offset, uint64_t size)
+static void pack(CUipcMemHandle *out, struct record r, int fd)
 {
-    struct record r = record_of(kind, device, offset, size);
+    r.fd = fd;
     memset(out, 0, sizeof *out);
     memcpy(out, &r, sizeof r);
+}
+
+void share_pack(CUipcMemHandle *out, int kind, int device, uint64_t offset, uint64_t size)
+{
+    pack(out, record_of(kind, device, offset, size), driver.device[device].fd);
 }
 
 CUresult share_file(int *out, int kind, int device, uint64_t offset, uint64_t size)
@@ -148,27 +153,85 @@ EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr address)
     return found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-/* Only the event's own process knows its time, so a handle can be made but not opened. */
+/* ---- events: the time of one is in a page that its processes share ---- */
+
+static uint64_t *time_map(int fd)
+{
+    void *page = mmap(NULL, sizeof(uint64_t), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    return page == MAP_FAILED ? NULL : page;
+}
+
+static CUresult event_share(struct event *e)
+{
+    int fd = memfd_create("emucuda-event", MFD_CLOEXEC);
+    uint64_t *page = fd >= 0 && !ftruncate(fd, sizeof *page) ? time_map(fd) : NULL;
+    if (!page) {
+        if (fd >= 0)
+            close(fd);
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    }
+    *page = *e->time;
+    e->time = page;
+    e->fd = fd;
+    e->shared = true;
+    shared_count(1);
+    return CUDA_SUCCESS;
+}
+
+void event_unshare(struct event *e)
+{
+    if (!e->shared)
+        return;
+    munmap(e->time, sizeof *e->time);
+    if (e->fd >= 0)
+        close(e->fd);
+    e->time = &e->own;
+    e->shared = false;
+    shared_count(-1);
+}
+
 EXPORT CUresult cuIpcGetEventHandle(CUipcMemHandle *out, CUevent e)
 {
     REQUIRE(out && e);
     GATED;
     if (e->magic != MAGIC_EVENT)
         return CUDA_ERROR_INVALID_HANDLE;
-    if (!(e->flags & EVENT_INTERPROCESS))
+    if (!(e->flags & EVENT_INTERPROCESS) || (e->shared && e->fd < 0)) /* an imported one */
         return CUDA_ERROR_INVALID_VALUE;
-    share_pack(out, SHARE_EVENT, e->context->device, 0, 0);
-    if (!e->shared)
-        shared_count(1);
-    e->shared = true;
-    return CUDA_SUCCESS;
+    pthread_mutex_lock(&driver.lock);
+    CUresult result = e->shared ? CUDA_SUCCESS : event_share(e);
+    if (!result)
+        pack(out, record_of(SHARE_EVENT, e->context->device, 0, 0), e->fd);
+    pthread_mutex_unlock(&driver.lock);
+    return result;
 }
 
 EXPORT CUresult cuIpcOpenEventHandle(CUevent *out, CUipcMemHandle handle)
 {
     REQUIRE(out);
     GATED;
-    (void)out;
-    (void)handle;
-    return CUDA_ERROR_NOT_SUPPORTED;
+    struct context *c;
+    struct share share;
+    CUresult result = context_current(&c);
+    if (!result)
+        result = share_unpack(&handle, SHARE_EVENT, &share);
+    if (!result && share.own)
+        result = CUDA_ERROR_INVALID_CONTEXT; /* only another process may open it */
+    if (result)
+        return result;
+    int fd = share_open(&share);
+    uint64_t *page = fd < 0 ? NULL : time_map(fd);
+    if (fd >= 0)
+        close(fd);
+    struct event *e = page ? event_new(c, EVENT_DISABLE_TIMING | EVENT_INTERPROCESS) : NULL;
+    if (!e) {
+        if (page)
+            munmap(page, sizeof *page);
+        return page ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
+    }
+    e->time = page;
+    e->shared = e->recorded = true;
+    shared_count(1);
+    *out = e;
+    return CUDA_SUCCESS;
 }

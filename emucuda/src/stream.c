@@ -279,6 +279,23 @@ EXPORT CUresult cuStreamAddCallback(CUstream stream, void (*function)(CUstream, 
 
 static bool event_bad(const struct event *e) { return !e || e->magic != MAGIC_EVENT; }
 
+/* Another process may set the time of a shared event. */
+static uint64_t event_time(const struct event *e) { return __atomic_load_n(e->time, __ATOMIC_ACQUIRE); }
+static void event_set(const struct event *e, uint64_t time) { __atomic_store_n(e->time, time, __ATOMIC_RELEASE); }
+
+struct event *event_new(struct context *context, unsigned flags)
+{
+    struct event *e = calloc(1, sizeof *e);
+    if (!e)
+        return NULL;
+    e->magic = MAGIC_EVENT;
+    e->context = context;
+    e->flags = flags;
+    e->time = &e->own;
+    e->fd = -1;
+    return e;
+}
+
 EXPORT CUresult cuEventCreate(CUevent *out, unsigned flags)
 {
     GATED;
@@ -290,14 +307,8 @@ EXPORT CUresult cuEventCreate(CUevent *out, unsigned flags)
         return CUDA_ERROR_INVALID_VALUE;
     if (flags & EVENT_INTERPROCESS && !(flags & EVENT_DISABLE_TIMING))
         return CUDA_ERROR_INVALID_VALUE;
-    struct event *e = calloc(1, sizeof *e);
-    if (!e)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    e->magic = MAGIC_EVENT;
-    e->context = c;
-    e->flags = flags;
-    *out = e;
-    return CUDA_SUCCESS;
+    *out = event_new(c, flags);
+    return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 EXPORT CUresult cuEventDestroy_v2(CUevent e)
@@ -306,8 +317,7 @@ EXPORT CUresult cuEventDestroy_v2(CUevent e)
     GATED;
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
-    if (e->shared)
-        shared_count(-1);
+    event_unshare(e);
     e->magic = 0;
     free(e);
     return CUDA_SUCCESS;
@@ -323,7 +333,7 @@ EXPORT CUresult cuEventRecordWithFlags(CUevent e, CUstream stream, unsigned flag
     CUresult captured;
     if (capture_event(stream, e, false, &captured))
         return captured;
-    WITH_STREAM(stream, e->captured = false; e->recorded = true; e->time = stream_submit(s, 0));
+    WITH_STREAM(stream, e->captured = false; e->recorded = true; event_set(e, stream_submit(s, 0)));
 }
 
 EXPORT CUresult cuEventRecord(CUevent e, CUstream stream) { return cuEventRecordWithFlags(e, stream, 0); }
@@ -336,17 +346,17 @@ EXPORT CUresult cuEventQuery(CUevent e)
         return CUDA_ERROR_INVALID_HANDLE;
     if (e->captured)
         return CUDA_ERROR_CAPTURED_EVENT;
-    return now_ns() >= e->time ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+    return now_ns() >= event_time(e) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
-static CUresult event_time(CUevent e, uint64_t *time)
+static CUresult event_wait_time(CUevent e, uint64_t *time)
 {
     GATED; /* the call blocks while locked, but its wait does not delay the drain */
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
     if (e->captured)
         return CUDA_ERROR_CAPTURED_EVENT;
-    *time = e->time;
+    *time = event_time(e);
     return CUDA_SUCCESS;
 }
 
@@ -354,7 +364,7 @@ EXPORT CUresult cuEventSynchronize(CUevent e)
 {
     REQUIRE_HANDLE(e);
     uint64_t time;
-    CUresult result = event_time(e, &time);
+    CUresult result = event_wait_time(e, &time);
     if (!result)
         sleep_until(time);
     return result;
@@ -369,9 +379,9 @@ EXPORT CUresult cuEventElapsedTime_v2(float *ms, CUevent start, CUevent end)
         (start->flags | end->flags) & EVENT_DISABLE_TIMING)
         return CUDA_ERROR_INVALID_HANDLE;
     uint64_t now = now_ns();
-    if (now < start->time || now < end->time)
+    if (now < event_time(start) || now < event_time(end))
         return CUDA_ERROR_NOT_READY;
-    *ms = (float)((double)(int64_t)(end->time - start->time) / 1e6);
+    *ms = (float)((double)(int64_t)(event_time(end) - event_time(start)) / 1e6);
     return CUDA_SUCCESS;
 }
 
@@ -390,5 +400,5 @@ EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent e, unsigned flags)
     CUresult captured;
     if (capture_event(stream, e, true, &captured))
         return captured;
-    WITH_STREAM(stream, if (e->time > s->tail) s->tail = e->time);
+    WITH_STREAM(stream, uint64_t time = event_time(e); if (time > s->tail) s->tail = time);
 }

@@ -220,6 +220,33 @@ static void case_pool(void)
     OK(cuStreamDestroy_v2(stream));
 }
 
+static void case_stream_values(void)
+{
+    uint32_t found[4] = {0};
+    uint64_t p = 0;
+    void *stream = NULL;
+    OK(cuStreamCreate(&stream, 1));
+    OK(cuMemAlloc_v2(&p, sizeof found));
+    OK(cuMemsetD8_v2(p, 0xff, sizeof found));
+    OK(cuStreamWriteValue32_v2(stream, p, 0x01020304, 0));
+    OK(cuStreamWriteValue64_v2(stream, p + 8, 0x1112131415161718, 0));
+    IS(cuStreamWriteValue32_v2(stream, p + 2, 1, 0), 1);
+    OK(cuStreamSynchronize(stream));
+    OK(cuMemcpyDtoH_v2(found, p, sizeof found));
+    CHECK(found[0] == 0x01020304 && found[1] == 0xffffffff);
+    CHECK(found[2] == 0x15161718 && found[3] == 0x11121314);
+    OK(cuMemFree_v2(p));
+    OK(cuStreamDestroy_v2(stream));
+}
+
+static void case_primary_context_handle(void)
+{
+    struct child c = start(NULL);
+    IS(ask(&c, "alloc 1"), 0);
+    IS(ask(&c, "reset"), 0);
+    end(&c);
+}
+
 static void case_vmm(void)
 {
     struct prop prop = {.type = 1, .location_type = 1};
@@ -445,9 +472,9 @@ static void case_restore_without_room(void)
 const struct test tests[] = {
     CASE(version), CASE(symbols), CASE(error_names), CASE(device), CASE(needs_context),
     CASE(copies), CASE(copy_2d), CASE(out_of_memory), CASE(host_memory),
-    CASE(streams_and_events), CASE(kernel), CASE(pool), CASE(vmm), CASE(graph_work),
+    CASE(streams_and_events), CASE(kernel), CASE(pool), CASE(stream_values), CASE(primary_context_handle), CASE(vmm), CASE(graph_work),
     CASE(graph_memory), CASE(graph_memory_outlives), CASE(graph_out_of_memory), CASE(capture),
-    CASE(capture_refusals), CASE(graph_memory_suspended), CASE(ipc), CASE(shared_vmm), CASE(shared_pool),
+    CASE(capture_refusals), CASE(graph_memory_suspended), CASE(ipc), CASE(ipc_event), CASE(shared_vmm), CASE(shared_pool),
     CASE(exported_memory_is_not_suspended), CASE(mipmap), CASE(green_context), CASE(registered_memory), CASE(fork),
     CASE(no_device_is_sticky), CASE(state_machine), CASE(not_a_cuda_process), CASE(lock_timeout),
     CASE(calls_block), CASE(managed_memory), CASE(kill_suspended), CASE(migration),

@@ -98,7 +98,7 @@ struct host_node {
     X(cuDeviceGet, (int *, int)) X(cuDeviceGetCount, (int *)) X(cuDeviceGetName, (char *, int, int)) \
     X(cuDeviceGetUuid_v2, (unsigned char *, int)) X(cuDeviceTotalMem_v2, (size_t *, int))          \
     X(cuDeviceGetAttribute, (int *, int, int)) X(cuDeviceGetPCIBusId, (char *, int, int))          \
-    X(cuDevicePrimaryCtxRetain, (void **, int)) X(cuCtxSetCurrent, (void *))                       \
+    X(cuDevicePrimaryCtxRetain, (void **, int)) X(cuCtxSetCurrent, (void *)) X(cuDevicePrimaryCtxReset_v2, (int))                       \
     X(cuCtxSynchronize, (void)) X(cuMemAlloc_v2, (uint64_t *, size_t)) X(cuMemFree_v2, (uint64_t)) \
     X(cuMemAllocPitch_v2, (uint64_t *, size_t *, size_t, size_t, unsigned))                        \
     X(cuMemAllocManaged, (uint64_t *, size_t, unsigned)) X(cuMemGetInfo_v2, (size_t *, size_t *))  \
@@ -146,7 +146,9 @@ struct host_node {
     X(cuArray3DGetDescriptor_v2, (struct shape *, void *))                                         \
     X(cuIpcGetMemHandle, (struct handle *, uint64_t)) X(cuIpcCloseMemHandle, (uint64_t))           \
     X(cuIpcOpenMemHandle_v2, (uint64_t *, struct handle, unsigned))                                \
-    X(cuIpcGetEventHandle, (struct handle *, void *))                                              \
+    X(cuIpcGetEventHandle, (struct handle *, void *)) X(cuIpcOpenEventHandle, (void **, struct handle)) \
+    X(cuStreamWriteValue32_v2, (void *, uint64_t, uint32_t, unsigned))                             \
+    X(cuStreamWriteValue64_v2, (void *, uint64_t, uint64_t, unsigned))                             \
     X(cuMemExportToShareableHandle, (void *, uint64_t, int, unsigned long long))                   \
     X(cuMemImportFromShareableHandle, (uint64_t *, void *, int))                                   \
     X(cuMemPoolCreate, (void **, const struct pool_props *)) X(cuMemPoolDestroy, (void *))         \

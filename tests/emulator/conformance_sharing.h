@@ -43,6 +43,26 @@ static void case_ipc(void)
     OK(cuMemFree_v2(p));
 }
 
+static void case_ipc_event(void)
+{
+    struct handle handle;
+    void *event = NULL, *other = NULL, *stream = NULL;
+    OK(cuStreamCreate(&stream, 1));
+    OK(cuEventCreate(&event, 6)); /* without timing, for other processes */
+    OK(cuIpcGetEventHandle(&handle, event));
+    IS(cuIpcOpenEventHandle(&other, handle), 201); /* only in another process */
+    struct child c = start_with(&handle);
+    IS(ask(&c, "query-event"), 0);
+    IS(ask(&c, "record-event"), 0);
+    IS(cuEventQuery(event), 600);
+    OK(cuEventRecord(event, stream));
+    OK(cuStreamSynchronize(stream));
+    IS(ask(&c, "query-event"), 0);
+    end(&c);
+    OK(cuEventDestroy_v2(event));
+    OK(cuStreamDestroy_v2(stream));
+}
+
 static void case_shared_vmm(void)
 {
     struct prop prop = {.type = 1, .location_type = 1, .handle_types = 1};

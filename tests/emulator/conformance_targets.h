@@ -201,6 +201,36 @@ static int target_event(void)
     return result ? result : cuEventSynchronize(event);
 }
 
+/* An event of the parent, recorded here behind a kernel of a minute. */
+static int target_shared_event(const char *how)
+{
+    static void *event;
+    int result = event ? 0 : open_context();
+    if (!event && !result)
+        result = cuIpcOpenEventHandle(&event, target_handle());
+    if (!result && !strcmp(how, "record-event"))
+        result = spin(NULL, 60000000000ull);
+    if (!result)
+        result = strcmp(how, "record-event") ? cuEventQuery(event) : cuEventRecord(event, NULL);
+    return result;
+}
+
+static int target_reset(void)
+{
+    void *before = current_context(), *after = NULL;
+    uint64_t p;
+    int result = cuDevicePrimaryCtxReset_v2(0);
+    if (!result)
+        result = cuCtxSetCurrent(before); /* the CUDA runtime does so, and retains it afterwards */
+    if (!result)
+        result = cuMemAlloc_v2(&p, MIB) ? 0 : -3;
+    if (!result)
+        result = cuDevicePrimaryCtxRetain(&after, 0);
+    if (!result)
+        result = after == before ? cuMemAlloc_v2(&p, MIB) : -4;
+    return result;
+}
+
 static int obey(const char *word, size_t number)
 {
     uint64_t p;
@@ -231,6 +261,10 @@ static int obey(const char *word, size_t number)
         return spin(NULL, number * 1000000ull);
     if (!strcmp(word, "event"))
         return target_event();
+    if (!strcmp(word, "record-event") || !strcmp(word, "query-event"))
+        return target_shared_event(word);
+    if (!strcmp(word, "reset"))
+        return target_reset();
     if (!strcmp(word, "query"))
         return cuStreamQuery(NULL);
     if (!strcmp(word, "managed"))

@@ -13,7 +13,10 @@ from emucuda import build
 def test_only_stale_libraries_are_compiled(tmp_path, monkeypatch, quick_compiler):
     monkeypatch.setenv("CC", quick_compiler)
     build.compile(tmp_path)
-    names = ["libcuda.so", "libcuda.so.1", "libnvidia-ml.so", "libnvidia-ml.so.1"]
+    names = [
+        *("libcuda.so", "libcuda.so.1", "libcudart.so.12", "libcudart.so.13"),
+        *("libnvidia-ml.so", "libnvidia-ml.so.1"),
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     before = (tmp_path / "libcuda.so.1").stat().st_ino
     monkeypatch.setenv("CC", f"{sys.executable} -c raise")  # fails if it runs

@@ -405,7 +405,8 @@ def test_threads_continue_through_suspends(emulated):
 def test_libraries_have_the_names_of_the_real_ones():
     lib = SOURCES.parent / "lib"
     for soname in libraries():
-        assert (lib / soname.removesuffix(".1")).resolve() == (lib / soname).resolve()
+        if soname.endswith(".1"):
+            assert (lib / soname.removesuffix(".1")).resolve() == (lib / soname).resolve()
         dynamic = subprocess.run(
             ["readelf", "-d", lib / soname], capture_output=True, text=True, timeout=30, check=True
         ).stdout
@@ -414,5 +415,5 @@ def test_libraries_have_the_names_of_the_real_ones():
 
 
 def test_source_files_stay_small():
-    for path in [*Path(SOURCES).glob("*.[ch]"), *SOURCES.parent.glob("*.py")]:
+    for path in [*Path(SOURCES).rglob("*.[ch]"), *SOURCES.parent.glob("*.py")]:
         assert len(path.read_text().splitlines()) <= 600, path

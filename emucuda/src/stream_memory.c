@@ -1,0 +1,46 @@
+/* Copyright (c) jupyter_gpupool developers.
+ * Distributed under the terms of the Modified BSD License.
+ *
+ * Values that a stream writes to memory. PyTorch looks for these names, with those of its
+ * expandable segments, and uses none of them if one is missing. Calls that wait for a value are not
+ * emulated: work is done in the call that submits it, so the value would never come.
+ */
+#include "driver.h"
+
+enum { NO_MEMORY_BARRIER = 1 };
+
+extern CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream stream);
+EXPORT CUresult cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr to, uint32_t value, unsigned flags);
+EXPORT CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr to, uint64_t value, unsigned flags);
+
+EXPORT CUresult cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr to, uint32_t value, unsigned flags)
+{
+    CHECKED;
+    REQUIRE(!(flags & ~(unsigned)NO_MEMORY_BARRIER) && to % sizeof value == 0);
+    return cuMemsetD32Async(to, value, 1, stream);
+}
+
+EXPORT CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr to, uint64_t value, unsigned flags)
+{
+    CHECKED;
+    REQUIRE(!(flags & ~(unsigned)NO_MEMORY_BARRIER) && to % sizeof value == 0);
+    CUresult result = cuMemsetD32Async(to, (uint32_t)value, 1, stream);
+    return result ? result : cuMemsetD32Async(to + 4, (uint32_t)(value >> 32), 1, stream);
+}
+
+/* The same functions under the names that their earlier forms and per-thread variants have. */
+#define NAMES(bits)                                                                                          \
+    EXPORT CUresult cuStreamWriteValue##bits(CUstream s, CUdeviceptr to, uint##bits##_t v, unsigned flags)    \
+    {                                                                                                        \
+        return cuStreamWriteValue##bits##_v2(s, to, v, flags);                                               \
+    }                                                                                                        \
+    EXPORT CUresult cuStreamWriteValue##bits##_ptsz(CUstream s, CUdeviceptr to, uint##bits##_t v, unsigned f) \
+    {                                                                                                        \
+        return cuStreamWriteValue##bits##_v2(s ? s : STREAM_PER_THREAD, to, v, f);                           \
+    }                                                                                                        \
+    EXPORT CUresult cuStreamWriteValue##bits##_v2_ptsz(CUstream s, CUdeviceptr to, uint##bits##_t v, unsigned f) \
+    {                                                                                                        \
+        return cuStreamWriteValue##bits##_v2(s ? s : STREAM_PER_THREAD, to, v, f);                           \
+    }
+NAMES(32)
+NAMES(64)
