@@ -224,7 +224,10 @@ class Asker:
     def tier(self, holder: Session) -> int | None:
         """Return the tier in which the session may preempt ``holder`` now although it is in use."""
         now = self._facts.now
-        return next((tier for tier, at in self.claims(holder, by=now) if at <= now), None)
+        for tier, at in self.claims(holder, by=now):
+            if at <= now:
+                return tier
+        return None
 
 
 def open_above(holder: Session, shares: Shares) -> float:
@@ -232,7 +235,9 @@ def open_above(holder: Session, shares: Shares) -> float:
     not higher, and is not :attr:`~Asker.guaranteed`.
     """
     facts = shares.facts
-    if holder.id in facts.grown or shares.spent(holder.owner) is not None:
+    if holder.id in facts.grown:
+        return -math.inf
+    if shares.budgeted and shares.spent(holder.owner) is not None:
         return -math.inf
     its = holder_level(holder, shares)
     # Classes are whole numbers: the holder's own class is above its half.

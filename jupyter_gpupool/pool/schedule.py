@@ -266,7 +266,7 @@ class _Pass:
         self.bars = self.shares.budgeted or facts.settings.classes_allowed is not None
         self.turn = {s.id: at for at, s in enumerate(everybody)}
         self.draft = Draft(facts, self.shares)
-        owners = {(s.owner.name, s.owner.group) for s in everybody}
+        owners = {s.owner for s in everybody}
         if len(owners) > 1 or (owners and facts.settings.preempt):
             self.plan.contended = self.shares.fair
         #: How many waits had begun when the oldest promise was made.
@@ -306,7 +306,9 @@ class _Pass:
                 need.allows(d := facts.devices[x.device]) and need.amount(d) == x.bytes
                 for need, x in zip(found.needs, takes, strict=True)
             ):
-                draft.promise(facts.sessions[name], replace(promise, charge=found.charge))
+                if promise.charge != found.charge:
+                    promise = replace(promise, charge=found.charge)
+                draft.promise(facts.sessions[name], promise)
         for room in draft.rooms.values():
             while room.promised and room.expect < 0:
                 there = [n for n, p in draft.promises.items() if room.uuid in _on(p.takes)]
@@ -431,8 +433,9 @@ class _Pass:
         elif draft.lacking(owner, charge, draft.coming_back(owner)) is not None:
             self._gain()
             return False
-        self._accept(s, Offer(takes), charge, promise.made)
+        draft.promise(s, promise)
         draft.reaches.update(reaches)  # the draft is as it was
+        self.plan.reasons[s.id] = Reason("planned", devices=_on(takes))
         return True
 
     def _free_for(self, s: Session, takes: Iterable[Slice]) -> bool:
@@ -448,15 +451,14 @@ class _Pass:
                     late[x.device] += x.bytes
         return all(rooms[x.device].avail + late[x.device] >= x.bytes for x in takes)
 
-    def _accept(self, s: Session, offer: Offer, charge: Charge, made: int | None = None) -> None:
+    def _accept(self, s: Session, offer: Offer, charge: Charge) -> None:
         plan, draft = self.plan, self.draft
         for v in offer.victims:
             tier = offer.tiers.get(v.id, 0)
             why = REASONS[rule_of(tier, s, v, self.shares)] if tier else offer.reason
             self._suspend(v, why, tier)
         if not offer.ready:
-            made = self.facts.arrivals if made is None else made
-            draft.promise(s, Promise(offer.takes, charge, made))
+            draft.promise(s, Promise(offer.takes, charge, self.facts.arrivals))
             plan.reasons[s.id] = Reason("planned", devices=_on(offer.takes))
             return
         draft.take(s, offer.takes, charge)

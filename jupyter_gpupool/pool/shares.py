@@ -173,8 +173,10 @@ class Shares:
         if settings.ageing <= 0 or waited < settings.ageing:
             return own
         points = own + waited / settings.ageing
-        level = next((c for c in self._classes if c <= points), own)
-        return level if level > own and not self.above(s.owner) else own
+        for level in self._classes:
+            if level <= points:
+                return level if level > own and not self.above(s.owner) else own
+        return own
 
     def _by_share(self, by_age: list[Session]) -> list[Session]:
         """Return sessions, given in the order of age, in the order of classes and shares."""

@@ -470,12 +470,17 @@ def fits_now(draft: Draft, needs: Sequence[Need]) -> bool:
 def kept_for_head(draft: Draft, found: Asking) -> bool:
     """Return :func:`fits_now` for a hopeless request: one that is so with the reservation.
 
-    Then a device that the head has reserved makes the difference.
+    Then a device that the head has reserved makes the difference: no other has room for one slice.
     """
     held = draft.reservation.wanted if draft.reservation is not None else ()
     for uuid in held:
-        if draft.rooms[uuid].avail >= found.least:
-            return fits_now(draft, found.needs)
+        room = draft.rooms[uuid]
+        if room.avail >= found.least:
+            if len(found.needs) > 1:
+                return fits_now(draft, found.needs)
+            need, ledger = found.needs[0], room.ledger
+            if need.allows(ledger) and room.avail >= need.amount(ledger):
+                return True
     return False
 
 
