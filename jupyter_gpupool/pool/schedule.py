@@ -306,9 +306,9 @@ class _Pass:
                 need.allows(d := facts.devices[x.device]) and need.amount(d) == x.bytes
                 for need, x in zip(found.needs, takes, strict=True)
             ):
-                if promise.charge != found.charge:
-                    promise = replace(promise, charge=found.charge)
-                draft.promise(facts.sessions[name], promise)
+                same = promise.charge == found.charge
+                kept = promise if same else replace(promise, charge=found.charge)
+                draft.promise(facts.sessions[name], kept)
         for room in draft.rooms.values():
             while room.promised and room.expect < 0:
                 there = [n for n, p in draft.promises.items() if room.uuid in _on(p.takes)]
