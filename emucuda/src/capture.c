@@ -1,15 +1,22 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Stream capture: work that is submitted to a stream becomes a node of a graph instead. A capture
- * has one stream; an event that would add another one is refused.
+ * Stream capture: work that is submitted to a stream becomes a node of a graph instead. A stream that
+ * waits for an event of a capture joins it; the stream that began the capture must have waited for all
+ * work of the others when it ends.
+ *
+ * Which work a stream has waited for is a vector clock: for each stream of the capture, the number of
+ * its steps that are behind it. An event has the clock of its stream when it was recorded.
  */
 #include "graph.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 enum { STATUS_NONE, STATUS_ACTIVE, STATUS_INVALIDATED };
 enum { MODE_GLOBAL, MODE_THREAD_LOCAL, MODE_RELAXED };
+
+enum { MAX_JOINED = 32 }; /* streams of one capture */
 
 struct capture {
     struct graph *graph;
@@ -17,6 +24,14 @@ struct capture {
     int mode;
     uint64_t id;
     pthread_t thread;
+    struct stream *member[MAX_JOINED]; /* the first began it; NULL: the stream was destroyed */
+    unsigned members, places;
+    uint32_t clock[MAX_JOINED][MAX_JOINED]; /* [i][i]: the steps of stream i */
+};
+
+struct mark {
+    uint64_t capture; /* its id */
+    uint32_t clock[MAX_JOINED];
 };
 
 static bool any(void) { return __atomic_load_n(&driver.captures, __ATOMIC_RELAXED) != 0; }
@@ -25,6 +40,47 @@ static CUresult broke(struct capture *c, CUresult why)
 {
     c->broken = true;
     return why;
+}
+
+static unsigned place_of(const struct capture *c, const struct stream *s)
+{
+    unsigned i = 0;
+    while (c->member[i] != s)
+        i++;
+    return i;
+}
+
+/* With the lock held: the stream does one more thing in its capture. */
+static void step(struct capture *c, const struct stream *s)
+{
+    unsigned i = place_of(c, s);
+    c->clock[i][i]++;
+}
+
+static CUresult join(struct capture *c, struct stream *s, const uint32_t *clock)
+{
+    if (!s->capture) {
+        if (s == s->context->legacy || c->places == MAX_JOINED)
+            return broke(c, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+        c->member[c->places++] = s;
+        c->members++;
+        s->capture = c;
+        __atomic_add_fetch(&driver.captures, 1, __ATOMIC_RELAXED);
+    }
+    unsigned i = place_of(c, s);
+    for (unsigned j = 0; j < MAX_JOINED; j++)
+        if (clock[j] > c->clock[i][j])
+            c->clock[i][j] = clock[j];
+    return CUDA_SUCCESS;
+}
+
+/* Whether the stream that began the capture has waited for all work of the others. */
+static bool all_joined(const struct capture *c)
+{
+    for (unsigned i = 1; i < c->places; i++)
+        if (c->clock[0][i] < c->clock[i][i])
+            return false;
+    return true;
 }
 
 /* With the lock held: whether to record the call. A call on the legacy stream that would wait for a
@@ -55,11 +111,14 @@ static bool recording(CUstream stream, int type, bool waits, struct node **node,
     if (!any())
         return false;
     pthread_mutex_lock(&driver.lock);
+    struct stream *s;
     struct capture *c = find(stream, result);
     if (c && !*result && waits)
         *result = broke(c, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     if (c && !*result && !(*node = node_add(c->graph, type)))
         *result = broke(c, CUDA_ERROR_OUT_OF_MEMORY);
+    if (c && !*result && !stream_resolve(stream, &s))
+        step(c, s);
     pthread_mutex_unlock(&driver.lock);
     return c || *result;
 }
@@ -107,8 +166,11 @@ static struct graph *graph_of(CUstream stream, CUresult *result)
     if (!any())
         return NULL;
     pthread_mutex_lock(&driver.lock);
+    struct stream *s;
     struct capture *c = find(stream, result);
     struct graph *graph = c && !*result ? c->graph : NULL;
+    if (graph && !stream_resolve(stream, &s))
+        step(c, s);
     pthread_mutex_unlock(&driver.lock);
     return graph;
 }
@@ -144,18 +206,43 @@ bool capture_free(CUstream stream, uint64_t address, CUresult *result)
 bool capture_event(CUstream stream, struct event *event, bool wait, CUresult *result)
 {
     *result = CUDA_SUCCESS;
-    if (!any() && !event->captured)
+    if (!any() && !event->mark)
         return false;
+    struct stream *s;
     pthread_mutex_lock(&driver.lock);
-    struct capture *c = find(stream, result);
-    if (c && !*result && wait && !event->captured)
-        *result = broke(c, CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
-    else if (!c && !*result && wait && event->captured)
-        *result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED; /* would add the stream to the capture */
-    else if (!*result && !wait)
-        event->captured = c != NULL;
+    struct capture *c = find(stream, result), *of = NULL;
+    if (!*result)
+        *result = stream_resolve(stream, &s);
+    for (struct stream *o = driver.streams; o && event->mark && !of; o = o->next)
+        if (o->capture && o->capture->id == event->mark->capture)
+            of = o->capture;
+    if (!*result && wait && !event->mark) {
+        if (c)
+            *result = broke(c, CUDA_ERROR_STREAM_CAPTURE_ISOLATION); /* an event of before the capture */
+    } else if (!*result && wait) {
+        if (!of)
+            *result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED; /* of a capture that has ended */
+        else if (c && c != of)
+            *result = broke(c, broke(of, CUDA_ERROR_STREAM_CAPTURE_MERGE));
+        else
+            *result = join(of, s, event->mark->clock);
+    } else if (!*result) {
+        event_unmark(event);
+        if (c && !(event->mark = calloc(1, sizeof *event->mark))) {
+            *result = broke(c, CUDA_ERROR_OUT_OF_MEMORY);
+        } else if (c) {
+            event->mark->capture = c->id;
+            memcpy(event->mark->clock, c->clock[place_of(c, s)], sizeof event->mark->clock);
+        }
+    }
     pthread_mutex_unlock(&driver.lock);
-    return c || *result;
+    return c || *result || (wait && of);
+}
+
+void event_unmark(struct event *event)
+{
+    free(event->mark);
+    event->mark = NULL;
 }
 
 bool capture_refuses(CUstream stream, const struct context *context, CUresult *result)
@@ -178,12 +265,27 @@ bool capture_refuses(CUstream stream, const struct context *context, CUresult *r
 
 void capture_drop(struct stream *s)
 {
-    if (!s->capture)
+    struct capture *c = s->capture;
+    if (!c)
         return;
-    /* Its graph leaks: freeing it needs the lock, which is held here. */
-    free(s->capture);
+    c->broken = true;
+    c->member[place_of(c, s)] = NULL;
     s->capture = NULL;
     __atomic_sub_fetch(&driver.captures, 1, __ATOMIC_RELAXED);
+    /* Its graph leaks: freeing it needs the lock, which is held here. */
+    if (!--c->members)
+        free(c);
+}
+
+/* With the lock held: ends the capture for all its streams. */
+static void end(struct capture *c)
+{
+    for (unsigned i = 0; i < c->places; i++)
+        if (c->member[i]) {
+            c->member[i]->capture = NULL;
+            __atomic_sub_fetch(&driver.captures, 1, __ATOMIC_RELAXED);
+        }
+    free(c);
 }
 
 /* ---- the calls ---- */
@@ -206,7 +308,8 @@ EXPORT CUresult cuStreamBeginCapture_v2(CUstream stream, int mode)
     else if (!result && !(c && g))
         result = CUDA_ERROR_OUT_OF_MEMORY;
     if (!result) {
-        *c = (struct capture){g, false, mode, ++driver.next_id, pthread_self()};
+        *c = (struct capture){.graph = g, .mode = mode, .id = ++driver.next_id, .thread = pthread_self(),
+                              .member = {s}, .members = 1, .places = 1};
         s->capture = c;
         __atomic_add_fetch(&driver.captures, 1, __ATOMIC_RELAXED);
     }
@@ -223,25 +326,32 @@ EXPORT CUresult cuStreamEndCapture(CUstream stream, CUgraph *out)
 {
     GATED;
     struct stream *s;
-    struct capture c = {0};
+    struct graph *graph = NULL;
+    CUresult failed = CUDA_SUCCESS;
     pthread_mutex_lock(&driver.lock);
     CUresult result = stream_resolve(stream, &s);
     if (!result && !s->capture)
         result = CUDA_ERROR_ILLEGAL_STATE;
     else if (!result && s->capture->mode != MODE_RELAXED && !pthread_equal(s->capture->thread, pthread_self()))
         result = broke(s->capture, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
+    else if (!result && s->capture->member[0] != s)
+        result = broke(s->capture, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
     if (!result) {
-        c = *s->capture;
-        capture_drop(s);
+        graph = s->capture->graph;
+        if (s->capture->broken)
+            failed = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+        else if (!all_joined(s->capture))
+            failed = CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
+        else if (!out)
+            failed = CUDA_ERROR_INVALID_VALUE;
+        end(s->capture);
     }
     pthread_mutex_unlock(&driver.lock);
+    if (graph && failed)
+        graph_delete(graph);
     if (out)
-        *out = result || c.broken ? NULL : c.graph;
-    if (!result && (c.broken || !out)) {
-        graph_delete(c.graph);
-        return c.broken ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_ERROR_INVALID_VALUE;
-    }
-    return result;
+        *out = result || failed ? NULL : graph;
+    return result ? result : failed;
 }
 
 EXPORT CUresult cuStreamGetCaptureInfo_v3(CUstream stream, int *status, uint64_t *id, CUgraph *graph,

@@ -104,7 +104,7 @@ struct event {
     unsigned flags;
     bool recorded;
     bool shared;   /* exported or imported */
-    bool captured; /* its last record was in a capture: it marks a place in a graph, not a time */
+    struct mark *mark; /* its last record was in a capture: a place in a graph, not a time */
     uint64_t own;  /* the time, unless it is shared */
     uint64_t *time;
     int fd; /* holds the shared time; -1 */
@@ -284,6 +284,7 @@ bool capture_event(CUstream stream, struct event *event, bool wait, CUresult *re
 /* For a call that a capture does not allow (NULL context: the call concerns the stream). */
 bool capture_refuses(CUstream stream, const struct context *context, CUresult *result);
 void capture_drop(struct stream *stream); /* with the lock held: the stream ends */
+void event_unmark(struct event *event);
 
 /* ---- kernels.c ---- */
 /* Runs the built-in kernel of that name, if it exists; returns the modelled ns. */

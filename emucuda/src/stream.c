@@ -318,6 +318,7 @@ EXPORT CUresult cuEventDestroy_v2(CUevent e)
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
     event_unshare(e);
+    event_unmark(e);
     e->magic = 0;
     free(e);
     return CUDA_SUCCESS;
@@ -333,7 +334,7 @@ EXPORT CUresult cuEventRecordWithFlags(CUevent e, CUstream stream, unsigned flag
     CUresult captured;
     if (capture_event(stream, e, false, &captured))
         return captured;
-    WITH_STREAM(stream, e->captured = false; e->recorded = true; event_set(e, stream_submit(s, 0)));
+    WITH_STREAM(stream, event_unmark(e); e->recorded = true; event_set(e, stream_submit(s, 0)));
 }
 
 EXPORT CUresult cuEventRecord(CUevent e, CUstream stream) { return cuEventRecordWithFlags(e, stream, 0); }
@@ -344,7 +345,7 @@ EXPORT CUresult cuEventQuery(CUevent e)
     GATED;
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
-    if (e->captured)
+    if (e->mark)
         return CUDA_ERROR_CAPTURED_EVENT;
     return now_ns() >= event_time(e) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
@@ -354,7 +355,7 @@ static CUresult event_wait_time(CUevent e, uint64_t *time)
     GATED; /* the call blocks while locked, but its wait does not delay the drain */
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
-    if (e->captured)
+    if (e->mark)
         return CUDA_ERROR_CAPTURED_EVENT;
     *time = event_time(e);
     return CUDA_SUCCESS;

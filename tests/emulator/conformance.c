@@ -474,7 +474,7 @@ const struct test tests[] = {
     CASE(copies), CASE(copy_2d), CASE(out_of_memory), CASE(host_memory),
     CASE(streams_and_events), CASE(kernel), CASE(pool), CASE(stream_values), CASE(primary_context_handle), CASE(vmm), CASE(graph_work),
     CASE(graph_memory), CASE(graph_memory_outlives), CASE(graph_out_of_memory), CASE(capture),
-    CASE(capture_refusals), CASE(graph_memory_suspended), CASE(ipc), CASE(ipc_event), CASE(shared_vmm), CASE(shared_pool),
+    CASE(capture_two_streams), CASE(capture_refusals), CASE(graph_memory_suspended), CASE(ipc), CASE(ipc_event), CASE(shared_vmm), CASE(shared_pool),
     CASE(exported_memory_is_not_suspended), CASE(mipmap), CASE(green_context), CASE(registered_memory), CASE(fork),
     CASE(no_device_is_sticky), CASE(state_machine), CASE(not_a_cuda_process), CASE(lock_timeout),
     CASE(calls_block), CASE(managed_memory), CASE(kill_suspended), CASE(migration),

@@ -139,7 +139,7 @@ struct host_node {
     X(cuGraphUpload, (void *, void *)) X(cuGraphLaunch, (void *, void *)) X(cuGraphExecDestroy, (void *)) \
     X(cuDeviceGetGraphMemAttribute, (int, int, void *)) X(cuDeviceGraphMemTrim, (int))             \
     X(cuStreamBeginCapture_v2, (void *, int)) X(cuStreamEndCapture, (void *, void **))             \
-    X(cuStreamIsCapturing, (void *, int *))                                                        \
+    X(cuStreamIsCapturing, (void *, int *)) X(cuStreamWaitEvent, (void *, void *, unsigned))                                                        \
     X(cuStreamGetCaptureInfo_v2, (void *, int *, uint64_t *, void **, const void **, size_t *))    \
     X(cuMipmappedArrayCreate, (void **, const struct shape *, unsigned)) X(cuMipmappedArrayDestroy, (void *)) \
     X(cuMipmappedArrayGetLevel, (void **, void *, unsigned)) X(cuArrayDestroy, (void *))           \

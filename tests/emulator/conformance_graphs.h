@@ -199,6 +199,56 @@ static void case_capture(void)
     OK(cuStreamDestroy_v2(stream));
 }
 
+static void case_capture_two_streams(void)
+{
+    enum { N = 16 };
+    void *graph = NULL, *run = NULL, *first = NULL, *second = NULL, *fork = NULL, *joined = NULL;
+    uint32_t back[N] = {0}, add = 3;
+    uint64_t p = 0, n = N;
+    void *params[] = {&p, &n, &add};
+    OK(cuStreamCreate(&first, 1));
+    OK(cuStreamCreate(&second, 1));
+    OK(cuEventCreate(&fork, 2));
+    OK(cuEventCreate(&joined, 2));
+    OK(cuMemAlloc_v2(&p, sizeof back));
+    OK(cuStreamBeginCapture_v2(first, 0));
+    OK(cuMemsetD32Async(p, 4, N, first));
+    OK(cuEventRecord(fork, first));
+    OK(cuStreamWaitEvent(second, fork, 0)); /* it joins the capture */
+    OK(cuLaunchKernel(add_kernel(), 1, 1, 1, 16, 1, 1, 0, second, params, NULL));
+    OK(cuEventRecord(joined, second));
+    OK(cuStreamWaitEvent(first, joined, 0));
+    OK(cuMemcpyDtoHAsync_v2(back, p, sizeof back, first));
+    OK(cuStreamEndCapture(first, &graph));
+    OK(cuStreamQuery(second));
+    OK(cuGraphInstantiateWithFlags(&run, graph, 0));
+    OK(cuGraphLaunch(run, first));
+    OK(cuStreamSynchronize(first));
+    CHECK(back[0] == 7 && back[N - 1] == 7);
+    OK(cuGraphExecDestroy(run));
+    OK(cuGraphDestroy(graph));
+    /* Work that nothing waits for. */
+    OK(cuStreamBeginCapture_v2(first, 0));
+    OK(cuEventRecord(fork, first));
+    OK(cuStreamWaitEvent(second, fork, 0));
+    OK(cuMemsetD32Async(p, 5, N, second));
+    IS(cuStreamEndCapture(first, &graph), 904);
+    CHECK(graph == NULL);
+    OK(cuMemsetD32Async(p, 6, N, second)); /* the second stream is free again */
+    OK(cuStreamSynchronize(second));
+    /* A stream that joined cannot end the capture. */
+    OK(cuStreamBeginCapture_v2(first, 0));
+    OK(cuEventRecord(fork, first));
+    OK(cuStreamWaitEvent(second, fork, 0));
+    IS(cuStreamEndCapture(second, &graph), 903);
+    CHECK(cuStreamEndCapture(first, &graph) != 0);
+    OK(cuMemFree_v2(p));
+    OK(cuEventDestroy_v2(fork));
+    OK(cuEventDestroy_v2(joined));
+    OK(cuStreamDestroy_v2(first));
+    OK(cuStreamDestroy_v2(second));
+}
+
 static void case_capture_refusals(void)
 {
     void *graph = NULL, *stream = NULL, *event = NULL;
