@@ -12,7 +12,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .text import EmulatorError, did_you_mean, format_size, parse_size
 
@@ -32,8 +32,30 @@ MIN_BANDWIDTH = 1_000_000
 #: Device memory comes in pages of this many bytes, as on current NVIDIA hardware.
 PAGE = 2 << 20
 
+
+@dataclass(frozen=True)
+class Profile:
+    """What work costs on a board, as its maker publishes it; 0: as fast as the host computes.
+
+    The rates of copies and of suspends are in ``src/spec.c``.
+    """
+
+    #: Bytes/s of device memory.
+    memory: float = 0
+    #: Operations/s with 32-bit numbers, and with 16-bit numbers on tensor cores.
+    flops: float = 0
+    half_flops: float = 0
+
+
+#: In the order of ``src/spec.c``.
+PROFILES = {
+    "cpu": Profile(),
+    "h100": Profile(3.35e12, 67e12, 989e12),
+    "rtx4090": Profile(1.008e12, 82.6e12, 165e12),
+}
+
 _EXAMPLE = "2x16GiB or 2x16GiB,context=256MiB,bandwidth=8GB/s"
-_OPTIONS = ("context", "bandwidth", "reserved")
+_OPTIONS = ("context", "bandwidth", "reserved", "profile")
 
 
 class EmulatorNotBuilt(EmulatorError):
@@ -55,6 +77,8 @@ class Machine:
     bandwidth: int = 0
     #: Bytes per device that the driver keeps for itself (NVML's ``reserved``).
     reserved: int = 0
+    #: Whose times to model: one of :data:`PROFILES`. A ``bandwidth`` goes before its copies.
+    profile: str = "cpu"
 
     def __str__(self) -> str:
         """Return the text that :func:`parse_machine` reads."""
@@ -65,16 +89,28 @@ class Machine:
             text += f",bandwidth={self.bandwidth}B/s"
         if self.reserved:
             text += f",reserved={format_size(self.reserved)}"
+        if self.profile != "cpu":
+            text += f",profile={self.profile}"
         return text
 
 
-def _option(text: str, found: dict[str, int]) -> None:
+def _option(text: str, found: dict[str, Any]) -> None:
     key, equals, value = text.partition("=")
     if key not in _OPTIONS:
         raise EmulatorError(
             f"{key!r} is not an option of an emulated machine; the options are "
             f"{', '.join(_OPTIONS)}. {did_you_mean(key, _OPTIONS)}"
         )
+    if key in found:
+        raise EmulatorError(f"{key!r} is given twice; write it once.")
+    if key == "profile":
+        if value not in PROFILES:
+            raise EmulatorError(
+                f"{text!r} names no profile; write profile= and one of {', '.join(PROFILES)}. "
+                f"{did_you_mean(value, PROFILES)}"
+            )
+        found[key] = value
+        return
     size = parse_size(value, rate=key == "bandwidth") if equals else None
     if size is None:
         raise EmulatorError(
@@ -86,17 +122,16 @@ def _option(text: str, found: dict[str, int]) -> None:
             f"{text!r} is less than 1 MB/s, so copies would not end; write for example "
             "bandwidth=8GB/s."
         )
-    if key in found:
-        raise EmulatorError(f"{key!r} is given twice; write it once.")
     found[key] = size
 
 
 def parse_machine(text: str) -> Machine:
     """Return the machine that ``text`` describes, such as ``"2x16GiB,context=256MiB"``.
 
-    ``COUNTxSIZE``, then any of ``context=SIZE``, ``bandwidth=SIZE/s`` and ``reserved=SIZE``, after
-    commas. Sizes are decimal numbers with a unit: KiB MiB GiB TiB (or K M G T) are powers of
-    1024, kB MB GB TB powers of 1000. A device's memory is rounded down to whole 2 MiB pages.
+    ``COUNTxSIZE``, then any of ``context=SIZE``, ``bandwidth=SIZE/s``, ``reserved=SIZE`` and
+    ``profile=NAME``, after commas. Sizes are decimal numbers with a unit: KiB MiB GiB TiB (or K M
+    G T) are powers of 1024, kB MB GB TB powers of 1000. A device's memory is rounded down to whole
+    2 MiB pages.
 
     Raises
     ------
@@ -119,7 +154,7 @@ def parse_machine(text: str) -> Machine:
             f"{text!r} asks for {match[1]} devices, but an emulated machine has 1 to "
             f"{MAX_DEVICES}. Ask for fewer."
         )
-    found: dict[str, int] = {}
+    found: dict[str, Any] = {}
     for option in options:
         _option(option, found)
     machine = Machine(int(match[1]), size - size % PAGE, **found)

@@ -12,9 +12,14 @@
 static uint64_t copy_ns(uint64_t bytes, int from, int to)
 {
     int device = from >= 0 ? from : to;
-    if (device < 0 || (from >= 0 && to >= 0))
-        return 0; /* host to host, or between devices: as fast as memory */
-    uint64_t bandwidth = copy_bandwidth(driver.device[device].physical);
+    const struct rates *rates = spec_rates(&machine->spec);
+    uint64_t bandwidth = 0; /* from host to host */
+    if (from >= 0 && from == to)
+        bandwidth = rates->memory / 2; /* it reads and writes */
+    else if (from >= 0 && to >= 0)
+        bandwidth = rates->copies;
+    else if (device >= 0)
+        bandwidth = copy_bandwidth(driver.device[device].physical, rates->copies);
     return bandwidth ? (uint64_t)((unsigned __int128)bytes * 1000000000u / bandwidth) : 0;
 }
 

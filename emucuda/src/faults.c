@@ -256,10 +256,10 @@ bool device_is_lost(unsigned device)
     return look_up(FAULT_DEVICE_LOST, getpid(), (int)device, NULL, false, false, NULL);
 }
 
-uint64_t copy_bandwidth(unsigned device)
+uint64_t copy_bandwidth(unsigned device, uint64_t profile_rate)
 {
     struct fault fault;
-    uint64_t bandwidth = machine->spec.bandwidth;
+    uint64_t bandwidth = machine->spec.bandwidth ? machine->spec.bandwidth : profile_rate;
     if (look_up(FAULT_SLOW_COPIES, getpid(), (int)device, NULL, false, true, &fault) &&
         fault.bandwidth && (!bandwidth || fault.bandwidth < bandwidth))
         bandwidth = fault.bandwidth;

@@ -33,7 +33,17 @@ struct spec {
     uint64_t context;
     uint64_t bandwidth;
     uint64_t reserved;
+    uint64_t profile; /* whose times to model, see spec.c; 0: as fast as the host */
 };
+
+/* Rates of a profile, bytes/s; 0: unlimited. */
+struct rates {
+    uint64_t copies;  /* between host and device */
+    uint64_t memory;  /* of the device's memory */
+    uint64_t suspend; /* from the device into the process's own memory, which is pageable */
+    uint64_t resume;
+};
+const struct rates *spec_rates(const struct spec *spec);
 
 /* Parses "2x16GiB,context=256MiB". 0, or -1 with a sentence in `error`. */
 int spec_parse(const char *text, struct spec *out, char *error, size_t error_size);
@@ -191,7 +201,8 @@ bool fault_hit(enum fault_kind kind, pid_t pid, int device, const char *op, stru
 bool fault_active(enum fault_kind kind, pid_t pid, int device, struct fault *out);
 bool faults_pending(void); /* cheap: may any fault be set? */
 bool device_is_lost(unsigned device);
-uint64_t copy_bandwidth(unsigned device); /* bytes/s, 0: unlimited */
+/* What limits a copy: the machine's bandwidth, else its profile's rate; or a fault. 0: nothing. */
+uint64_t copy_bandwidth(unsigned device, uint64_t profile_rate);
 uint64_t device_residue(unsigned device); /* bytes in use that belong to no process */
 
 /* Time and futexes. */

@@ -98,7 +98,8 @@ static bool all_in(bool paced, uint64_t *moved)
         *moved += pieces[i].size;
         if (paced) {
             if (pieces[i].device != last)
-                bandwidth = copy_bandwidth(driver.device[last = pieces[i].device].physical);
+                bandwidth = copy_bandwidth(driver.device[last = pieces[i].device].physical,
+                                           spec_rates(&machine->spec)->resume);
             pace(start, *moved, bandwidth);
         }
     }
@@ -111,7 +112,7 @@ static bool all_in(bool paced, uint64_t *moved)
 static bool device_out(int device, uint64_t start, uint64_t *moved)
 {
     int fd = driver.device[device].fd;
-    uint64_t bandwidth = copy_bandwidth(driver.device[device].physical);
+    uint64_t bandwidth = copy_bandwidth(driver.device[device].physical, spec_rates(&machine->spec)->suspend);
     for (off_t at = 0;;) {
         off_t data = lseek(fd, at, SEEK_DATA);
         if (data < 0)

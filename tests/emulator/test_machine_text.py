@@ -40,6 +40,11 @@ GOOD = {
     "2x16GiB,bandwidth=1.5GiB": Machine(2, 16 * GIB, bandwidth=3 * GIB // 2),
     "2x16GiB,reserved=512MiB,context=0": Machine(2, 16 * GIB, 0, 0, 512 << 20),
     "1x0.125GiB,context=1": Machine(1, 128 << 20, 1),
+    "2x16GiB,profile=h100": Machine(2, 16 * GIB, profile="h100"),
+    "2x16GiB,profile=cpu": Machine(2, 16 * GIB),
+    "1x16GiB,profile=rtx4090,bandwidth=8GB/s": Machine(
+        1, 16 * GIB, bandwidth=8 * 10**9, profile="rtx4090"
+    ),
 }
 BAD = [
     "",
@@ -81,6 +86,11 @@ BAD = [
     "2x16GiB,bandwidth=fast",
     "2x16GiB,bandwidth=8",
     "2x16GiB,bandwidth=999kB/s",
+    "2x16GiB,profile",
+    "2x16GiB,profile=",
+    "2x16GiB,profile=h10",
+    "2x16GiB,profile=h1000",
+    "2x16GiB,profile=cpu,profile=cpu",
     "2x16GiB;context=1MiB",
     "2x١GiB",
 ]
@@ -90,7 +100,7 @@ import ctypes, json, sys
 parse = ctypes.CDLL("libcuda.so.1").emucuda_parse
 found = []
 for text in json.load(sys.stdin):
-    out = (ctypes.c_uint64 * 5)()
+    out = (ctypes.c_uint64 * 6)()
     found.append(None if parse(text.encode(), out) else list(out))
 print(json.dumps(found))
 """
@@ -128,7 +138,11 @@ def test_c_and_python_read_the_same_machines(emulated):
         timeout=30,
         check=True,
     )
-    want = [list(dataclasses.astuple(GOOD[t])) if t in GOOD else None for t in texts]
+    names = list(machine_module.PROFILES)
+    want = [
+        [*dataclasses.astuple(GOOD[t])[:-1], names.index(GOOD[t].profile)] if t in GOOD else None
+        for t in texts
+    ]
     found = json.loads(done.stdout)
     assert dict(zip(texts, found, strict=True)) == dict(zip(texts, want, strict=True))
 

@@ -245,6 +245,26 @@ def test_copies_take_the_time_of_the_bandwidth(emulated):
     assert worker.do(took.format(f"resume({target.pid})")) >= 0.2
 
 
+def test_copies_and_suspends_take_the_times_of_the_profile(emulated):
+    machine = emulated("1x1GiB,profile=rtx4090")
+    target, worker = machine.target(), machine.target()
+    worker.do(WORKER + "import time\n")
+    target.do("context(); a, b = ok(D.cuMemAlloc(1 << 26)), ok(D.cuMemAlloc(1 << 26))")
+    target.do("put(a, bytes_of(1 << 26)); e = [ok(D.cuEventCreate(0)) for _ in range(3)]")
+    target.do("host = ok(D.cuMemHostAlloc(1 << 26, 0))")
+    target.do(
+        "ok(D.cuEventRecord(e[0], 0)); ok(D.cuMemcpyDtoDAsync(b, a, 1 << 26, 0));"
+        "ok(D.cuEventRecord(e[1], 0)); ok(D.cuMemcpyDtoHAsync(host, a, 1 << 26, 0));"
+        "ok(D.cuEventRecord(e[2], 0)); ok(D.cuCtxSynchronize())"
+    )
+    inside, out = target.do("_ = [ok(D.cuEventElapsedTime(*pair)) for pair in zip(e, e[1:])]")
+    assert inside >= (2 << 26) / 1.008e12 * 1e3
+    assert out >= (1 << 26) / 32e9 * 1e3
+    took = "start = time.monotonic(); {}; _ = time.monotonic() - start"
+    assert worker.do(took.format(f"suspend({target.pid})")) >= (1 << 26) / 4e9
+    assert worker.do(took.format(f"resume({target.pid})")) >= (1 << 26) / 7e9
+
+
 def test_a_stopped_target_hangs_the_call(pair):
     _, target, worker, digest = pair
     target.signal(signal.SIGSTOP)
