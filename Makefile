@@ -6,6 +6,7 @@
 # make quick  the tests that start nothing, in under a minute: what to run while editing
 # make lab    open JupyterLab with the Pooled GPU kernel
 # make gpu    on a machine with an NVIDIA GPU and PyTorch: the suite and benchmarks that need them
+# make torch  PyTorch on emulated GPUs: sets it up (0.8 GB to load), runs its tests and the example
 # make docs   build the documentation; make bench: the benchmarks
 # make test-long  the long forms of tests (docs/long-tests.md); LONG="tests/guard" for a part
 # make ui     build the JupyterLab part after a change; make screenshots: its pictures in docs/
@@ -13,6 +14,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 GPU_VENV ?= .venv-gpu
+TORCH_VENV ?= .venv-torch
 BIN := $(VENV)/bin
 SOURCES := $(foreach part,emucuda jupyter_gpupool/guard,$(wildcard $(part)/src/* $(part)/src/*/* \
   $(part)/*.txt $(part)/build.py $(part)/_generate.py))
@@ -22,7 +24,7 @@ UI_HOME := $(VENV)/share/jupyter/labextensions/@jupyter-gpupool/labextension
 JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" PYTHON="$(abspath $(BIN))/python" jlpm
 
 .PHONY: run test quick test-python test-beside test-ui test-long lint lint-ui lab docs bench lock clean
-.PHONY: ui screenshots chromium gpu
+.PHONY: ui screenshots chromium gpu torch
 
 $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) $(wildcard share/jupyter/kernels/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -129,6 +131,22 @@ $(GPU_VENV)/.ready: pyproject.toml hatch_build.py $(SOURCES)
 gpu: $(GPU_VENV)/.ready
 	$(GPU_VENV)/bin/python -m benchmarks.gpu $(GPU_ARGS)
 
+$(TORCH_VENV)/.ready: pyproject.toml hatch_build.py requirements/torch.txt $(SOURCES) $(wildcard emucuda/pytorch/*)
+	@command -v cc >/dev/null || \
+	  { echo "A C compiler is missing (it builds the guard and the emulated driver): apt-get install gcc libc6-dev"; exit 1; }
+	@echo "Setting up PyTorch for emulated GPUs: 0.8 GB to load the first time, 2 GB in $(TORCH_VENV)"
+	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	GPUPOOL_NO_LABEXTENSION=1 $(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check \
+	  -e ".[gpu,emulator]"
+	$(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/torch.txt
+	$(TORCH_VENV)/bin/python -m emucuda.pytorch.stand_ins
+	touch $@
+
+# tests/gpu runs on emulated devices here; without Triton, nothing compiles a kernel.
+torch: $(TORCH_VENV)/.ready
+	$(TORCH_VENV)/bin/python -m pytest tests/pytorch
+	$(TORCH_VENV)/bin/python -m pytest tests/gpu -m gpu -k "torch and not compile and not triton"
+
 lock:
 	$(BIN)/python -m pip install -q uv
 	$(BIN)/uv pip compile -q --universal --python-version 3.10 --no-header --no-annotate \
@@ -139,5 +157,5 @@ lock:
 	  -c requirements/lock.txt -o jupyter_gpupool/devices/nvidia/requirements.txt
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) build dist docs/_build emucuda/lib jupyter_gpupool/guard/lib \
+	rm -rf $(VENV) $(GPU_VENV) $(TORCH_VENV) build dist docs/_build emucuda/lib jupyter_gpupool/guard/lib \
 	  jupyter_gpupool/labextension labextension/lib labextension/node_modules

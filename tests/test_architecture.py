@@ -124,7 +124,7 @@ def test_module_imports_only_what_its_part_may_import(path):
 def test_emulated_driver_imports_only_the_standard_library():
     for path in (ROOT / "emucuda").rglob("*.py"):
         outside = {top for top, _ in imports(path)} - {"emucuda"} - sys.stdlib_module_names
-        assert not outside, path
+        assert outside <= ({"torch"} if path.parent.name == "pytorch" else set()), path
 
 
 def test_tests_of_the_emulated_driver_do_not_import_the_product():

@@ -26,6 +26,7 @@ import asyncio
 import atexit
 import ctypes
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -424,6 +425,8 @@ def _rename(command, env, folder):
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
+    if "EMUCUDA_MACHINE" in env and importlib.util.find_spec("_emucuda_pytorch"):
+        importlib.import_module("_emucuda_pytorch")  # as emucuda.pth does when Python starts
     sys.orig_argv[:] = command
     where = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]
     _write(command, *map(int, where[:2]))

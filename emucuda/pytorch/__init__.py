@@ -1,0 +1,12 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""PyTorch's CUDA build on emulated devices: its operators compute on the host.
+
+``hook`` runs when Python starts and waits for ``import torch``. ``stand_ins`` takes the place of
+NVIDIA's libraries that are not installed. ``operators`` gives each operator that has a CUDA kernel
+another one: a launch (``launches``) whose work is PyTorch's own CPU operator, on the bytes of the
+device (``arguments``). Memory, copies, streams, events and graphs stay PyTorch's own.
+
+Nothing here runs on a machine with a GPU: the hook does nothing without ``EMUCUDA_MACHINE``, and
+``launches`` refuses a driver that is not the emulated one.
+"""

@@ -1,0 +1,121 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Arguments and results of an operator, as the host and as the device see them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .launches import Launcher
+
+
+def host(launcher: Launcher, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same elements of the device, as a tensor of the host."""
+    storage = tensor.untyped_storage()
+    size = storage.nbytes()
+    if not size:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    address = launcher.bytes_at(storage.data_ptr(), size)
+    if not address:
+        raise RuntimeError(
+            f"CUDA error: an illegal memory access was encountered: {size} bytes at "
+            f"{storage.data_ptr():#x} are not memory of the device."
+        )
+    buffer = (ctypes.c_char * size).from_address(address)
+    bytes_ = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    made = torch.empty(0, dtype=tensor.dtype)
+    made.set_(bytes_, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if tensor.is_conj():
+        made = made.conj()
+    return torch._neg_view(made) if tensor.is_neg() else made
+
+
+def device_of(value: Any) -> torch.device | None:
+    """Return the CUDA device that an argument, or a list of them, is on or names."""
+    if isinstance(value, torch.Tensor):
+        return value.device if value.is_cuda else None
+    if isinstance(value, torch.device) and value.type == "cuda":
+        index = torch.cuda.current_device() if value.index is None else value.index
+        return torch.device("cuda", index)
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            found = device_of(item)
+            if found is not None:
+                return found
+    return None
+
+
+class Call:
+    """The arguments of one call, on both sides."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        #: Each tensor of the host, and the one of the device that it stands for.
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def there(self, value: Any) -> Any:
+        """Return an argument for the host."""
+        if isinstance(value, torch.Tensor):
+            if not value.is_cuda:
+                return value
+            for on_host, on_device in self.pairs:
+                if on_device is value:
+                    return on_host
+            made = host(self.launcher, value)
+            self.pairs.append((made, value))
+            return made
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.there(item) for item in value)
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        return value
+
+    def copied(self) -> dict[int, torch.Tensor]:
+        """Return a copy of each tensor of the host, by the id of the one that it copies."""
+        return {id(on_host): on_host.clone() for on_host, _ in self.pairs}
+
+    def here(self, value: Any, device: torch.device, new: list[Any]) -> Any:
+        """Return a result for the device; ``new`` gets the pairs that have to be filled."""
+        if isinstance(value, torch.Tensor):
+            for on_host, on_device in self.pairs:
+                if on_host is value:
+                    return on_device
+            made = torch.empty_strided(
+                value.size(), _dense(value), dtype=value.dtype, device=device
+            )
+            new.append((value, made))
+            return made
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.here(item, device, new) for item in value)
+        return value
+
+
+def _dense(value: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a result; of an expanded one, those of its contiguous form."""
+    strides = tuple(value.stride())
+    expanded = any(step == 0 and size > 1 for size, step in zip(value.size(), strides, strict=True))
+    return tuple(torch.empty(value.size(), device="meta").stride()) if expanded else strides
+
+
+#: Random numbers of a CUDA generator are a function of its seed and offset. So they are here.
+_STEP = 4
+
+
+def drawn(generator: torch.Generator) -> torch.Generator:
+    """Return a generator of the host for the next call, and move the device's on."""
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    generator.set_offset(offset + _STEP)
+    return torch.Generator().manual_seed((seed * 1_000_003 + offset) & ((1 << 63) - 1))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of an argument or a result, which may be nested lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []

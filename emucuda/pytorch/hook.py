@@ -1,0 +1,60 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Prepares PyTorch when a program on emulated devices imports it.
+
+A line in ``emucuda.pth`` imports this file when Python starts, if ``EMUCUDA_MACHINE`` is set. For
+that it is installed a second time, as the module ``_emucuda_pytorch``, because the import must not
+cost that of a package.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False  # typing is not imported for it
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+
+class _Finder:
+    """Finds ``torch`` as always, and acts before and after it is loaded."""
+
+    def find_spec(
+        self,
+        name: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002 - importlib passes both
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        import importlib.util
+
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.loader is None or not spec.origin:
+            return spec
+        load, origin = spec.loader.exec_module, spec.origin
+
+        def exec_module(module: ModuleType) -> None:
+            from emucuda.pytorch import stand_ins
+
+            stand_ins.load(origin)
+            load(module)
+            if getattr(module.version, "cuda", None):
+                from emucuda.pytorch import operators
+
+                operators.install()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """Wait for ``import torch``."""
+    if "torch" not in sys.modules and not any(isinstance(f, _Finder) for f in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+install()

@@ -1,0 +1,234 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The operators of PyTorch on emulated devices.
+
+Each operator that the CUDA build registered for the device gets another kernel: PyTorch's CPU
+operator on the same bytes, as launched work. Autograd and autocast are above it, and stay.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
+from . import recurrent
+from .arguments import Call, device_of, drawn, host, tensors_in
+from .durations import Durations
+from .launches import SHORTEST, Launcher, NotEmulatedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: Operators that PyTorch does on the device's memory without a kernel of its own.
+NATIVE = frozenset({
+    "empty", "empty_strided", "empty_like", "new_empty", "_efficientzerotensor", "resize_",
+    "resize_as_", "_resize_output_", "set_", "set_data", "record_stream", "is_pinned",
+    "_pin_memory", "pin_memory", "_local_scalar_dense", "item", "is_set_to",
+    "_has_compatible_shallow_copy_type", "_to_copy",
+})  # fmt: skip
+#: Operators that choose among the device's libraries before they look a kernel up.
+CHOOSING = ("convolution", "convolution_backward", "linalg_solve")
+#: Of the ways to compute attention, the one that calls operators only.
+_PLAIN_ATTENTION = 0
+
+#: Keeps the kernels registered.
+_library: torch.library.Library | None = None
+
+
+class NoKernelError(NotImplementedError):
+    """PyTorch cannot compute this operator on the host."""
+
+
+class _Kernel:
+    """The kernel of one operator."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        durations: Durations,
+        name: str,
+        op: Any,
+        on_host: Callable[..., Any],
+    ) -> None:
+        self.launcher = launcher
+        self.durations = durations
+        self.op = op
+        self.name = name
+        self.on_host = on_host
+        arguments = op._schema.arguments
+        names = [argument.name for argument in arguments]
+        self.random = names.index("generator") if "generator" in names else None
+        self.writes = any(a.alias_info and a.alias_info.is_write for a in arguments)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        device = device_of((*args, *kwargs.values()))
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        with torch.cuda.device(device):
+            call = Call(self.launcher)
+            there = call.there(args), {name: call.there(v) for name, v in kwargs.items()}
+            run = self._capture if torch.cuda.is_current_stream_capturing() else self._now
+            return run(call, there, device)
+
+    def _compute(self, there: Any, draw: Callable[[torch.Generator], Any], device: Any) -> Any:
+        args, kwargs = list(there[0]), dict(there[1])
+        place = self.random
+        if place is not None:
+            given = args[place] if len(args) > place else kwargs.get("generator")
+            given = given or torch.cuda.default_generators[device.index]
+            if given.device.type == "cuda":
+                given = draw(given)
+            if len(args) > place:
+                args[place] = given
+            else:
+                kwargs["generator"] = given
+        try:
+            return self.on_host(*args, **kwargs)
+        except NotImplementedError as error:
+            raise NoKernelError(
+                f"{self.name} is not computed on an emulated device: PyTorch has no kernel of it "
+                "for the CPU, where the emulation computes."
+            ) from error
+
+    def _now(self, call: Call, there: Any, device: torch.device) -> Any:
+        sizes = [on_host.size() for on_host, _ in call.pairs] if self.writes else ()
+        results: list[Any] = []
+
+        def work() -> None:
+            results.append(self._compute(there, drawn, device))
+
+        self.launcher.launch(device.index, work)
+        new: list[Any] = []
+        for (on_host, on_device), size in zip(call.pairs, sizes, strict=False):
+            if on_host.size() != size:  # an output that the operator resized
+                on_device.resize_(on_host.size())
+                new.append((on_host, on_device))
+        answer = call.here(results[0], device, new)
+        filled = [(value, host(self.launcher, made)) for value, made in new if made.numel()]
+        ns = self._ns(call, there, results[0])
+        if filled or ns > SHORTEST:
+
+            def fill() -> None:
+                for value, made in filled:
+                    made.copy_(value)
+
+            self.launcher.launch(device.index, fill, ns - SHORTEST)
+        return answer
+
+    def _ns(self, call: Call, there: Any, results: Any) -> int:
+        return self.durations.of(self.op, there[0], (h for h, _ in call.pairs), results)
+
+    def _capture(self, call: Call, there: Any, device: torch.device) -> Any:
+        """Record the call. It does not run now, but its results need memory.
+
+        Their sizes are those of the same call on copies.
+        """
+        copies = call.copied()
+        trial = _replaced(there[0], copies), {n: _replaced(v, copies) for n, v in there[1].items()}
+        tried = self._compute(trial, lambda _: torch.Generator(), device)
+        for on_host, _ in call.pairs:
+            if copies[id(on_host)].size() != on_host.size():
+                raise NoKernelError(f"{self.name} resizes an output: a graph cannot capture that.")
+        same = {id(copy): on_host for on_host, _ in call.pairs for copy in (copies[id(on_host)],)}
+        new: list[Any] = []
+        answer = call.here(_replaced(tried, same), device, new)
+        made = [host(self.launcher, tensor) for _, tensor in new]
+        known = {id(on_host) for on_host, _ in call.pairs}
+
+        def again() -> None:
+            found = self._compute(there, drawn, device)
+            results = [t for t in tensors_in(found) if id(t) not in known]
+            for value, tensor in zip(results, made, strict=True):
+                tensor.copy_(value)
+
+        ns = self._ns(call, there, tried)
+        self.launcher.launch(device.index, again, ns, keep=True)
+        return answer
+
+
+def _replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return by.get(id(value), value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_replaced(item, by) for item in value)
+    return value
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.dtype == other.dtype
+        and one.size() == other.size()
+        and one.stride() == other.stride()
+        and one.is_contiguous()
+        and (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
+    )
+
+
+def _copier(launcher: Launcher) -> Callable[..., torch.Tensor]:
+    """Return ``copy_``: PyTorch's own where it is one copy of the driver, else a kernel."""
+    native = torch.ops.aten.copy_.default
+    keys = DispatchKeySet(DispatchKey.CPU)  # its kernel is the same for all devices
+
+    def copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if not (self.is_cuda and src.is_cuda) or _alike(self, src):
+            copied: torch.Tensor = native.redispatch(keys, self, src, non_blocking)
+            return copied
+        with torch.cuda.device(self.device):
+            to, of = host(launcher, self), host(launcher, src)
+
+            def work() -> None:
+                to.copy_(of)
+
+            keep = torch.cuda.is_current_stream_capturing()
+            launcher.launch(self.device.index, work, keep=keep)
+        return self
+
+    return copy
+
+
+def _names() -> list[str]:
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+    names = {name for name in registered if name.startswith("aten::")}
+    return sorted(names | {f"aten::{name}" for name in CHOOSING})
+
+
+def install() -> None:
+    """Give PyTorch's operators for the device their kernels; once."""
+    global _library  # noqa: PLW0603 - it keeps them registered
+    if _library is not None:
+        return
+    try:
+        launcher, durations = Launcher(), Durations(os.environ["EMUCUDA_MACHINE"])
+    except (NotEmulatedError, OSError) as error:
+        print(f"emucuda: {error}", file=sys.stderr)
+        return
+    _library = torch.library.Library("aten", "IMPL")
+    own: dict[str, Callable[..., Any]] = {
+        "_fused_sdp_choice": lambda *_, **__: _PLAIN_ATTENTION,
+        "copy_": _copier(launcher),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each says that it takes the place of another kernel
+        for full in _names():
+            name, _, overload = full.removeprefix("aten::").partition(".")
+            op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+            if op is None or name in NATIVE or name in own or _is_view(op):
+                continue
+            on_host = recurrent.CELLS.get(name, op)
+            kernel = _Kernel(launcher, durations, full, op, on_host)
+            _library.impl(full.removeprefix("aten::"), kernel.__call__, "CUDA")
+        for name, function in own.items():
+            _library.impl(name, function, "CUDA")
+    # Libraries of NVIDIA's, none of which can run.
+    torch.backends.cudnn.enabled = False
+    for choose in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{choose}_sdp")(False)
+
+
+def _is_view(op: Any) -> bool:
+    return any(r.alias_info and not r.alias_info.is_write for r in op._schema.returns)

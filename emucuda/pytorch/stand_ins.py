@@ -1,0 +1,147 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Libraries that PyTorch links and an emulated device cannot use: cuBLAS, cuDNN, NCCL and others.
+
+They are 3 GB, and stop at the first call: NVIDIA's runtime is a part of them, and tests the driver.
+So :func:`build` makes a library of each that is not installed, with the names that PyTorch looks
+up; a call is an error that names the function. Operators do not call them (see ``operators``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from emucuda.build import compiler
+from emucuda.machine import library_dir
+
+#: What the functions of a library begin with, and what they return for "not supported".
+STATUS = {
+    "cublasLt": 15, "cublas": 15, "cudnn": 3000, "cufft": 16, "cufile": 5026, "cupti": 27,
+    "curand": 999, "cusolver": 9, "cusparseLt": 10, "cusparse": 10, "nccl": 5, "nvJitLink": 7,
+    "nvrtc": 11, "nvshmem": 1, "nvtx": 0,
+}  # fmt: skip
+_SONAME = re.compile(
+    r"lib(cublasLt|cublas|cudnn|cufft|cufile|cupti|curand|cusolver|cusparseLt|cusparse|nccl"
+    r"|nvJitLink|nvrtc|nvshmem_host|nvToolsExt)\.so\.[\d.]+"
+)
+
+_SOURCE = r"""
+#include <stdio.h>
+static long refuse(const char *name, int *told, long status)
+{
+    if (!__atomic_exchange_n(told, 1, __ATOMIC_RELAXED))
+        fprintf(stderr, "emucuda: %s is of a library that is not emulated.\n", name);
+    return status;
+}
+#define STATUS(name, code) \
+    long name(void);       \
+    long name(void) { static int told; return refuse(#name, &told, code); }
+#define TEXT(name) const char *name(void); const char *name(void) { return "not emulated"; }
+#define ZERO(name) long name(void); long name(void) { return 0; }
+"""
+
+
+def folder() -> Path:
+    """Return where this environment keeps the libraries."""
+    return Path(sys.prefix) / "lib" / "emucuda" / "stand-ins"
+
+
+def _line(name: str, prefix: str) -> str:
+    if name.endswith(("String", "ErrorName")) or name == "ncclGetLastError":
+        return f"TEXT({name})"
+    # Versions are read when PyTorch is imported, and ranges of a profiler mean nothing here.
+    if "Version" in name or not STATUS[prefix]:
+        return f"ZERO({name})"
+    return f"STATUS({name}, {STATUS[prefix]})"
+
+
+def _owner(prefix: str, sonames: set[str]) -> str | None:
+    stem = {"nvtx": "nvToolsExt", "nvshmem": "nvshmem_host"}.get(prefix, prefix)
+    return next((s for s in sonames if s.startswith(f"lib{stem}.so")), None)
+
+
+def wanted(libraries: list[Path]) -> dict[str, dict[str, str]]:
+    """Return, for each library of NVIDIA's that these link, the names that they look up there.
+
+    Each name comes with the beginning by which :data:`STATUS` knows it.
+    """
+    sonames: set[str] = set()
+    names: set[str] = set()
+    for path in libraries:
+        dynamic = subprocess.run(
+            ["readelf", "-dW", path], capture_output=True, text=True, check=True
+        ).stdout
+        sonames.update(m[0] for m in _SONAME.finditer(dynamic))
+        undefined = subprocess.run(
+            ["nm", "-D", "--undefined-only", path], capture_output=True, text=True, check=True
+        ).stdout
+        names.update(line.split()[-1].partition("@")[0] for line in undefined.splitlines())
+    found: dict[str, dict[str, str]] = {soname: {} for soname in sonames}
+    for name in sorted(names):
+        prefix = next((p for p in STATUS if name.startswith(p)), None)
+        owner = _owner(prefix, sonames) if prefix else None
+        if prefix and owner:
+            found[owner][name] = prefix
+    return found
+
+
+def build(torch: Path, out: Path | None = None) -> list[str]:
+    """Make the libraries that the PyTorch in this folder links and that are not installed.
+
+    Returns their names. Needs a C compiler and its binutils.
+    """
+    target = out or folder()
+    target.mkdir(parents=True, exist_ok=True)
+    for old in target.glob("lib*"):
+        old.unlink()
+    made = []
+    packages = torch.parent / "nvidia"
+    for soname, names in sorted(wanted(sorted((torch / "lib").glob("*.so"))).items()):
+        if any(packages.glob(f"*/lib/{soname}")):
+            continue
+        with tempfile.TemporaryDirectory() as folder_:
+            source = Path(folder_) / "stand_in.c"
+            source.write_text(_SOURCE + "\n".join(_line(n, p) for n, p in names.items()) + "\n")
+            flags = ["-shared", "-fPIC", "-O1", "-w", f"-Wl,-soname,{soname}"]
+            flags += ["-Wl,--default-symver", "-o", str(target / soname)]
+            subprocess.run([*compiler(), *flags, str(source)], check=True)
+        made.append(soname)
+    return made
+
+
+def load(origin: str) -> None:
+    """Load what PyTorch will look for by name: the runtime and the stand-ins.
+
+    The dynamic loader takes a library that is loaded already, wherever PyTorch would look.
+    ``origin`` is the path of PyTorch's ``__init__.py``.
+    """
+    with contextlib.suppress(OSError):
+        linked = (Path(origin).parent / "lib" / "libc10_cuda.so").read_bytes()
+        for name in re.findall(rb"libcudart\.so\.1[23]", linked)[:1]:
+            ctypes.CDLL(str(library_dir() / name.decode()), mode=ctypes.RTLD_GLOBAL)
+    for path in sorted(folder().glob("lib*")):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def main() -> int:
+    """Build them for the PyTorch of this environment; return the exit status."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
+        print("PyTorch is not installed in this environment.", file=sys.stderr)
+        return 1
+    made = build(Path(spec.origin).parent)
+    print(f"{len(made)} libraries in {folder()}: {', '.join(made)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

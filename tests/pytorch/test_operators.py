@@ -1,0 +1,231 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Operators on an emulated device have the results of PyTorch's CPU operators.
+
+Importing PyTorch takes most of the time of these tests, so a program checks many things.
+"""
+
+from __future__ import annotations
+
+#: The same computations on both: their results must be the same, bit for bit.
+ALIKE = r"""
+import torch, torch.nn.functional as F
+from torch import nn
+
+def inputs():
+    g = torch.Generator().manual_seed(1)
+    def make(*size): return torch.randn(*size, generator=g)
+    return make
+
+def cases(device):
+    make = inputs()
+    def on(*size): return make(*size).to(device)
+    a, b = on(24, 16), on(16, 24)
+    image, weight = on(2, 3, 12, 12), on(4, 3, 3, 3)
+    index = torch.tensor([3, 1, 3, 0]).to(device)
+    yield "matmul", a @ b
+    yield "half", (a.half() @ b.half()).float()
+    yield "conv", F.conv2d(image, weight, padding=1)
+    yield "pool", F.max_pool2d(image, 2, return_indices=True)
+    yield "fft", torch.view_as_real(torch.fft.fft2(image))
+    yield "solve", torch.linalg.solve(a[:16] + 9 * torch.eye(16).to(device), b[:, :3])
+    yield "svd", torch.linalg.svdvals(a)
+    yield "sort", torch.sort(a, dim=0)
+    yield "topk", torch.topk(a, 3)
+    yield "unique", torch.unique(index, return_counts=True)
+    yield "nonzero", torch.nonzero(a > 1)
+    yield "masked", a[a > 1]
+    yield "index", a[index, index]
+    yield "put", a.clone().index_put_((index,), a[0, :16], accumulate=True)
+    yield "scatter", torch.zeros(4, device=device).scatter_add_(0, index, a[0, :4])
+    yield "where", torch.where(a > 0, a, -a)
+    yield "cat", torch.cat((a, b.T), 1)
+    yield "transposed", a.T.contiguous()
+    yield "strided", a[::2, ::3] + 1
+    yield "cast", a.to(torch.int32), a.double().float()
+    yield "sum", a.sum(), a.mean(0), a.std(), a.cumsum(1), a.argmax()
+    yield "softmax", F.softmax(a, 1), F.log_softmax(a, 0)
+    yield "norms", F.layer_norm(a, (16,)), F.group_norm(image, 3)
+    yield "embedding", F.embedding(index, a)
+    yield "attention", F.scaled_dot_product_attention(*on(3, 2, 2, 6, 8))
+    yield "interpolate", F.interpolate(image, scale_factor=2, mode="bilinear")
+    yield "complex", torch.view_as_real(torch.complex(a, a).conj() * 2)
+    yield "out", torch.mul(a, 2, out=torch.empty(0, device=device))
+    yield "expanded", a[:1].expand(4, 16) * 1, a[:1].expand(4, 16).sum()
+    yield "lists", torch._foreach_mul([a, b], 3.0)
+    yield "scalar", torch.tensor(a.flatten()[3].item() + float(a.max()))
+
+def training(device):
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(8 * 16, 32), nn.GELU(), nn.Linear(32, 5),
+    )
+    x, y = torch.randn(16, 3, 8, 8), torch.randint(0, 5, (16,))
+    model, x, y = model.to(device), x.to(device), y.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        yield "loss", loss.detach()
+    yield "weights", [p.detach() for p in model.parameters()]
+
+def flat(value):
+    return [t for v in value for t in flat(v)] if isinstance(value, (list, tuple)) else [value]
+
+for make in (cases, training):
+    for (name, *there), (_, *here) in zip(make("cuda"), make("cpu"), strict=True):
+        for one, other in zip(flat(there), flat(here), strict=True):
+            assert one.is_cuda or name == "scalar", name
+            assert torch.equal(one.cpu(), other), (name, (one.cpu() - other).abs().max())
+print("alike")
+"""
+
+
+def test_operators_and_training_have_the_results_of_the_host(run):
+    done = run(ALIKE)
+    assert (done.stdout, done.stderr) == ("alike\n", "")
+
+
+#: What is particular to the device.
+DEVICE = r"""
+import os, torch
+from torch import nn
+assert torch.cuda.is_available() and torch.cuda.device_count() == 2
+assert torch.cuda.get_device_name(0).startswith("EMULATED")
+assert not torch.backends.cudnn.enabled
+
+# Recurrent networks use fused cells there: their sums are in another order.
+for kind in (nn.LSTM, nn.GRU):
+    torch.manual_seed(0)
+    net, x = kind(5, 7, 2, batch_first=True), torch.randn(2, 3, 5)
+    results = []
+    for device in ("cpu", "cuda"):
+        net.to(device).zero_grad()
+        out = net(x.to(device))[0]
+        out.square().sum().backward()
+        results.append([out.detach().cpu(), *(p.grad.cpu() for p in net.parameters())])
+    for one, other in zip(*results):
+        assert torch.allclose(one, other, atol=1e-6), kind
+
+# Random numbers are a function of the seed, and their state can be kept.
+torch.manual_seed(3)
+first = torch.rand(4, device="cuda")
+state = torch.cuda.get_rng_state()
+second = torch.rand(4, device="cuda")
+assert not torch.equal(first, second)
+torch.cuda.set_rng_state(state)
+assert torch.equal(torch.rand(4, device="cuda"), second)
+torch.manual_seed(3)
+assert torch.equal(torch.rand(4, device="cuda"), first)
+
+# A captured graph runs at its replays, and not before.
+x, count = torch.zeros(4, device="cuda"), torch.zeros((), device="cuda")
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    y = (x + 1) * 2
+    count += 1
+    noise = torch.rand(3, device="cuda")
+assert count.item() == 0
+x.fill_(3)
+seen = []
+for _ in range(3):
+    graph.replay()
+    seen.append(noise.tolist())
+assert y.tolist() == [8.0] * 4 and count.item() == 3
+assert seen[0] != seen[1] != seen[2]
+
+# A capture may have several streams.
+side, forked = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+with torch.cuda.graph(forked):
+    main = torch.cuda.current_stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        twice = x * 2
+    main.wait_stream(side)
+    both = twice + x
+forked.replay()
+assert both.tolist() == [9.0] * 4
+
+# Mixed precision, a second device, pinned memory, events and streams.
+scaler = torch.amp.GradScaler("cuda", init_scale=64.0)
+weight = torch.ones(8, 8, device="cuda", requires_grad=True)
+with torch.autocast("cuda", dtype=torch.float16):
+    made = weight @ weight
+    assert made.dtype is torch.float16
+    scaler.scale(made.float().sum()).backward()
+optimizer = torch.optim.SGD([weight], 0.1)
+scaler.step(optimizer)
+scaler.update()
+assert abs(weight[0, 0].item() - (1 - 0.1 * 16)) < 1e-6
+other = weight.detach().to("cuda:1")
+assert other.device.index == 1 and torch.equal(other.T.to("cuda:0"), weight.detach().T)
+stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+with torch.cuda.stream(stream):
+    late = torch.arange(8).pin_memory().to("cuda", non_blocking=True) + 1
+    event.record()
+event.synchronize()
+assert late.tolist() == list(range(1, 9))
+
+# What cannot be computed is an error that names it, and never bytes that look like a result.
+try:
+    torch._scaled_mm(weight, weight, weight, weight)
+except NotImplementedError as error:
+    assert "aten::_scaled_mm is not computed on an emulated device" in str(error), error
+else:
+    raise AssertionError("no error")
+try:
+    torch.empty(1 << 40, device="cuda")
+except torch.OutOfMemoryError as error:
+    assert "CUDA out of memory" in str(error)
+assert torch.cuda.memory_allocated() > 0
+print("done")
+"""
+
+
+def test_devices_streams_graphs_and_errors_are_those_of_cuda(run):
+    done = run(DEVICE)
+    assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+def test_memory_backends_and_workers_work(run):
+    code = """
+import torch
+x = [torch.full((1 << 18,), float(i), device="cuda") for i in range(20)]
+del x[::2]
+x += [torch.full((1 << 19,), 1.0, device="cuda") for _ in range(10)]
+assert sum(t.mean().item() for t in x) == sum(range(1, 20, 2)) + 10
+data = torch.utils.data.TensorDataset(torch.arange(64.).reshape(16, 4))
+loader = torch.utils.data.DataLoader(data, 4, num_workers=2, pin_memory=True)
+assert sum(b.cuda(non_blocking=True).sum().item() for b, in loader) == 63 * 32
+torch.cuda.empty_cache()
+print("done")
+"""
+    for backend in ("", "expandable_segments:True", "backend:cudaMallocAsync"):
+        assert run(code, PYTORCH_CUDA_ALLOC_CONF=backend).stdout == "done\n"
+
+
+def test_operators_take_the_time_of_the_profile(run):
+    code = """
+import torch
+a = torch.ones(1024, 1024, device="cuda")
+begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+begin.record()
+a @ a
+middle.record()
+a += 1
+end.record()
+torch.cuda.synchronize()
+assert begin.elapsed_time(middle) >= 2 * 1024**3 / 82.6e12 * 1e3
+assert middle.elapsed_time(end) >= (4 << 20) / 1.008e12 * 1e3
+print("done")
+"""
+    assert run(code, "1x1GiB,context=32MiB,profile=rtx4090").stdout == "done\n"
+
+
+def test_a_program_without_devices_computes_on_the_host(run):
+    code = "import torch; print(torch.cuda.is_available(), torch.ones(2).sum().item())"
+    assert run(code, CUDA_VISIBLE_DEVICES="").stdout == "False 2.0\n"
