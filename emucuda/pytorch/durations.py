@@ -27,7 +27,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     return dict(flop_registry)
 
 
-class Durations:
+class BoardTimes:
     """Times of operators on the board of this process's machine."""
 
     def __init__(self, machine: str) -> None:

@@ -18,7 +18,7 @@ from torch._C import DispatchKey, DispatchKeySet
 
 from . import recurrent
 from .arguments import Call, device_of, drawn, host, tensors_in
-from .durations import Durations
+from .durations import BoardTimes
 from .launches import SHORTEST, Launcher, NotEmulatedError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class _Kernel:
     def __init__(
         self,
         launcher: Launcher,
-        durations: Durations,
+        durations: BoardTimes,
         name: str,
         op: Any,
         on_host: Callable[..., Any],
@@ -203,7 +203,7 @@ def install() -> None:
     if _library is not None:
         return
     try:
-        launcher, durations = Launcher(), Durations(os.environ["EMUCUDA_MACHINE"])
+        launcher, durations = Launcher(), BoardTimes(os.environ["EMUCUDA_MACHINE"])
     except (NotEmulatedError, OSError) as error:
         print(f"emucuda: {error}", file=sys.stderr)
         return

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from emucuda import build, environment
 from tests.e2e.conftest import (  # noqa: F401 - of the notebooks
     installed,
     kernelspec,
@@ -20,6 +19,7 @@ from tests.e2e.conftest import (  # noqa: F401 - of the notebooks
     pytest_runtest_makereport,
     rested,
 )
+from tests.emulated import build, environment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pytorch" / "training.ipynb"
 

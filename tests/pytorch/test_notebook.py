@@ -18,7 +18,7 @@ def _cells():
     return ["".join(c["source"]) for c in document["cells"] if c["cell_type"] == "code"]
 
 
-def test_training_continues_bit_for_bit_after_suspends_and_a_move(pool):
+def test_training_continues_exactly_after_suspends_and_moves(pool):
     pool = pool("2x2GiB,context=64MiB")
     printed: dict[str, list[str]] = {"alone": [], "disturbed": []}
     devices = []
