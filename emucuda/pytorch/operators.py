@@ -18,7 +18,7 @@ from torch._C import DispatchKey, DispatchKeySet
 
 from . import recurrent
 from .arguments import Call, device_of, drawn, host, tensors_in
-from .durations import BoardTimes
+from .board_times import BoardTimes
 from .launches import SHORTEST, Launcher, NotEmulatedError
 
 if TYPE_CHECKING:
