@@ -97,6 +97,8 @@ class Child:
         self._started = 0
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
+        #: The readers of all processes that have not ended, those of lost ones too.
+        self._readers: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, _Call] = {}
         self._ready: asyncio.Future[dict[str, Any]] | None = None
         self._next_id = 0
@@ -207,11 +209,14 @@ class Child:
             await asyncio.wait_for(self._end_late(), _REAP_TIMEOUT)
 
     async def _end_late(self) -> None:
-        """End a process that is being started, and wait for one that has just died."""
+        """End a process that is being started, and wait for those that have died.
+
+        The one before the last may still be on its way out: its pipes are open until then.
+        """
         async with self._lock:
             await self.kill()
-        if self._reader is not None and self._reader is not asyncio.current_task():
-            await asyncio.wait({self._reader})
+        if others := self._readers - {asyncio.current_task()}:
+            await asyncio.wait(others)
 
     # ------------------------------------------------------------------ internals
 
@@ -229,6 +234,8 @@ class Child:
             ) from None
         self._process = process
         self._reader = asyncio.create_task(self._read(process, self._ready))
+        self._readers.add(self._reader)
+        self._reader.add_done_callback(self._readers.discard)
         try:
             self.hello = await asyncio.wait_for(asyncio.shield(self._ready), timeout)
         except (asyncio.TimeoutError, TimeoutError):

@@ -70,9 +70,11 @@ class Forked:
                 signal.pidfd_send_signal(self._process.handle, signal.SIGKILL)
 
     async def wait(self):
-        await asyncio.shield(self._ended)
-        self.stdin.close()
-        self._transport.close()
+        try:
+            await asyncio.shield(self._ended)
+        finally:
+            self.stdin.close()
+            self._transport.close()
         await asyncio.sleep(0)  # until they are closed
         return self.returncode
 

@@ -216,6 +216,32 @@ async def test_close_waits_for_a_child_that_has_just_died():
     assert reader.done()
 
 
+async def test_close_waits_for_a_child_that_was_replaced(monkeypatch):
+    """Its pipes are open until its end is noticed."""
+    child = Child("worker", module=PROGRAMS, env=child_environment(None), log=logging.getLogger())
+    await child._spawn(60)
+    first, lost, noticed, reap = child._reader, child._process, asyncio.Event(), Child._reap
+
+    async def late(self, process):
+        if process is lost:
+            await noticed.wait()
+        await reap(self, process)
+
+    monkeypatch.setattr(Child, "_reap", late)
+    os.kill(child.pid, signal.SIGKILL)
+    while child.pid:
+        await asyncio.sleep(0)
+    await child._spawn(60)
+    closing = asyncio.create_task(child.close())
+    await asyncio.wait({child._reader})
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not closing.done()
+    noticed.set()
+    await closing
+    assert first.done()
+
+
 async def test_children_end_with_their_parent(emulated, waiting):
     until, _ = waiting
     code = (
