@@ -60,7 +60,7 @@ class Pair:
                 host_memory=1 << 42,
                 idle_timeout=1e9,
                 max_swap_overhead=SHARE,
-                residence=rule,  # type: ignore[arg-type]
+                residence=rule,
             )
         )
         self.now, self.count = 0.0, 0

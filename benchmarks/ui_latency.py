@@ -101,7 +101,7 @@ class Listener(threading.Thread):
                     self.heard.append((now, session["state"]))
 
     def close(self) -> None:
-        self._socket.abort()  # type: ignore[no-untyped-call]  # wakes its thread
+        self._socket.abort()  # wakes its thread
         self.join(20)
 
 

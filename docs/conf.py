@@ -8,7 +8,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from jupyter_gpupool import __version__ as release  # noqa: E402
+from jupyter_gpupool import __version__ as release  # noqa: E402 (needs the path set above)
 
 project = "jupyter_gpupool"
 author = "jupyter_gpupool developers"

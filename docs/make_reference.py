@@ -15,13 +15,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from jupyter_gpupool import protocol  # noqa: E402
-from jupyter_gpupool.broker import request_fields  # noqa: E402
-from jupyter_gpupool.cli import commands  # noqa: E402
-from jupyter_gpupool.cli.configtext import markdown_reference  # noqa: E402
-from jupyter_gpupool.cli.registry import EXIT_CODES  # noqa: E402
-from jupyter_gpupool.config import fixed_options  # noqa: E402
-from jupyter_gpupool.errors import Code  # noqa: E402
+from jupyter_gpupool import protocol  # noqa: E402 (needs the path set above)
+from jupyter_gpupool.broker import request_fields  # noqa: E402 (needs the path set above)
+from jupyter_gpupool.cli import commands  # noqa: E402 (needs the path set above)
+from jupyter_gpupool.cli.configtext import markdown_reference  # noqa: E402 (needs the path set above)
+from jupyter_gpupool.cli.registry import EXIT_CODES  # noqa: E402 (needs the path set above)
+from jupyter_gpupool.config import fixed_options  # noqa: E402 (needs the path set above)
+from jupyter_gpupool.errors import Code  # noqa: E402 (needs the path set above)
 
 NOTE = "<!-- Written by docs/make_reference.py; do not edit. -->\n\n"
 

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 real, offset = time.time, Path(os.environ["TEST_FOLDER"], "clock")
 time.time = lambda: real() + float(offset.read_text())
 
-from jupyter_gpupool.broker import timekeeper  # noqa: E402
-from jupyter_gpupool.broker.app import main  # noqa: E402
-from jupyter_gpupool.broker.store import files  # noqa: E402
+from jupyter_gpupool.broker import timekeeper  # noqa: E402 (after the clock is set)
+from jupyter_gpupool.broker.app import main  # noqa: E402 (after the clock is set)
+from jupyter_gpupool.broker.store import files  # noqa: E402 (after the clock is set)
 
 timekeeper.LOOK = 0.2
 # By the pretended time, the files of other tests' brokers would be old enough to be removed.

@@ -18,5 +18,5 @@ def add(self: DeviceService, row: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    DeviceService._add = add  # type: ignore[method-assign]
+    DeviceService._add = add
     sys.exit(app.main())

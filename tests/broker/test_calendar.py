@@ -101,12 +101,12 @@ def test_a_restart_has_what_is_in_force_and_notes_only_changes(at):
     broker = at(EVENING + 60)
     assert broker.schedules() == ["In force: night"]
     broker.kill()
-    broker.started  # noqa: B018
+    assert broker.started
     assert broker.idle_timeout() == 7200
     assert broker.schedules() == ["In force: night"]
     broker.kill()
     broker.set_clock(MORNING + 60)
-    broker.started  # noqa: B018
+    assert broker.started
     assert broker.idle_timeout() == 600
     assert broker.schedules() == ["In force: night", "No schedule is in force"]
 
@@ -143,6 +143,11 @@ def test_work_of_the_night_stops_by_day_and_goes_on_at_night(at):
         classes_allowed=["notebook"],
         schedules=[{**NIGHT, "set": {"classes_allowed": None}}],
     )  # fmt: skip
+    why = "kernels of its priority class get no GPU at this time"
+    wait = (
+        f"it was preempted: {why}; it goes on by itself when the schedule lets its class run, in "
+        "12 h, at 20:00 UTC"
+    )
     made = []
 
     def program(*args, **request):
@@ -155,14 +160,9 @@ def test_work_of_the_night_stops_by_day_and_goes_on_at_night(at):
             broker.set_clock(EVENING + 12 * 3600 + (day - 1) * 86400 + 5)
             wait_until(lambda: worker.state() == "queued" and stands(worker), "the day")
             status = worker.status()
-            why = "kernels of its priority class get no GPU at this time"
             assert status["preempted"] == why
-            wait = (
-                f"it was preempted: {why}; it goes on by itself when the schedule lets its class "
-                "run, in 12 h, at 20:00 UTC"
-            )
             # The pool learns the new time of day a moment after it.
-            wait_until(lambda: worker.status()["wait_reason"] == wait, wait)  # noqa: B023
+            wait_until(lambda: worker.status()["wait_reason"] == wait, wait)
             with broker.client() as client:
                 told = client.call("why", session=worker.session)
             assert told["eta_seconds"] is None

@@ -100,7 +100,7 @@ def test_a_group_outlives_the_broker(make_broker):
         answer = client.call("open", kernel_id="k", request={"memory": 64 * MiB}, group="rest")
         client.call("launched", session=answer["session"], pid=os.getpid())
         broker.kill()
-    broker.started  # noqa: B018
+    assert broker.started
     assert broker.session(answer["session"])["group"] == "rest"
 
 
@@ -141,7 +141,7 @@ def test_a_restart_with_other_groups_moves_sessions(make_broker):
         client.call("launched", session=answer["session"], pid=os.getpid())
         broker.kill()
     broker.configure(groups={"lab": GROUPS["lab"], "rest": GROUPS["rest"]})
-    broker.started  # noqa: B018
+    assert broker.started
     wait_until(lambda: broker.session(answer["session"])["group"] == "lab", "the other group")
 
 

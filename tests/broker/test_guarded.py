@@ -288,7 +288,7 @@ def test_next_broker_serves_a_call_that_waited_at_the_kill(broker, program):
     third.tell("context")
     third.wait_state("queued")
     broker.kill()
-    broker.started  # noqa: B018
+    assert broker.started
     third.wait_state("queued")
     for p in (first, second):
         assert p.do("calm")["error"] == 0
@@ -334,7 +334,7 @@ def test_slice_in_use_at_a_brokers_death_is_free_after_the_use(make_broker):
         waiting.wait_state("queued")
         broker.kill()
         assert holder.do("calm")["error"] == 0
-        broker.started  # noqa: B018
+        assert broker.started
         assert waiting.answer() is None
         assert "did not come back" not in broker.tail(1 << 20)
         assert holder.do("check") == 16 * MiB

@@ -79,7 +79,7 @@ def test_records_of_an_earlier_boot_are_removed(make_broker):
     one = Kernel(broker, "one")
     broker.kill()
     change(path, "UPDATE meta SET value = 'earlier' WHERE name = 'boot'")
-    broker.started  # noqa: B018
+    assert broker.started
     assert broker.status()["sessions"] == []
     one.close()
 
@@ -107,7 +107,7 @@ def test_newer_schema_is_refused_in_one_sentence_and_kept(make_broker):
         assert path.read_bytes() == before
         assert not [*path.parent.glob("*damaged*")]
         change(path, f"PRAGMA user_version = {module.SCHEMA_VERSION}")
-        broker.started  # noqa: B018
+        assert broker.started
         assert one.state() in ("active", "idle")
 
 

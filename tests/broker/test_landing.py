@@ -246,7 +246,7 @@ def test_gpus_keep_room_for_a_context_only_beside_others(make_broker):
 def test_process_waits_with_a_reason_if_the_driver_moves_none(make_broker, kernels):
     broker = make_broker()
     broker.faults.set("migration-refused")
-    broker.started  # noqa: B018
+    assert broker.started
     assert {d["memory_capacity"] for d in devices(broker).values()} == {512 * MiB}
     kernel = maker(kernels, broker)
     k = kernel(memory=BIG)
@@ -323,7 +323,7 @@ def test_session_waits_for_its_gpu_after_a_refused_move(broker, kernel):
 def test_wait_after_a_refused_move_survives_a_restart(broker, kernel):
     k, home, takers = refused_move(broker, kernel)
     broker.kill()
-    broker.started  # noqa: B018
+    assert broker.started
     k.wait_state("queued")
     assert takers[home].do("calm")["error"] == 0
     assert k.answer(PATIENCE) is None
@@ -491,7 +491,7 @@ def test_attach_after_cuinit_is_for_the_model_that_it_saw(mixed, kernels):
 def test_attach_after_cuinit_takes_that_gpu_without_migration(make_broker, kernels):
     broker = make_broker()
     broker.faults.set("migration-refused")
-    broker.started  # noqa: B018
+    assert broker.started
     kernel = maker(kernels, broker)
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
@@ -525,7 +525,7 @@ def test_next_broker_ends_the_landing_of_a_killed_broker(broker, kernel, op):
         wait_until(lambda: k.mark() == 3, "the restore has begun", PATIENCE)
     broker.kill()
     broker.faults.clear()
-    broker.started  # noqa: B018
+    assert broker.started
     assert k.answer(PATIENCE) is None
     assert k.do("alloc", bytes=16 * MiB, byte=1) is None
     assert k.do("check") == 16 * MiB
@@ -541,7 +541,7 @@ def test_next_broker_ends_a_landing_after_logout_and_kill(broker, kernel):
     wait_until(page.is_symlink, "the page is back as a link", PATIENCE)
     broker.kill()
     broker.faults.clear()
-    broker.started  # noqa: B018
+    assert broker.started
     assert k.answer(PATIENCE) is None
     assert k.do("alloc", bytes=16 * MiB, byte=1) is None
     assert k.do("check") == 16 * MiB
@@ -555,7 +555,7 @@ def test_page_that_no_process_has_is_reported_at_recovery(broker, kernel):
     kit.remove(page.parent)
     wait_until(page.is_symlink, "the page is back as a link", PATIENCE)
     broker.kill()  # only the broker had the page: the program has not called CUDA
-    broker.started  # noqa: B018
+    assert broker.started
     assert f"The page of session {k.session} was deleted and no process has it" in broker.tail()
     assert "that was moving to its GPU" in broker.tail()
 

@@ -169,5 +169,5 @@ def test_broker_sweeps_as_it_starts(dead, make_broker):
     kernel.kill()
     pages = SHARED_MEMORY / folder_name(broker.socket)
     age(pages)
-    make_broker().started  # noqa: B018
+    assert make_broker().started
     wait_until(lambda: not pages.exists(), "the pages of the dead broker are removed")

@@ -39,7 +39,9 @@ def pool_is_fine(broker):
 
 
 def test_wrong_token_is_refused_and_closes_the_connection(broker, kernel):
-    abuse = lambda: broker.status()["broker"]["counters"]["closed_for_abuse"]  # noqa: E731
+    def abuse():
+        return broker.status()["broker"]["counters"]["closed_for_abuse"]
+
     one, before = kernel("one", agent=False), abuse()
     with broker.client() as client:
         assert refusal(client, "hello", session=one.session, token="guess") == "bad-token"

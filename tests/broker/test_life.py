@@ -79,7 +79,7 @@ def test_orderly_end_keeps_the_emulated_devices_of_sessions(broker, kernel):
     one = kernel("one")
     assert broker.stop() == 0
     assert state.is_dir()
-    broker.started  # noqa: B018
+    assert broker.started
     one.close()
     wait_until(lambda: not broker.status()["sessions"], "the end of the session")
     assert broker.stop() == 0
@@ -116,7 +116,10 @@ def test_three_sessions_share_two_devices_and_lose_no_byte(broker, kernel):
     second.attach("again")
     assert second.do("check") == 64 * MiB
     rows = broker.rows("attach", "suspend", "resume", "migrate")
-    of = lambda one: [r["kind"] for r in rows if r["session"] == one.session]  # noqa: E731
+
+    def of(one):
+        return [r["kind"] for r in rows if r["session"] == one.session]
+
     assert of(first) == ["attach", "suspend", "resume", "migrate"]
     assert of(second)[:3] == ["attach", "suspend", "resume"]
     suspended = next(r for r in rows if r["kind"] == "suspend")

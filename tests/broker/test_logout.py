@@ -263,7 +263,7 @@ def test_lost_journal_is_written_again_with_every_session(make_broker):
     wait_until(path.exists, "the journal", 5)
     wait_until(lambda: "its sessions are in it again" in broker.tail(), "the commit", 5)
     broker.kill()
-    broker.started  # noqa: B018
+    assert broker.started
     assert one.state() in ("active", "idle")
     one.close()
 

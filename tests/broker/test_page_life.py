@@ -49,7 +49,7 @@ def test_next_broker_serves_a_thread_that_waited_at_the_kill(make_broker):
         assert raw.read() is None
     assert first.gate() in (OPEN, UNUSED)
     assert second.gate() == CLOSED
-    broker.started  # noqa: B018
+    assert broker.started
     with second.asking() as raw:
         second.wait_state("queued")
         assert first.granted() == BIG
@@ -68,7 +68,7 @@ def test_gate_that_a_killed_broker_left_closed_is_opened(make_broker):
     k.map[8] = CLOSED
     stale = k.path.with_name("0123456789ab.page")
     stale.write_bytes(k.path.read_bytes())
-    broker.started  # noqa: B018
+    assert broker.started
     assert k.gate() in (OPEN, UNUSED)
     assert k.status()["guard"] is True
     assert not stale.exists()
@@ -81,7 +81,7 @@ def test_gate_that_a_killed_broker_left_paused_shows_use_again(make_broker):
     k.lease()
     broker.kill()
     k.map[8] = PAUSED
-    broker.started  # noqa: B018
+    assert broker.started
     k.wait_state("idle")
     assert k.gate() == UNUSED
     assert k.touch()
@@ -95,7 +95,7 @@ def test_page_of_a_session_that_died_with_the_broker_is_removed(make_broker):
     k.lease()
     broker.kill()
     k.kill()
-    broker.started  # noqa: B018
+    assert broker.started
     assert not k.path.exists()
     k.close()
 
@@ -106,7 +106,7 @@ def test_kernel_without_its_page_gets_an_error_and_no_slice(make_broker):
     k.lease()
     broker.kill()
     k.path.unlink()
-    broker.started  # noqa: B018
+    assert broker.started
     assert k.status()["guard"] is False
     answer = k.ask()
     assert answer["code"] == "no-page"
@@ -120,7 +120,7 @@ def test_broker_without_the_guard_serves_guarded_kernels(make_broker):
     broker.kill()
     broker.module = kit.Broker.module
     broker.configure(guard=False)
-    broker.started  # noqa: B018
+    assert broker.started
     k.lease()
     assert k.granted() == BIG
     with broker.client() as client:

@@ -106,7 +106,7 @@ def test_broker_started_elsewhere_names_socket_and_processes(make_broker, folder
     assert f"--socket {home}" in answer["next_step"]
     assert "--take-over" in answer["next_step"]
     broker.socket = home
-    broker.started  # noqa: B018
+    assert broker.started
     wait_until(lambda: one.link()["greeted"], "the agent's hello")
     one.close()
 
@@ -167,7 +167,7 @@ def moved(folder):
 
 def test_page_is_found_in_the_folder_of_an_older_version(moved):
     broker, one, page = moved
-    broker.started  # noqa: B018
+    assert broker.started
     assert one.gate() == layout.CLOSED
     one.lease()
     assert one.granted()
@@ -180,11 +180,11 @@ def test_page_is_found_in_the_folder_of_an_older_version(moved):
 
 def test_missing_page_is_reported_in_the_log(moved):
     broker, one, page = moved
-    broker.started  # noqa: B018
+    assert broker.started
     one.lease()
     broker.kill()
     kit.remove(page.parent)
     one.map.close()  # it has the file open
-    broker.started  # noqa: B018
+    assert broker.started
     assert f"The page of session {one.session} was deleted and no process has it" in broker.tail()
     assert f"Session {one.session} goes on unguarded: no page at {page}" in broker.tail()

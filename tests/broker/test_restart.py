@@ -31,7 +31,7 @@ def kernels(broker):
 
 def restart(broker, *kernels):
     broker.kill()
-    broker.started  # noqa: B018
+    assert broker.started
     for one in kernels:
         wait_until(lambda one=one: one.link()["greeted"], f"{one.session} is back")
 
@@ -77,7 +77,7 @@ def test_cells_that_begin_and_end_without_a_broker_count(broker, kernels):
     broker.kill()
     one.do("drop", hold="cell")
     assert one.do("take", hold="while-away")
-    broker.started  # noqa: B018
+    assert broker.started
     wait_until(lambda: one.link()["greeted"], "its return")
     found = broker.session(one.session)
     assert [h["id"] for h in found["holds"]] == ["while-away"]
@@ -103,7 +103,7 @@ def test_memory_of_a_recovered_kernel_is_never_foreign(make_broker):
         one.do("alloc", bytes=64 * MiB, byte=5)
         wait_until(lambda: broker.session(one.session)["footprint_bytes"], "a first sample")
         broker.kill()
-        broker.started  # noqa: B018
+        assert broker.started
         shown = broker.status()["devices"]
         assert [d["memory_foreign"] for d in shown] == [0 for _ in shown]
         wait_until(lambda: broker.session(one.session)["footprint_bytes"], "a sample after it")
@@ -160,7 +160,7 @@ def test_broker_without_their_devices_ends_no_kernel(broker, kernels, emulate):
     for kernel in (one, two):
         assert str(kernel.process.pid) in answer["next_step"]
     broker.configure(emulate=right)
-    broker.started  # noqa: B018
+    assert broker.started
     for kernel in (one, two, three):
         assert kernel.process.poll() is None
         wait_until(lambda kernel=kernel: kernel.link()["greeted"], "the kernel is back")
@@ -174,7 +174,7 @@ def test_stateless_kernel_continues_under_a_broker_without_gpus(broker, kernels)
     (one,) = kernels("one")
     broker.kill()
     broker.configure(emulate="")
-    broker.started  # noqa: B018
+    assert broker.started
     wait_until(lambda: one.link()["greeted"], "the kernel is back")
     assert broker.session(one.session)["state"] == "detached"
     assert one.process.poll() is None
@@ -232,7 +232,7 @@ def test_restart_during_a_resume_loses_no_bytes(broker, kernels):
 
 
 def restart_all(broker, *kernels):
-    broker.started  # noqa: B018
+    assert broker.started
     for one in kernels:
         wait_until(lambda one=one: one.link()["greeted"], f"{one.session} is back")
 
@@ -243,7 +243,7 @@ def test_kernels_that_died_meanwhile_are_closed(broker, kernels):
     two.attach()
     broker.kill()
     one.kill()
-    broker.started  # noqa: B018
+    assert broker.started
     assert broker.session(one.session) is None
     wait_until(lambda: two.link()["greeted"], "the other's return")
     assert sum(d["memory_granted"] for d in broker.status()["devices"]) == 300 * MiB
@@ -264,7 +264,7 @@ def test_agent_that_is_slow_to_return_keeps_its_slice(broker, kernels):
     two.attach()
     one.tell("sleep_holding_gil", seconds=4)
     broker.kill()
-    broker.started  # noqa: B018
+    assert broker.started
     wait_until(lambda: two.link()["greeted"] and three.link()["greeted"], "the others")
     three.do("ask", hold="cell")
     three.wait_state("queued")
@@ -303,7 +303,7 @@ def test_damaged_journal_is_logged_and_the_pool_continues(broker, kernels):
         wal.unlink()
     path.write_bytes(b"rubbish" * 1000)
     broker.lost_its_journal()
-    broker.started  # noqa: B018
+    assert broker.started
     assert "was damaged" in broker.tail()
     assert broker.rows("journal-lost")
     assert broker.status()["sessions"] == []
@@ -322,7 +322,7 @@ def test_reboot_ends_all_sessions(broker, kernels):
     with sqlite3.connect(path) as db:
         db.execute("UPDATE meta SET value = 'another' WHERE name = 'boot'")
     db.close()
-    broker.started  # noqa: B018
+    assert broker.started
     assert broker.status()["sessions"] == []
     assert os.path.exists(f"/proc/{one.process.pid}")
 

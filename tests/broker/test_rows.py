@@ -66,7 +66,7 @@ def test_sessions_opened_and_closed_leave_a_bounded_journal(make_broker):
     # that, and 3 MiB were written meanwhile on a busy machine.
     assert most < 2 * journal_module.MAX_LOG
     broker.stop()
-    broker.started  # noqa: B018
+    assert broker.started
     rows = broker.rows()
     counted = [row for row in rows if row["kind"] in ("open", "close", "state")]
     assert len(counted) < BURST + 60 * RATE

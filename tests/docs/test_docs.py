@@ -29,7 +29,7 @@ DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("[A-Z]*.md"))]
 
 sys.path.insert(0, str(DOCS))
-import make_reference  # noqa: E402
+import make_reference  # noqa: E402 (needs the path set above)
 
 
 def text_of(name: str) -> str:

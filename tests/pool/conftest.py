@@ -44,7 +44,7 @@ def make() -> Iterator[type[Lab]]:
 
     class Made(Lab):
         def __init__(self, *args: object, **kwargs: object) -> None:
-            super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+            super().__init__(*args, **kwargs)
             made.append(self)
 
     yield Made

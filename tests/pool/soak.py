@@ -73,12 +73,12 @@ def one(seed: int, episode: int, tail: int = 40, *, shares: bool = False) -> Non
         lines.extend(f"    {a}" for a in actions)
         return actions
 
-    world.pool.__class__.handle = handle  # type: ignore[method-assign]
+    world.pool.__class__.handle = handle
     try:
         while world.events < EPISODE:
             world.step()
     finally:
-        world.pool.__class__.handle = send  # type: ignore[method-assign]
+        world.pool.__class__.handle = send
         print("\n".join([*lines[:4], "...", *lines[-tail:]]))
 
 

@@ -105,7 +105,7 @@ def test_session_is_recorded_and_restored_with_every_field():
     fixed = {**own, "state": "detached", "holds": (), "slices": (), "wait_reason": "busy"}
     fixed |= {"footprint": 0}
     full = {f.name: values.get(str(f.type)) for f in dataclasses.fields(SessionRecord)}
-    before = SessionRecord(**{**full, **fixed})  # type: ignore[arg-type]
+    before = SessionRecord(**{**full, **fixed})
     after = record(restored(before, 100.0), "busy")
     changed = {"state_since", "idle_since"}  # both start at the restart
     for field in dataclasses.fields(SessionRecord):

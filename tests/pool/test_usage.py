@@ -187,8 +187,8 @@ def test_values_that_make_no_sense_are_refused():
         lambda: Group(weight=math.nan),
         lambda: Daily(-1.0),
         lambda: Daily(1.0, renews=DAY),
-        lambda: Daily(1.0, rule="other"),  # type: ignore[arg-type]
-        lambda: Daily(1.0, then="other"),  # type: ignore[arg-type]
+        lambda: Daily(1.0, rule="other"),
+        lambda: Daily(1.0, then="other"),
     ):
         with pytest.raises(ValueError, match=r"\."):
             wrong()

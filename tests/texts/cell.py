@@ -113,7 +113,7 @@ def errors(sheet: Sheet) -> None:
         situation: str, guard: Guard, refused: CallRefusal | None, text: str, own: SessionLink
     ) -> None:
         name = "OutOfMemoryError" if "memory" in text else "RuntimeError"
-        sheet.put(situation, explain(own, guard, refused, name, text))  # type: ignore[arg-type]
+        sheet.put(situation, explain(own, guard, refused, name, text))
 
     put("Out of memory, under the guard", Guard(full), None, oom, link(**attached))
     put("Out of memory, without the guard", Guard(), None, oom, link(**attached))
