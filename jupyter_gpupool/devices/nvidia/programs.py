@@ -44,8 +44,8 @@ NICE = 5
 #: Bytes of the self-test's pattern: more than one 2 MiB page of device memory.
 SIZE = 4 << 20
 
-#: Bytes of the pattern that share their random bytes, after the piece's number.
-_NOISE = 1 << 16
+#: Bytes of the pattern that share their random bytes, after the bytes of the piece's number.
+_NOISE, _NUMBER = 1 << 16, 4
 
 _PR_SET_PDEATHSIG = 1
 
@@ -261,6 +261,10 @@ class Pattern:
         device = self._call(driver.cuDeviceGet, 0)
         self._call(driver.cuCtxSetCurrent, self._call(driver.cuDevicePrimaryCtxRetain, device))
         self._memory = self._call(driver.cuMemAlloc, SIZE)
+        # The buffers stay: touching new pages for each check takes longer than the copies.
+        self._pattern, self._found = bytearray(SIZE), bytearray(SIZE)
+        for place in range(0, SIZE, _NOISE):
+            self._pattern[place : place + _NUMBER] = (place // _NOISE).to_bytes(_NUMBER, "big")
         self._write()
 
     def _call(self, function: Any, *arguments: Any) -> Any:
@@ -270,16 +274,16 @@ class Pattern:
         return values[0] if values else None
 
     def _write(self) -> None:
-        noise = self._random.randbytes(_NOISE - 4)  # random numbers for all bytes take much longer
-        pieces = range(SIZE // _NOISE)
-        self._pattern = b"".join(piece.to_bytes(4, "big") + noise for piece in pieces)
+        # Random numbers for all bytes take much longer.
+        noise = self._random.randbytes(_NOISE - _NUMBER)
+        for place in range(0, SIZE, _NOISE):
+            self._pattern[place + _NUMBER : place + _NOISE] = noise
         self._call(self._driver.cuMemcpyHtoD, self._memory, self._pattern, SIZE)
 
     def check(self) -> dict[str, Any]:
         """Compare the bytes, and write new ones for the next check."""
-        found = bytearray(SIZE)
-        self._call(self._driver.cuMemcpyDtoH, found, self._memory, SIZE)
-        same = bytes(found) == self._pattern
+        self._call(self._driver.cuMemcpyDtoH, self._found, self._memory, SIZE)
+        same = self._found == self._pattern
         self._write()
         return {"same": same}
 
