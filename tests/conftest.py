@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -123,9 +124,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # The same for children of the tests, and for this process, which has already started.
     paths = [str(LIGHT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    # Each collection of garbage goes through the objects of all tests: by default, a tenth of the
+    # time of tests without processes. Collected later, a leak may show in a later test.
+    gc.set_threshold(50_000, 20, 100)
     # numpy's library starts a thread per core that spins for a while, in each process.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+    sys.modules.setdefault("rfc3987_syntax", None)
     # xdist would begin with the file that has the most tests, which need not be the slowest.
     config.option.loadscopereorder = False
 
