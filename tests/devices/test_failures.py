@@ -16,6 +16,7 @@ import pytest
 from jupyter_gpupool import procfs
 from jupyter_gpupool.devices.children import Child, ChildLost
 from jupyter_gpupool.devices.nvidia.interpreter import PROGRAMS, child_environment
+from jupyter_gpupool.devices.nvidia.programs import NICE
 from jupyter_gpupool.devices.nvidia.visibility import holders
 from jupyter_gpupool.errors import DriverError
 from tests.emulated import device_files
@@ -269,7 +270,8 @@ async def test_children_end_with_their_parent(emulated, waiting):
         # ^C in a terminal goes to the foreground group, to which they do not belong.
         assert os.getsid(child.pid) == child.pid
     sampler, worker, _ = (os.getpriority(os.PRIO_PROCESS, child.pid) for child in children)
-    assert sampler > worker, "a kernel that asks for a slice goes before a sample"
+    # A kernel that asks for a slice goes before a sample. 19 is the most, and the tests may run so.
+    assert sampler == min(worker + NICE, 19)
     policies = [os.sched_getscheduler(child.pid) for child in children]
     assert policies == [os.SCHED_BATCH, os.SCHED_OTHER, os.SCHED_OTHER]
     # This one is stopped, so it cannot read the end of its stdin.
