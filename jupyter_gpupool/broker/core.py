@@ -107,7 +107,11 @@ class Core:
         return self.pool.view(self.now())
 
     def follow_clock(self) -> None:
-        """Tell the pool by how much the time of day is ahead, if that has changed."""
+        """Tell the pool by how much the time of day is ahead, if that has changed.
+
+        Also before a request: no timer rings at once when a machine wakes up, and the budgets of the
+        new day must not refuse what they allow.
+        """
         ahead = self._clock.ahead()
         step = ahead - self.ahead
         if abs(step) >= CLOCK_STEP:

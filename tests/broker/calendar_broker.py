@@ -17,7 +17,7 @@ from jupyter_gpupool.broker import timekeeper  # noqa: E402 (after the clock is 
 from jupyter_gpupool.broker.app import main  # noqa: E402 (after the clock is set)
 from jupyter_gpupool.broker.store import files  # noqa: E402 (after the clock is set)
 
-timekeeper.LOOK = 0.2
+timekeeper.LOOK = float(os.environ.get("TEST_LOOK", "0.2"))
 # By the pretended time, the files of other tests' brokers would be old enough to be removed.
 vars(files)["time"] = SimpleNamespace(**{**vars(time), "time": real})
 

@@ -213,3 +213,24 @@ def test_budgets_follow_a_clock_that_is_set(at):
         assert not spent()
     finally:
         kernel.close()
+
+
+def test_a_request_after_a_sleep_has_the_new_budget(at, monkeypatch):
+    """It does not wait until the broker looks at the time of day by itself."""
+    monkeypatch.setenv("TEST_LOOK", "3600")
+    daily = {"seconds": 1, "renews": "20:00", "then": "refuse"}
+    broker = at(EVENING - 3600, schedules=[], quotas={"*": {"gpu_seconds_per_day": daily}})
+    kernel = Kernel(broker, "first")
+    try:
+        kernel.attach()
+        wait_until(lambda: broker.session(kernel.session)["usage"]["spent"], "the budget's end")
+    finally:
+        kernel.close()
+    broker.kill()  # without a lease, the next one writes no usage, for which it looks as well
+    assert broker.start()["ok"]
+    kernel = Kernel(broker, "second")
+    try:
+        broker.set_clock(EVENING + 5)
+        kernel.attach()
+    finally:
+        kernel.close()

@@ -154,6 +154,7 @@ class AgentMessages:
             self._core.push_lease(session, "epoch")
         session.note_hold(connection, hold)
         self._activity.settle(session)
+        self._core.follow_clock()
         self._core.handle(
             e.HoldTaken(now=self._core.now(), session=session.id, hold=hold, kind=kind)
         )

@@ -134,6 +134,7 @@ class ProvisionerMessages:
         outcome: list[tuple[Refusal | None, str]] = []
         rid = f"open {session.id}"
         core.expect(rid, lambda refusal, note: outcome.append((refusal, note)))
+        core.follow_clock()
         core.handle(
             e.SessionOpened(
                 now=core.now(), session=session.id, owner=owner, request=request,

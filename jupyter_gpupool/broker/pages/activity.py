@@ -244,6 +244,7 @@ class Activity:
     def take(self, session: LiveSession) -> None:
         """Take the hold, or ask for a lease with it."""
         session.use.held = True
+        self._core.follow_clock()
         self._core.handle(
             e.HoldTaken(
                 now=self._core.now(), session=session.id, hold=DEVICE_HOLD, kind="device",
