@@ -109,8 +109,8 @@ class Core:
     def follow_clock(self) -> None:
         """Tell the pool by how much the time of day is ahead, if that has changed.
 
-        Also before a request: no timer rings at once when a machine wakes up, and the budgets of the
-        new day must not refuse what they allow.
+        Also before a request: no timer rings at once when a machine wakes up, and a budget of the
+        day before must not refuse what that of the new day allows.
         """
         ahead = self._clock.ahead()
         step = ahead - self.ahead
@@ -224,6 +224,7 @@ class Core:
                 self.journal.put(name, journaled(session, record))
         self._dirty.clear()
         self.journal.remember("clock", repr(self.now()))
+        self.journal.remember("awake", repr(time.monotonic()))
         self.journal.commit()
 
     def stop(self) -> None:

@@ -234,3 +234,23 @@ def test_a_request_after_a_sleep_has_the_new_budget(at, monkeypatch):
         kernel.attach()
     finally:
         kernel.close()
+
+
+def test_a_restart_after_a_sleep_charges_no_lease_for_it(at):
+    daily = {"seconds": 100_000, "renews": "03:00"}
+    broker = at(EVENING, schedules=[], quotas={"*": {"gpu_seconds_per_day": daily}})
+    kernel = Kernel(broker, "first")
+
+    def used():
+        return broker.session(kernel.session)["usage"]["today"]
+
+    try:
+        kernel.attach()
+        wait_until(lambda: used() > 1, "some use")
+        broker.set_clock(EVENING + 5 * 3600)
+        broker.kill()
+        assert broker.start()["ok"]
+        wait_until(lambda: broker.session(kernel.session), "the session")
+        assert 1 < used() < 3600
+    finally:
+        kernel.close()

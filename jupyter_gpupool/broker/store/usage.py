@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from typing import Any, Mapping
 
 from ...pool import events as e
@@ -43,8 +44,10 @@ class UsageBook:
         self._timer: asyncio.TimerHandle | None = None
         #: When the usage of all was written last.
         self._saved_at = -math.inf
-        #: When the broker before this one last wrote; None: there was none.
-        self._since = float(core.journal.meta("clock") or 0) or None
+        #: When the broker before this one last wrote; None: there was none, or before a reboot. By
+        #: the seconds that the machine was awake: a lease uses nothing while it sleeps.
+        gone = time.monotonic() - float(core.journal.meta("awake") or math.inf)
+        self._since = core.now() - gone if gone >= 0 else None
 
     def recover(self) -> None:
         """Tell the pool what the journal has, once it has the leases of the broker before."""
