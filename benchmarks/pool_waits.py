@@ -95,6 +95,11 @@ class Workload:
                     self.left[a.session] = chance.lognormvariate(3.0, 1.0)
                 self.running[a.session] = self.now, self.count
                 self.at(self.now + self.left[a.session], "drop", a.session, self.count)
+            elif isinstance(a, ev.QueueMoved):
+                self.told(a)
+
+    def told(self, action: ev.QueueMoved) -> None:
+        """Take the news of a wait; nothing here."""
 
     def run(self, until: float) -> None:
         while self.heap[0][0] < until:

@@ -7,7 +7,7 @@ decision is a row of the broker's journal, ``state`` with ``active`` or ``detach
 change is the first such text in the page's DOM (its paint comes with the next frame). Baseline: the
 same message at a Python client of the same websocket.
 
-``idle`` is separate: the broker does not push the end of a cell; the server polls each second.
+``idle`` is the end of a cell, of which the journal has no row; its time is in the status.
 
 Clocks: the broker's is monotonic with an offset, found by a request; the page and this process use
 one machine's clock, the page in whole milliseconds.
@@ -182,8 +182,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         for member in members:
             member.close()
         place.end()
-    pushed = [*chip["active"], *chip["detached"]]
-    heard = [*python["active"], *python["detached"]]
+    pushed = [*chip["active"], *chip["idle"], *chip["detached"]]
+    heard = [*python["active"], *python["idle"], *python["detached"]]
     all_chip, all_python = summary(pushed), summary(heard)
     return {
         "emulated": True,

@@ -18,7 +18,8 @@ for that reason. Acts of one connection are handled in their order; they may ove
 ===========  =====================================================================================
 ``ok``       ``id`` and the fields of the answer
 ``error``    ``id``, ``code``, ``message``, ``next_step``, ``details``
-``queue``    push to a waiting agent: ``position``, ``length``, ``eta`` (or null), ``reason``
+``queue``    push to a waiting agent: ``position``, ``length``, ``reason``, ``waited``
+             (seconds), ``left`` (the least and the most seconds to go, or null)
 ``lease``    push to an agent: ``state``, ``epoch``, ``slices``, ``reason``, ``pinned_reason``,
              ``preempted`` (why it lost its slice in the middle of its work, or "")
 ``yield``    push to an agent: ``epoch``; the broker wants the slice, answer with ``yielded``
@@ -29,6 +30,8 @@ for that reason. Acts of one connection are handled in their order; they may ove
 ``refused``  push to an agent: ``what`` (``attach`` or ``grow``), ``code``, ``message``,
              ``next_step``; a CUDA call of its processes was refused by the pool
 ``event``    push to a watcher: a row of the journal as it happens
+``stirred``  push to a watcher: ``session``; its cell began or ended, or its wait has news, and
+             there is no row of that
 ===========  =====================================================================================
 
 Why ``yield``/``yielded``: a cell on an attached session must not pay for a round trip. The agent

@@ -116,14 +116,69 @@ def parse_seconds(text: str | float) -> float:
     return value
 
 
-def format_wait(seconds: float) -> str:
-    """Return the text about a wait without an estimate; "" for a short wait.
+#: The ends of an expected wait: nobody can tell it more exactly.
+_STEPS = (
+    *(0, 5, 10, 15, 20, 30, 40, 60, 90, 120, 180, 300, 600, 900, 1200, 1800, 2700, 3600),
+    *(5400, 7200, 10800, 18000, 28800, 43200, 86400),
+)
+_DAY = 86400
+
+
+def format_range(least: float, most: float) -> str:
+    """Return two durations, rounded away from each other: ``"20 to 60 s"``, ``"up to 5 min"``.
+
+    JupyterLab prints the same (``labextension/src/__tests__/waits.json``).
+    """
+    low, high = range_ends(least, most)
+    text, other = _step(high), _step(low)
+    if not low:
+        return f"up to {text}"
+    return f"{other.split()[0] if other.split()[1] == text.split()[1] else other} to {text}"
+
+
+def range_ends(least: float, most: float) -> tuple[int, int]:
+    """Return the two ends that :func:`format_range` prints, in seconds."""
+    low = max(step for step in _STEPS if step <= max(0.0, least))
+    high = next((step for step in _STEPS if step >= max(1.0, most)), 0)
+    high = high or -int(-most // _DAY) * _DAY
+    return (_STEPS[_STEPS.index(low) - 1] if low == high and low in _STEPS else low), high
+
+
+def _step(seconds: int) -> str:
+    if seconds <= 90:
+        return f"{seconds} s"
+    return f"{seconds // 60} min" if seconds < 7200 else f"{seconds // 3600} h"
+
+
+def format_waited(seconds: float) -> str:
+    """Return how long a wait has lasted; "" for a short one.
 
     In steps of ten seconds, then of minutes: not every second is news.
     """
     step = 10 if seconds < 60 else 60
     waited = seconds // step * step
-    return f"no estimate yet; waiting for {format_seconds(waited)}" if waited >= 10 else ""
+    return format_seconds(waited) if waited >= 10 else ""
+
+
+def format_wait(waited: float, left: tuple[float, float] | None = None) -> str:
+    """Return what people read about the time of a wait; "" if there is nothing to tell yet.
+
+    ``left`` is the least and the most that it will probably go on: ``"20 to 60 s left"``. None
+    where nothing supports that: ``"waiting for 40 s, no estimate yet"``.
+    """
+    if left is not None and left[1] > 0:
+        return f"{format_range(*left)} left"
+    text = format_waited(waited)
+    return f"waiting for {text}, no estimate yet" if text else ""
+
+
+def wait_of(session: Mapping[str, Any], now: float) -> str:
+    """Return :func:`format_wait` of a session in the broker's status at ``now``."""
+    expected, since = session.get("expected"), session.get("queued_at")
+    left = None
+    if expected is not None:
+        left = max(0.0, expected["since"] - now), expected["until"] - now
+    return format_wait(now - since if since is not None else 0.0, left)
 
 
 def format_seconds(value: float) -> str:

@@ -12,16 +12,25 @@ from hypothesis import strategies as st
 from jupyter_gpupool.units import (
     format_bytes,
     format_grant,
+    format_range,
     format_seconds,
     format_wait,
+    format_waited,
     parse_bytes,
     parse_seconds,
+    range_ends,
     typed_bytes,
 )
 
 #: The tests of the JupyterLab extension read this file as well.
 SIZES = json.loads(
     (Path(__file__).parent.parent / "labextension/src/__tests__/sizes.json").read_text()
+)
+
+
+#: The same of waits.
+WAITS = json.loads(
+    (Path(__file__).parent.parent / "labextension/src/__tests__/waits.json").read_text()
 )
 
 
@@ -122,14 +131,19 @@ def test_durations_are_shown_in_a_fitting_unit():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        (9.9, ""),
-        (10, "no estimate yet; waiting for 10 s"),
-        (59, "no estimate yet; waiting for 50 s"),
-        (119, "no estimate yet; waiting for 60 s"),
-        (3 * 3600, "no estimate yet; waiting for 3 h"),
-    ],
+    ("seconds", "said"), [(seconds, said) for seconds, said in WAITS["waited"]]
 )
 def test_wait_without_an_estimate_is_formatted(seconds, said):
-    assert format_wait(seconds) == said
+    assert format_waited(seconds) == said
+    assert format_wait(seconds) == (f"waiting for {said}, no estimate yet" if said else "")
+    assert format_wait(seconds, (0.0, -1.0)) == format_wait(seconds), "its time has passed"
+
+
+@pytest.mark.parametrize(("least", "most", "said"), WAITS["left"])
+def test_expected_wait_is_a_rounded_range(least, most, said):
+    assert format_range(least, most) == said
+    assert format_wait(99.0, (least, most)) == f"{said} left"
+    low, high = range_ends(least, most)
+    assert low <= max(0.0, least)
+    assert high >= most
+    assert low < high

@@ -13,6 +13,7 @@
 ``core``                what all parts share: pool, sessions, journal, clock
 ``runner``              gives the pool an event, writes the journal, performs the actions
 ``sessions``            what the broker knows of each kernel besides the pool's record
+``stirs``               changes without a journal row, told to readers of the status
 ``lifecycle``           what ends a session or its waits
 ``transport/auth``      the peer of a connection, and what that user may do
 ``transport/listener``  the socket's file, and accepting connections

@@ -19,6 +19,7 @@ from ..pool.machine import Pool
 from ..pool.model import PoolView, Refusal, SessionRecord
 from .ratelimit import RowBudget
 from .sessions import LiveSession, LiveSessions
+from .stirs import Stirs
 from .store.journal import Journal, Row
 from .store.records import journaled, slices_to_json
 
@@ -94,6 +95,8 @@ class Core:
         self._flush: asyncio.TimerHandle | None = None
         self._rows = RowBudget()
         self._readers: list[RowReader] = []
+        #: Changes that write no row.
+        self.stirs = Stirs()
         self._stopped = False
 
     # ------------------------------------------------------------------ the pool
@@ -230,6 +233,7 @@ class Core:
     def stop(self) -> None:
         """Write pending changes; from now on only :meth:`commit` writes."""
         self._stopped = True
+        self.stirs.stop()
         self.note_missing(all_of_them=True)
         self.commit()
 

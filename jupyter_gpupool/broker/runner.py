@@ -99,6 +99,8 @@ class Runner:
                 self._rows.changed(action, event)
                 self._usage.changed(action)
                 self._owed |= not steady(action)
+                if steady(action):
+                    self._core.stirs.note(action.session)
             urgent |= _must_be_written_first(action)
         if urgent:
             self._commit()
@@ -181,12 +183,14 @@ class Runner:
                     self._core.note("refuse", session, reason=action.refusal.message,
                               detail={"what": "hold", "code": action.refusal.code})  # fmt: skip
             case e.QueueMoved():
+                self._core.stirs.note(session.id)
                 session.send(
                     {
                         "type": "queue",
                         "position": action.position,
                         "length": action.length,
-                        "eta": action.eta,
+                        "waited": action.waited,
+                        "left": action.expected,
                         "reason": action.reason,
                     }
                 )

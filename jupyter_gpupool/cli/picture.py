@@ -11,7 +11,7 @@ import unicodedata
 from dataclasses import dataclass
 from typing import Any, Iterable, Mapping, Sequence
 
-from ..units import format_bytes, format_grant, format_seconds, format_wait, guaranteed_bytes
+from ..units import format_bytes, format_grant, format_seconds, guaranteed_bytes, wait_of
 
 Snapshot = Mapping[str, Any]
 
@@ -336,12 +336,8 @@ def _queue(sessions: Sequence[Snapshot], now: float, style: Style) -> list[str]:
             asks = f" asks for {format_bytes(request['memory'])}"
             if request.get("devices", 1) > 1:
                 asks += f" on each of {request['devices']} GPUs"
-        eta = session.get("eta_seconds")
-        if eta is not None:
-            soon = f", about {format_seconds(max(1.0, eta))}"
-        else:
-            waited = format_wait(now - (session.get("queued_at") or now))
-            soon = f" ({waited})" if waited else ""
+        expected = wait_of(session, now)
+        soon = f", {expected}" if expected else ""
         reason = f": {session['wait_reason']}" if session.get("wait_reason") else ""
         place = f"{session['queue_position']}." if session.get("queue_position") else "-"
         text = printable(f"{_short(session['id'])}{asks}{soon}{reason}")

@@ -16,6 +16,7 @@ from typing import Any, Callable, ContextManager, Mapping, NamedTuple
 
 from ..errors import GPUPoolError
 from ..protocol import Message
+from ..units import format_wait
 
 #: Seconds: too short for a person to notice, and shorter than the idle time-outs that start then;
 #: long enough to turn a notebook's stream of short cells into a few messages.
@@ -52,12 +53,27 @@ class HoldWait:
 
 
 class QueuePlace(NamedTuple):
-    """A waiting session's place; ``position`` 1 is next, ``eta`` is in seconds or None."""
+    """A waiting session's place; ``position`` 1 is next. Times are on the monotonic clock.
+
+    ``since`` is when it began to wait, ``expected`` between which times it will probably end.
+    """
 
     position: int
     length: int
-    eta: float | None
     reason: str
+    since: float
+    expected: tuple[float, float] | None = None
+
+    def time(self) -> str:
+        """Return what people read about the time of the wait; "" if there is nothing to tell."""
+        return format_wait(time.monotonic() - self.since, self.left())
+
+    def left(self) -> tuple[float, float] | None:
+        """Return the least and the most seconds that the wait will go on; None if not known."""
+        if self.expected is None:
+            return None
+        least, most = (at - time.monotonic() for at in self.expected)
+        return (max(0.0, least), most) if most > 0 else None
 
 
 class CallRefusal(NamedTuple):

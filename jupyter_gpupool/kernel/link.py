@@ -128,7 +128,6 @@ class SessionLink:
         #: Until when (``time.time()``) the user keeps the slice; 0.0 if the user does not.
         self.kept_until = 0.0
         self.queue: QueuePlace | None = None
-        self._queued_since = 0.0
         self.reason = ""
         self.pinned_reason = ""
         #: Why the slice was taken in the middle of the work, until there is one again; "" if it was
@@ -147,10 +146,6 @@ class SessionLink:
         """Begin to connect, in a daemon thread, so that the kernel's start does not wait."""
         self._thread = threading.Thread(target=self._run, name="gpupool-link", daemon=True)
         self._thread.start()
-
-    def queued_for(self) -> float:
-        """Return the seconds since the broker first put this session into the queue; or 0.0."""
-        return time.monotonic() - self._queued_since if self.queue is not None else 0.0
 
     def close(self) -> None:
         """End the connection for good. The broker frees the slice when the process ends."""
@@ -528,13 +523,13 @@ class SessionLink:
             self._changed()
         elif kind == "queue":
             with self._lock:
-                if self.queue is None:
-                    self._queued_since = time.monotonic()
+                now, left = time.monotonic(), message.get("left")
                 self.queue = QueuePlace(
                     int(message.get("position") or 0),
                     int(message.get("length") or 0),
-                    message.get("eta"),
                     str(message.get("reason") or ""),
+                    now - float(message.get("waited") or 0.0),
+                    None if left is None else (now + float(left[0]), now + float(left[1])),
                 )
             self._changed()
         elif kind == "refused":

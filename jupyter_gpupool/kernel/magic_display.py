@@ -8,7 +8,7 @@ import html
 import time
 from typing import Any, Mapping, Sequence
 
-from ..units import format_bytes, format_grant, format_seconds, format_wait, guaranteed_bytes
+from ..units import format_bytes, format_grant, format_seconds, guaranteed_bytes, wait_of
 from .command import SUBCOMMANDS
 from .guard_state import MemoryFigures
 
@@ -227,11 +227,8 @@ def _queue(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> str:
     text = f"position {session['queue_position']}"
     if session.get("queue_length"):
         text += f" of {session['queue_length']}"
-    if isinstance(session.get("eta_seconds"), (int, float)):
-        text += f", about {format_seconds(session['eta_seconds'])}"
-    elif isinstance(session.get("queued_at"), (int, float)) and "now" in snapshot:
-        waited = format_wait(snapshot["now"] - session["queued_at"])
-        text += f", {waited}" if waited else ""
+    if "now" in snapshot and (expected := wait_of(session, snapshot["now"])):
+        text += f", {expected}"
     return text
 
 

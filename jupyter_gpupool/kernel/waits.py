@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any, Callable, Iterator, Mapping
 
 from ..errors import Code, GPUPoolError
-from ..units import format_bytes, format_seconds, format_wait
+from ..units import format_bytes
 from .holds import HoldWait
 from .link import SessionLink
 
@@ -150,10 +150,8 @@ def describe(link: SessionLink) -> str:
     if queue is None:
         return f"Waiting for {what}."
     text = f"Waiting for {what}: position {queue.position} of {queue.length}"
-    if queue.eta is not None:
-        text += f", about {format_seconds(max(1.0, queue.eta))}"
-    elif waited := format_wait(link.queued_for()):
-        text += f". {sentence(waited).rstrip('.')}"
+    if time_left := queue.time():
+        text += f", {time_left}"
     return f"{text}. {sentence(queue.reason)}".rstrip()
 
 

@@ -29,7 +29,10 @@ In the order in which an event travels:
 ``transitions``     the states of a session, and every step between them
 ``explain``         why a session waits or keeps its slice, as data
 ``why``             the same in lines for its owner
-``words``           the sentences for reasons, and the news for waiting sessions
+``evidence``        what past waits and cells teach about the next one
+``estimate``        what stands ahead of a waiting session: the figure behind an expected wait
+``words``           the sentences for reasons
+``news``            the place in the queue and the expected wait, told to waiting sessions
 ``selfcheck``       the accounts, counted once more
 ``timeslice``       which session computes next on a contended device
 ``attribution``     which memory belongs to which session, to the driver, to others

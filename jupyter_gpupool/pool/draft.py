@@ -84,18 +84,20 @@ class Room:
         together. Then a larger lease must end in any case, and the bytes by which the smallest such
         lease exceeds the missing bytes can be given away.
         """
-        if self.promised:
-            return 0
-        missing = wanted - self.avail
-        if missing <= 0:
-            return -missing
-        small, large = 0, 0
-        for _, size in self.leases:
-            if size < missing:
-                small += size
-            elif not large or size < large:
-                large = size
-        return large - missing if large and small < missing else 0
+        return 0 if self.promised else _harmless(wanted - self.avail, self.leases)
+
+
+def _harmless(missing: int, leases: Iterable[tuple[Session, int]]) -> int:
+    """Return the bytes of :meth:`Room.spare` where ``leases`` have to free ``missing`` bytes."""
+    if missing <= 0:
+        return -missing
+    small, large = 0, 0
+    for _, size in leases:
+        if size < missing:
+            small += size
+        elif not large or size < large:
+            large = size
+    return large - missing if large and small < missing else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +425,19 @@ class Draft:
             self.going[name] = self.going.get(name, 0) + v.lease.charge
         for x in v.lease.slices:
             self.rooms[x.device].expect += x.bytes
+
+    def stays_out(self, v: Session, room: Room, wanted: int) -> bool:
+        """Return whether ``v`` would wait behind a head that wants ``wanted`` bytes here.
+
+        If not, its bytes are spare: once suspended, it would have them back at its next call, and
+        would be moved out and in at each pause for nobody.
+        """
+        size = sum(x.bytes for x in v.lease.slices if x.device == room.uuid)
+        if room.promised:
+            return True
+        gone = {v.id, *self.leaving}
+        stay = [(w, n) for w, n in room.leases if w.id not in gone and w.state != "detaching"]
+        return _harmless(wanted - room.expect - size, stay) < size
 
     def reserve(self, held: Reservation, head: Session) -> None:
         """Reserve memory and its owner's quota for the head of the queue."""

@@ -450,11 +450,16 @@ class Answer(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueMoved(Action):
-    """Where a waiting session stands: 1 is next. ``eta`` in seconds, None if nothing is known."""
+    """Where a waiting session stands: 1 is next.
+
+    ``expected``: the least and the most seconds that it will probably wait from now on; None where
+    nothing supports an estimate. ``waited``: the seconds so far.
+    """
 
     position: int
     length: int
-    eta: float | None
+    expected: tuple[float, float] | None
+    waited: float
     reason: str
 
 

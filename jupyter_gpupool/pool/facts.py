@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Iterable, Iterator, Mapping, Sequence
 
 from ..states import ATTACHED
+from .evidence import Evidence
 from .groups import Tree
 from .ledgers import GroupUsage, Leaving, OwnerUsage
 from .metering import LeaseInUse, Meters
@@ -123,6 +124,8 @@ class Facts:
         self.host_taken = 0
         #: Weighted seconds of one suspend or resume, of any session.
         self.swap: float | None = None
+        #: What estimates of waits are made from.
+        self.evidence = Evidence()
         #: How many waits have begun so far.
         self.arrivals = 0
 

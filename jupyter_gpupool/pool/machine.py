@@ -33,7 +33,9 @@ from .model import (
     SessionView,
     Slice,
 )
+from .news import News
 from .placement import asking, headroom
+from .preemption import leaves_at
 from .recheck import next_recheck
 from .schedule import Plan, forecast, plan
 from .selfcheck import problems
@@ -43,7 +45,7 @@ from .transitions import Actions, grant, move, refuse_holds, resize
 from .unsuspendable import due, note, warn
 from .updates import update
 from .why import Told, standing_lines, told
-from .words import News, budget_refusal, eta, reason, seconds, stays_reason
+from .words import budget_refusal, reason, seconds, stays_reason, taken_reason
 
 #: Most plans per event. One is nearly always enough, and a second one confirms it. More than this
 #: is a bug; the pool then acts on the last plan rather than on none.
@@ -275,11 +277,12 @@ class Pool:
         """Return the pool at ``now``; for status, not for decisions (it reads all sessions)."""
         facts = self._facts
         positions = {s.id: at for at, s in enumerate(self._plan.queue, 1)}
+        waits = Waits(facts, self._plan)
         return PoolView(
             now=now,
             devices=self.device_views(),
             sessions=tuple(
-                self._view(s, positions.get(s.id), len(positions), now)
+                self._view(s, positions.get(s.id), len(positions), waits, now)
                 for s in facts.sessions.values()
             ),
             host_budget=facts.settings.host_memory,
@@ -287,18 +290,26 @@ class Pool:
             settings=facts.settings,
         )
 
-    def _view(self, s: Session, position: int | None, length: int, now: float) -> SessionView:
+    def _view(
+        self, s: Session, position: int | None, length: int, waits: Waits, now: float
+    ) -> SessionView:
         facts = self._facts
+        stays = stays_reason(facts, s, now)
+        wanted = s.state == "idle" and waits.since(s) < math.inf
+        leaves = leaves_at(s, facts) if s.state == "idle" else math.inf
         waited, attached = seconds(s, now)
         return SessionView(
             record=self.record(s.id),
             queue_position=position,
             queue_length=length,
-            eta_seconds=None if position is None else eta(facts, self._plan, s, position),
+            expected=None if position is None else s.wait.expected,
             queued_at=None if position is None else s.queued_at,
             wait_seconds_total=waited,
             attached_seconds_total=attached,
-            stays_reason=stays_reason(facts, s, now),
+            stays_reason=stays,
+            leaves_at=None if stays or wanted or leaves == math.inf else leaves,
+            wanted=wanted,
+            taken_reason=taken_reason(s),
             footprints=dict(s.lease.footprints),
         )
 
@@ -343,20 +354,14 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
     changed = False
     if facts.settings.residence == "clock":
         return actions, changed
-    devices, owners, groups = _waited_for(facts, plan)
+    waits = Waits(facts, plan)
     for v in facts.leased.values():
         gap = v.measured.gap
         moved = v.state == "idle" and gap is not None and v.lease.resumed_at > NEVER
         untold = v.attach == "lazy" and v.state == "active" and not v.lease.told_wanted
         if not (moved or untold):
             continue
-        since = owners.get(v.owner.name, math.inf)
-        for x in v.lease.slices:
-            for w, at in devices.get(x.device, ()):
-                if at < since and w is not v:
-                    since = at
-        for name in facts.tree.path(v.owner.group) if groups else ():
-            since = min(since, groups.get(name, math.inf))
+        since = waits.since(v) if waits.found else math.inf
         if untold and since < math.inf:
             v.lease.told_wanted = True
             actions.append(Wanted(session=v.id, epoch=v.epoch))
@@ -371,37 +376,51 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
     return actions, changed
 
 
-def _waited_for(
-    facts: Facts, plan: Plan
-) -> tuple[dict[str, list[tuple[Session, float]]], dict[str, float], dict[str, float]]:
-    """Return which sessions wait, and since when: by device, by owner for waits for a quota, and by
-    group for waits for a cap.
+class Waits:
+    """Which sessions wait, and since when: by device, by owner for waits for a quota, and by group
+    for waits for a cap.
 
     By device: the first in the queue that could use it, even if that device alone is not enough,
     and every lease there that waits for growth. By owner: the first session for which the quota is
     too small, even if memory is short as well.
     """
-    devices: dict[str, list[tuple[Session, float]]] = {}
-    owners: dict[str, float] = {}
-    groups: dict[str, float] = {}
-    found: set[str] = set()
-    for s in plan.order:
-        why, grows = plan.reasons.get(s.id), s.id in facts.short
-        if why is None or not (grows or s.state == "queued"):
-            continue
-        if why.limit and why.group:
-            groups.setdefault(why.group, s.wait.since)
-        elif why.limit:
-            owners.setdefault(s.owner.name, s.wait.since)
-        memory = why.rule in FOR_MEMORY and len(found) < len(facts.devices)
-        if grows or memory:
-            needs = asking(s, facts).needs
-            for uuid, ledger in facts.devices.items():
-                if (grows or uuid not in found) and any(need.allows(ledger) for need in needs):
-                    devices.setdefault(uuid, []).append((s, s.wait.since))
-                    if not grows:
-                        found.add(uuid)
-    return devices, owners, groups
+
+    def __init__(self, facts: Facts, plan: Plan) -> None:
+        self._facts = facts
+        self._devices: dict[str, list[tuple[Session, float]]] = {}
+        self._owners: dict[str, float] = {}
+        self._groups: dict[str, float] = {}
+        found: set[str] = set()
+        for s in plan.order:
+            why, grows = plan.reasons.get(s.id), s.id in facts.short
+            if why is None or not (grows or s.state == "queued"):
+                continue
+            if why.limit and why.group:
+                self._groups.setdefault(why.group, s.wait.since)
+            elif why.limit:
+                self._owners.setdefault(s.owner.name, s.wait.since)
+            memory = why.rule in FOR_MEMORY and len(found) < len(facts.devices)
+            if grows or memory:
+                needs = asking(s, facts).needs
+                for uuid, ledger in facts.devices.items():
+                    if (grows or uuid not in found) and any(need.allows(ledger) for need in needs):
+                        self._devices.setdefault(uuid, []).append((s, s.wait.since))
+                        if not grows:
+                            found.add(uuid)
+
+        #: Whether any does.
+        self.found = bool(self._devices or self._owners or self._groups)
+
+    def since(self, v: Session) -> float:
+        """Return since when a session waits for what ``v`` has; infinity if none does."""
+        since = self._owners.get(v.owner.name, math.inf)
+        for x in v.lease.slices:
+            for w, at in self._devices.get(x.device, ()):
+                if at < since and w is not v:
+                    since = at
+        for name in self._facts.tree.path(v.owner.group) if self._groups else ():
+            since = min(since, self._groups.get(name, math.inf))
+        return since
 
 
 def refuse_spent(facts: Facts) -> Actions:

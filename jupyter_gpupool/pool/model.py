@@ -13,6 +13,7 @@ from typing import Any, Literal, Mapping, NamedTuple
 
 from ..errors import Code
 from ..states import AttachPolicy, State
+from .evidence import Expected
 from .groups import Daily as Daily  # noqa: PLC0414
 from .groups import Group as Group  # noqa: PLC0414
 from .groups import PoolUsage as PoolUsage  # noqa: PLC0414
@@ -367,14 +368,20 @@ class SessionView:
     record: SessionRecord
     queue_position: int | None
     queue_length: int
-    #: None where there is no evidence for an estimate.
-    eta_seconds: float | None
+    #: Between which times its wait will probably end; None where nothing supports an estimate.
+    expected: Expected | None
     #: When the present wait began; None if it does not wait.
     queued_at: float | None
     wait_seconds_total: float
     attached_seconds_total: float
     #: Why the session keeps its slice although it has been idle for long enough; else empty.
     stays_reason: str = ""
+    #: When the pool suspends an idle session by itself; None if more than the clock decides that.
+    leaves_at: float | None = None
+    #: Sessions wait for the slice of an idle session.
+    wanted: bool = False
+    #: Why the pool took the slice of a suspended session that was idle; "" if it did not.
+    taken_reason: str = ""
     #: Device bytes as last measured, by device; a device without a measurement is absent.
     footprints: Mapping[str, int] = field(default_factory=dict)
 

@@ -559,6 +559,7 @@ class _Pass:
 
         After ``ageing`` seconds as the head it also *accumulates*: idle leases there are preempted
         even if that alone is not enough (otherwise two sessions that take turns would keep it out).
+        But only those that then wait behind it: see :meth:`~.draft.Draft.stays_out`.
         """
         draft, before = self.draft, self.before.reservation
         keep = before.wanted if before is not None and before.session == s.id else ()
@@ -568,7 +569,9 @@ class _Pass:
             room, now = draft.rooms[uuid], self.facts.now
             options = Trial(draft, s, draft.host).options(room)
             for tier, v, _ in sorted(options, key=lambda o: (o[0], score(o[1], now))):
-                if not tier and room.expect < size and not draft.host_lack([v], draft.host):
+                if tier or room.expect >= size or draft.host_lack([v], draft.host):
+                    continue
+                if draft.stays_out(v, room, size):
                     self._suspend(v, HEAD)
 
     # ------------------------------------------------------------------ 6. relief

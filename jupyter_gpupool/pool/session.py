@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..states import ATTACHED, AttachPolicy, State
+from .evidence import Expected, Figure
 from .model import Hold, Owner, Request, SessionRecord, Slice
 from .residence import Gap, Habits, Stay
 
@@ -83,7 +84,11 @@ class Wait:
     head_since: float | None = None
     #: Why the last attach failed; not tried again before ``retry_at``.
     failed: str = ""
-    #: The last news to its user: position, length, eta, reason.
+    #: The figures of the wait so far, the latest last, and whether its room was being made then.
+    figures: list[Figure] = field(default_factory=list)
+    #: When it probably ends; None without evidence.
+    expected: Expected | None = None
+    #: The last news to its user: position, length, reason, expected.
     told: tuple[Any, ...] = ()
 
 

@@ -109,6 +109,8 @@ def _attached(facts: Facts, s: Session, seconds: float) -> Actions:
             facts.swap = weighted(facts.swap, seconds)
             s.measured.resume = weighted(s.measured.resume, seconds)
     s.lease.cost = cost(s, facts.swap)
+    facts.evidence.wait_ended(s.wait.figures, facts.now)
+    s.wait.figures = []
     _stop_waiting(facts, s)
     if s.holds:
         s.measured.busy_since = facts.now
@@ -153,6 +155,7 @@ def _not_landed(facts: Facts, s: Session) -> Actions:
 def _rest(facts: Facts, s: Session) -> Actions:
     spell = facts.now - s.measured.busy_since
     s.measured.busy = weighted(s.measured.busy, spell)
+    facts.evidence.spells.add(spell)
     s.lease.stay = residence.computed(s.lease.stay, spell)
     _gap(facts, s)
     return []

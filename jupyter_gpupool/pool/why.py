@@ -13,14 +13,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Iterable, Mapping
 
-from ..units import format_bytes, format_seconds
+from ..units import format_bytes, format_range, format_seconds, format_waited
+from .evidence import Expected
 from .explain import Explanation, HeldLease, Standing, explain
 from .facts import Facts
 from .groups import DailyEnd
 from .model import Owner
 from .schedule import Plan
 from .session import Session
-from .words import eta
+from .words import taken_reason
 
 #: Lines about leases of the same owner, and of others; the rest is summed up.
 MOST_TOLD = 6
@@ -31,8 +32,8 @@ class Told:
     """An explanation as data and in words: one sentence per line, the most important first."""
 
     found: Explanation
-    #: The seconds that a waiting session will probably wait; None without evidence.
-    eta: float | None
+    #: Between which times a wait will probably end; None without evidence.
+    expected: Expected | None
     #: What it has or waits for, who holds what it needs, what would change that.
     lines: tuple[str, ...]
     #: Guarantees, shares and budgets of its owner and groups; () where there are none.
@@ -42,26 +43,23 @@ class Told:
 def told(facts: Facts, plan: Plan, s: Session) -> Told:
     """Return :func:`~.explain.explain` with its lines for the owner of ``s``."""
     found = explain(facts, plan, s)
-    left = None if found.position is None else eta(facts, plan, s, found.position)
-    lines = [*_state_lines(facts, plan, s, found, left)]
+    expected = None if found.position is None else s.wait.expected
+    lines = [*_state_lines(facts, plan, s, found)]
     if found.reason is not None:
         lines += _holder_lines(facts, found)
         lines += _host_lines(found)
         lines += _change_lines(facts, found)
     elif s.lease.slices and s.state != "detaching":
         lines += _exposed_lines(facts, s, found)
-    return Told(found, left, tuple(lines), tuple(standing_lines(found.standing, facts.now)))
+    return Told(found, expected, tuple(lines), tuple(standing_lines(found.standing, facts.now)))
 
 
-def _state_lines(
-    facts: Facts, plan: Plan, s: Session, found: Explanation, left: float | None
-) -> Iterable[str]:
+def _state_lines(facts: Facts, plan: Plan, s: Session, found: Explanation) -> Iterable[str]:
     sizes = ", ".join(f"{format_bytes(x.bytes)} on {_gpu(facts, x.device)}" for x in s.lease.slices)
     if found.position is not None:
         rank = f"It is {_ordinal(found.position)} of {len(plan.queue)} in the queue"
         yield f"{rank}: {found.text}."
-        if left is not None:
-            yield f"It will probably wait about {format_seconds(max(1.0, left))}."
+        yield from _expected_lines(facts, s)
         if found.standing.entitled:
             yield (
                 f"Its group {found.standing.entitled[0]} is guaranteed what it asks for, so it "
@@ -79,6 +77,22 @@ def _state_lines(
         yield f"It {use} {sizes}." + (f" {found.text}" if found.text else "")
     else:
         yield "It has no slice and waits for none."
+        if taken := taken_reason(s):
+            yield f"The pool took its slice while it was idle: {taken}."
+
+
+def _expected_lines(facts: Facts, s: Session) -> Iterable[str]:
+    """Yield how long a session will probably wait, and what says so."""
+    found = s.wait.expected
+    left = None if found is None else found.left(facts.now)
+    if found is None or left is None:
+        waited = format_waited(facts.now - s.queued_at)
+        if waited:
+            yield f"It has waited for {waited}; there is no estimate yet."
+        return
+    yield f"It will probably wait for another {format_range(*left)}."
+    what = "suspends take" if s.wait.figures[-1].moving else "the cells ahead of it usually run"
+    yield f"The range comes from how long {what}, and how the last {found.waits} waits differed."
 
 
 def _beyond_lines(found: Explanation) -> Iterable[str]:

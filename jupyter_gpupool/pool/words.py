@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The words of the pool: why a session waits, why it keeps its slice, how long that may take.
+"""The words of the pool: why a session waits, why it keeps its slice.
 
 The sentences for all reasons are here and in :mod:`.explain`, and none of them names another owner.
 """
@@ -8,12 +8,11 @@ The sentences for all reasons are here and in :mod:`.explain`, and none of them 
 from __future__ import annotations
 
 import math
-from typing import Any, Mapping
+from typing import Mapping
 
 from ..errors import Code
 from ..states import HAS_LEASE
 from ..units import format_bytes, format_seconds
-from .events import Action, QueueMoved, StateChanged
 from .facts import Facts
 from .model import Reason, Refusal
 from .placement import asking
@@ -21,12 +20,6 @@ from .preemption import stays_until, suspendable, yields_at
 from .schedule import Plan
 from .session import Session
 from .shares import Budget
-
-#: In a queue up to this length, each session gets its news at once; in a longer one ...
-AT_ONCE = 8
-#: ... once in so many seconds at most. (A session that begins to wait always gets it at once.)
-INTERVAL = 1.0
-
 
 # --------------------------------------------------------------------------- why it waits, in words
 
@@ -361,6 +354,17 @@ def stays_reason(facts: Facts, s: Session, now: float) -> str:
     return _STAYS["machine"] if bound > facts.host_room else _STAYS["kept"]
 
 
+def taken_reason(s: Session) -> str:
+    """Return why the pool took the slice of a suspended session that was idle, as a clause.
+
+    "" if it went by itself or its user gave it back, and after a restart of the broker.
+    """
+    if s.state != "detached" or not s.suspended:
+        return ""
+    why = next((text for _, _, new, text, _ in reversed(s.story) if new == "detaching"), "")
+    return "" if why in ("idle", "release") else why
+
+
 _ROOM = "as soon as there is room"
 
 _STAYS = {
@@ -377,83 +381,6 @@ _STAYS = {
         f"leaves {_ROOM}."
     ),
 }
-
-
-# --------------------------------------------------------------------------- how long
-
-
-def eta(facts: Facts, plan: Plan, s: Session, position: int) -> float | None:
-    """Return the seconds that ``s`` will probably wait, None without evidence.
-
-    Leases come free at the rate *holders / mean time a holder stays busy*, so the session at
-    position p waits about p * mean / holders seconds. The mean is over the sessions that have a
-    lease now, each with its own mean of past busy spells (first hold to last drop). A session that
-    has waited longer than its estimate gets none: the estimate was wrong.
-    """
-    v = _stayer(facts, plan, s)
-    if v is not None:
-        left = stays_until(v, facts) - facts.now + _moving(facts, v)
-        return left + (_moving(facts, s) if s.suspended else 0.0)
-    if s.id in plan.promises:
-        return None if facts.swap is None else 2 * facts.swap
-    why = plan.reasons.get(s.id)
-    if why is not None and why.rule not in ("busy", "behind-head"):
-        return None  # it waits for something other than a lease of the sessions counted here
-    known = [v.measured.busy for v in facts.leased.values() if v.measured.busy is not None]
-    if not known:
-        return None
-    expected = position * sum(known) / len(known) / len(facts.leased)
-    return expected if facts.now - s.queued_at <= expected else None
-
-
-def _moving(facts: Facts, s: Session) -> float:
-    """Return the seconds that suspending ``s`` (or resuming it) will probably take."""
-    return s.measured.moving / 2 or facts.swap or 0.0
-
-
-class News:
-    """Tells waiting sessions their place in the queue, as often as is useful."""
-
-    def __init__(self) -> None:
-        self._told_at = -INTERVAL
-        self._stale = False
-
-    def next_at(self, plan: Plan) -> float:
-        """Return when the next session must get news; infinity if none must."""
-        return self._told_at + INTERVAL if self._stale and plan.queue else math.inf
-
-    def run(self, facts: Facts, plan: Plan, actions: list[Action], *, tick: bool) -> list[Action]:
-        """Return the news that is due: always for sessions that have just begun to wait.
-
-        ``actions`` are those of the event; without a change of state nothing is sent.
-        """
-        steps = [a for a in actions if isinstance(a, StateChanged)]
-        joined = {a.session for a in steps if a.new == "queued"}
-        self._stale = self._stale or bool(steps) or tick
-        if not self._stale:
-            return []
-        everybody = len(plan.queue) <= AT_ONCE or facts.now >= self._told_at + INTERVAL
-        if everybody:
-            self._stale = False
-            if len(plan.queue) > AT_ONCE:
-                self._told_at = facts.now
-        news = []
-        for position, s in enumerate(plan.queue, 1):
-            if everybody or s.id in joined:
-                news += _tell(facts, plan, s, position)
-        return news
-
-
-def _tell(facts: Facts, plan: Plan, s: Session, position: int) -> list[Action]:
-    left = eta(facts, plan, s, position)
-    told: tuple[Any, ...] = position, len(plan.queue), reason(facts, plan, s), left
-    before = s.wait.told
-    if before and before[:3] == told[:3]:
-        old = before[3]
-        if old == left or (old is not None and left is not None and abs(left - old) <= 0.2 * old):
-            return []
-    s.wait.told = told
-    return [QueueMoved(session=s.id, position=position, length=told[1], eta=left, reason=told[2])]
 
 
 def seconds(s: Session, now: float) -> tuple[float, float]:

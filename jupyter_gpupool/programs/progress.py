@@ -16,7 +16,7 @@ from typing import Callable
 from ..errors import Code, RefusedError
 from ..kernel.link import SessionLink
 from ..kernel.waits import sentence
-from ..units import format_bytes, format_seconds
+from ..units import format_bytes, format_range, format_seconds
 
 #: Seconds of a wait before anything is shown: most are over by then.
 PATIENCE = 1.0
@@ -47,8 +47,8 @@ def waiting_for(link: SessionLink, memory: int, waited: float, *, begun: bool = 
     queue = link.queue
     if queue is not None:
         text += f": position {queue.position} of {queue.length}"
-        if queue.eta is not None:
-            text += f", about {format_seconds(max(1.0, queue.eta))}"
+        if left := queue.left():
+            text += f", {format_range(*left)} left"
     text += f". Waited {format_seconds(waited)}."
     return f"{text} {sentence(queue.reason)}".rstrip() if queue is not None else text
 

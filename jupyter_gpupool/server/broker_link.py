@@ -28,6 +28,8 @@ class BrokerLink:
         Returns the broker's socket; called before each connection.
     on_row:
         Called in the event loop with each row of the journal, once :meth:`watch` was called.
+    on_stir:
+        Called in the event loop when a session has changed without a row.
     on_close:
         Called in the event loop when a connection has ended that this server did not close.
     """
@@ -36,11 +38,13 @@ class BrokerLink:
         self,
         path: Callable[[], Path],
         on_row: Callable[[Message], None],
+        on_stir: Callable[[], None],
         on_close: Callable[[BrokerUnavailable], None],
         log: logging.Logger,
     ) -> None:
         self._path = path
         self._on_row = on_row
+        self._on_stir = on_stir
         self._on_close = on_close
         self._log = log
         self._client: Client | None = None
@@ -133,6 +137,8 @@ class BrokerLink:
     def _pushed(self, message: Message) -> None:
         if message["type"] == "event":
             self._on_row(message)
+        elif message["type"] == "stirred":
+            self._on_stir()
         elif message["type"] == "error":
             self._said = RefusedError(
                 str(message.get("message", "refused")),

@@ -90,7 +90,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
             user = f"uid-{os.getuid()}"  # the broker's name for a user without an account
         config = self.serverapp.config.get("GPUPool", {})
         self._show(page_config.first(config, os.environ, self._find()))
-        link = BrokerLink(self._find, self._row, self._lost, self.log)
+        link = BrokerLink(self._find, self._row, self._stirred, self._lost, self.log)
         self._watch = Watch(
             link,
             self.serverapp.kernel_manager.list_kernel_ids,
@@ -151,6 +151,10 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     def _row(self, row: dict[str, Any]) -> None:
         if self._watch is not None:
             self._watch.row(row)
+
+    def _stirred(self) -> None:
+        if self._watch is not None:
+            self._watch.stirred()
 
     def _lost(self, error: Any) -> None:
         if self._watch is not None:

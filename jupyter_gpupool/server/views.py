@@ -56,14 +56,13 @@ def visible(
 ) -> View:
     """Return the broker's ``status`` as this server shows it.
 
-    Each session gets ``mine``, and ``here``: whether it is a kernel of this server. Own sessions
-    also get ``leaves_at``; the use of others' slices is not shown.
+    Each session gets ``mine``, and ``here``: whether it is a kernel of this server. The use of
+    others' slices is not shown.
     """
     view = {name: status.get(name) for name in _SHOWN}
     view["maintenance"] = [
         {name: order[name] for name in _OF_ORDERS} for order in status.get("maintenance") or ()
     ]
-    settings = status.get("settings") or {}
     view["sessions"] = [
         {
             **session,
@@ -71,7 +70,6 @@ def visible(
             "queue_length": (
                 session.get("queue_length") if session.get("queue_position") is not None else None
             ),
-            "leaves_at": leaves_at(session, settings),
             "mine": True,
             "here": session.get("kernel_id") in local,
         }
@@ -145,7 +143,7 @@ def changes(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> Iterable[t
         if session.get("queue_position") is not None and (
             was is None or _differ(was, session, places)
         ):
-            yield "queue", _queue(session)
+            yield "queue", _queue(session, new["now"])
     for session in before.values():
         ended = {**session, "state": "ended", "granted_bytes": 0, "devices": []}
         yield "lease", _lease({**ended, "suspended_bytes": 0}, session)
@@ -162,32 +160,23 @@ def _lease(session: Mapping[str, Any], was: Mapping[str, Any] | None) -> View:
     }
 
 
-def _queue(session: Mapping[str, Any]) -> View:
+def _queue(session: Mapping[str, Any], now: float) -> View:
+    expected = session.get("expected") or {}
+    least, most = (
+        max(0.0, expected[name] - now) if name in expected else None for name in ("since", "until")
+    )
     return {
         "kernel_id": session.get("kernel_id", ""),
         "position": session["queue_position"],
         "length": session.get("queue_length") or session["queue_position"],
-        "eta_seconds": session.get("eta_seconds"),
+        "least_seconds": least,
+        "most_seconds": most,
         "reason": session.get("wait_reason", ""),
     }
 
 
-def leaves_at(session: Mapping[str, Any], settings: Mapping[str, Any]) -> float | None:
-    """Return when the idle time of a session ends and the pool suspends it; None if never.
-
-    On the broker's clock. The suspend may come sooner if another kernel waits. A session that is
-    pinned or has a ``stays_reason`` stays.
-    """
-    timeout, since = settings.get("idle_timeout"), session.get("idle_since")
-    if session["state"] != "idle" or timeout is None or since is None:
-        return None
-    if session.get("pinned_reason") or session.get("stays_reason"):
-        return None
-    return round(max(float(since) + float(timeout), float(session.get("keep_until") or 0.0)), 1)
-
-
 def seconds_left(session: Mapping[str, Any], now: float) -> float | None:
-    """Return the seconds until :func:`leaves_at`; None without one."""
+    """Return the seconds until ``leaves_at``; None without one."""
     at = session.get("leaves_at")
     return None if at is None else max(float(at) - now, 0.0)
 

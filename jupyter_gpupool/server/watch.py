@@ -3,8 +3,8 @@
 """Keeps the newest view of the pool while it is needed, and publishes changes.
 
 It is needed while this server has a Pooled GPU kernel or a client of the websocket. Then each push
-of the broker, and a slow poll for what it does not push (places in the queue, sizes in use), leads
-to one ``status``; differences become events. Otherwise the server sends nothing.
+of the broker, and a slow poll for what it does not push (others' waits, sizes in use), leads to one
+``status``; differences become events. Otherwise the server sends nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .views import View
 LEAST_INTERVAL = 0.05
 
 #: Most seconds between two snapshots: while a kernel of this server waits, because its place may
-#: change; while a client listens and a kernel has a slice, because the broker does not push active
-#: and idle; and once after a change.
+#: change with others; while a client listens and a kernel has a slice, because what it uses does;
+#: and once after a change.
 LIVELY_INTERVAL = 1.0
 
 #: Seconds until the first attempt to reach a broker that is away, and most seconds between two.
@@ -50,7 +50,7 @@ class Watch:
     Parameters
     ----------
     link:
-        The connection; its callbacks must be :meth:`row` and :meth:`lost`.
+        The connection; its callbacks must be :meth:`row`, :meth:`stirred` and :meth:`lost`.
     kernels:
         Returns the ids of this server's kernels.
     user:
@@ -213,6 +213,10 @@ class Watch:
         """Something happened in the pool."""
         self._rows.append(row)
         del self._rows[:-MAX_ROWS]
+        self._news.set()
+
+    def stirred(self) -> None:
+        """A session has changed without a row: a cell began or ended."""
         self._news.set()
 
     def lost(self, error: GPUPoolError) -> None:

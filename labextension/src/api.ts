@@ -79,6 +79,12 @@ export interface IBudget {
   readonly spent: boolean;
 }
 
+/** The two ends of an expected wait. */
+export interface IExpected {
+  readonly since: number;
+  readonly until: number;
+}
+
 /** A session of this server's user. */
 export interface ISession extends IAnySession {
   readonly mine: true;
@@ -93,7 +99,10 @@ export interface ISession extends IAnySession {
   readonly suspended_bytes: number;
   readonly request: IRequest;
   readonly queue_length: number | null;
-  readonly eta_seconds: number | null;
+  /** Between which times, on the broker's clock, its wait will probably end; null: not known. */
+  readonly expected: IExpected | null;
+  /** When the wait that goes on began. */
+  readonly queued_at: number | null;
   readonly wait_reason: string;
   /** Why its slice was taken in the middle of its work, a sentence; missing or empty if not. */
   readonly preempted?: string;
@@ -102,8 +111,12 @@ export interface ISession extends IAnySession {
   readonly budgets?: readonly IBudget[];
   readonly pinned_reason: string;
   readonly idle_seconds: number;
-  /** When an idle slice goes back to the pool by itself; null if it does not. */
+  /** When an idle slice goes back to the pool, if nothing but the clock decides; else null. */
   readonly leaves_at: number | null;
+  /** Why the pool took its slice while it was idle; missing or empty if it did not. */
+  readonly taken_reason?: string;
+  /** Whether others wait for its idle slice. */
+  readonly wanted: boolean;
   /** Why an idle slice stays although its time is over, a sentence; else empty. */
   readonly stays_reason: string;
   /**

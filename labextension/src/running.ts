@@ -89,7 +89,7 @@ export class RunningSlices implements IRunningSessions.IManager {
   private _words(session: ISession): string {
     const { view } = this._model;
     const still = { ...session, leaves_at: null };
-    return say(this._trans, still, view?.devices ?? [], this._model.now()).text;
+    return say(this._trans, still, view?.devices ?? [], this._model.now()).still;
   }
 
   private _release(session: ISession): void {

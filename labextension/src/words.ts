@@ -142,6 +142,72 @@ export function about(trans: TranslationBundle, seconds: number): string {
   return trans.__('~%1 h', Math.round(seconds / 3600));
 }
 
+/** The ends of an expected wait in seconds: nobody can tell it more exactly. */
+const STEPS = [
+  0, 5, 10, 15, 20, 30, 40, 60, 90, 120, 180, 300, 600, 900, 1200, 1800, 2700, 3600,
+  5400, 7200, 10800, 18000, 28800, 43200, 86400
+] as const;
+const DAY = 86400;
+
+/** `20 to 60 s`, `up to 5 min`: as Python's `format_range` prints them (`waits.json`). */
+export function range(trans: TranslationBundle, least: number, most: number): string {
+  const from = Math.max(0, least);
+  const to = Math.max(1, most);
+  let low = STEPS.reduce<number>((best, step) => (step <= from ? step : best), 0);
+  const high = STEPS.find(step => step >= to) ?? Math.ceil(to / DAY) * DAY;
+  if (low === high) {
+    low = STEPS[STEPS.findIndex(step => step === high) - 1] ?? 0;
+  }
+  const end = step(trans, high);
+  if (low === 0) {
+    return trans.__('up to %1', end);
+  }
+  const begin = step(trans, low);
+  const same = begin.split(' ')[1] === end.split(' ')[1];
+  return trans.__('%1 to %2', same ? begin.split(' ')[0] : begin, end);
+}
+
+function step(trans: TranslationBundle, seconds: number): string {
+  if (seconds <= 90) {
+    return trans.__('%1 s', seconds);
+  }
+  return seconds < 7200
+    ? trans.__('%1 min', Math.floor(seconds / 60))
+    : trans.__('%1 h', Math.floor(seconds / 3600));
+}
+
+/** `40 s`, `3 min`: how long a wait has lasted, as Python's `format_waited`; empty if short. */
+export function waited(trans: TranslationBundle, seconds: number): string {
+  const by = seconds < 60 ? 10 : 60;
+  const whole = Math.floor(seconds / by) * by;
+  if (whole < 10) {
+    return '';
+  }
+  if (whole < 90) {
+    return trans.__('%1 s', whole);
+  }
+  return whole < 5400
+    ? trans.__('%1 min', Math.round(whole / 60))
+    : trans.__('%1 h', tenths(whole / 3600));
+}
+
+/** `20 to 60 s left`, or `waiting for 40 s, no estimate yet`; empty if there is nothing to say. */
+export function waitTime(
+  trans: TranslationBundle,
+  session: ISession,
+  now: number
+): string {
+  const { expected, queued_at: since } = session;
+  if (expected !== null && expected.until > now) {
+    return trans.__(
+      '%1 left',
+      range(trans, expected.since - now, expected.until - now)
+    );
+  }
+  const so = since === null ? '' : waited(trans, now - since);
+  return so && trans.__('waiting for %1, no estimate yet', so);
+}
+
 /** `2nd`. Languages that number otherwise translate the four forms. */
 export function ordinal(trans: TranslationBundle, n: number): string {
   const tens = n % 100;
@@ -206,7 +272,7 @@ export function say(
   const where = gpus(trans, session.devices, devices);
   switch (session.state) {
     case 'queued':
-      return plain(waiting(trans, session), 'wait', place(trans, session));
+      return waiting(trans, session, now);
     case 'attaching':
       return session.suspended_bytes > 0
         ? plain(
@@ -250,6 +316,15 @@ export function say(
       }
       if (session.stays_reason) {
         return plain(trans.__('Idle on %1, stays', where), 'idle', trans.__('Stays'));
+      }
+      if (session.wanted) {
+        return (session.keep_until ?? 0) > now
+          ? plain(trans.__('Idle on %1, kept', where), 'idle', trans.__('Kept'))
+          : plain(
+              trans.__('Idle: may move to host memory at any moment'),
+              'idle',
+              trans.__('May move')
+            );
       }
       if (session.leaves_at !== null) {
         if (now - session.leaves_at > LATE) {
@@ -297,27 +372,27 @@ export function goingBack(trans: TranslationBundle, session: ISession): string {
     : trans.__('Goes back to the pool when its work on the GPU is done.');
 }
 
-/** `2nd · ~40 s`. */
-function place(
-  trans: TranslationBundle,
-  session: ISession,
-  between = ' · '
-): string | undefined {
-  if (session.queue_position === null) {
-    return undefined;
+/** `Waiting: 2nd, 20 to 60 s left`; `Waiting: 2nd, for 40 s, no estimate yet`. */
+function waiting(trans: TranslationBundle, session: ISession, now: number): ISaid {
+  const { expected, queued_at: since, queue_position: position } = session;
+  const preempted = Boolean(session.preempted);
+  if (position === null) {
+    return plain(preempted ? trans.__('Preempted') : trans.__('Waiting'), 'wait');
   }
-  const at = ordinal(trans, session.queue_position);
-  return session.eta_seconds === null
-    ? at
-    : `${at}${between}${about(trans, session.eta_seconds)}`;
-}
-
-function waiting(trans: TranslationBundle, session: ISession): string {
-  const at = place(trans, session, ', ');
-  if (session.preempted) {
-    return at === undefined ? trans.__('Preempted') : trans.__('Preempted: %1', at);
+  const at = ordinal(trans, position);
+  const still = preempted ? trans.__('Preempted: %1', at) : trans.__('Waiting: %1', at);
+  const said = { still, tone: 'wait', counts: true } as const;
+  if (expected !== null && expected.until > now) {
+    const left = range(trans, expected.since - now, expected.until - now);
+    return {
+      ...said,
+      text: trans.__('%1, %2 left', still, left),
+      short: trans.__('%1 · %2', at, left)
+    };
   }
-  return at === undefined ? trans.__('Waiting') : trans.__('Waiting: %1', at);
+  const so = since === null ? '' : waited(trans, now - since);
+  const text = so ? trans.__('%1, for %2, no estimate yet', still, so) : still;
+  return { ...said, text, short: at };
 }
 
 /** The broker's reason as a sentence; its reasons are parts of sentences. */

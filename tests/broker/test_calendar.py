@@ -165,7 +165,7 @@ def test_work_of_the_night_stops_by_day_and_goes_on_at_night(at):
             wait_until(lambda: worker.status()["wait_reason"] == wait, wait)
             with broker.client() as client:
                 told = client.call("why", session=worker.session)
-            assert told["eta_seconds"] is None
+            assert told["expected"] is None
             other = Worker(broker, "notebook", memory=300 * MiB)
             made.append(other)
             other.begin(16 * MiB)

@@ -233,9 +233,21 @@ def test_watchers_see_rows_as_they_happen(broker, kernel):
         client.call("watch")
         one = kernel("one")
         one.attach()
-        wait_until(lambda: [r for r in seen if r["kind"] == "attach"], "the attach row")
-    assert [r["seq"] for r in seen] == sorted(r["seq"] for r in seen)
-    assert {r["type"] for r in seen} == {"event"}
+        wait_until(lambda: [r for r in seen if r.get("kind") == "attach"], "the attach row")
+    rows = [r for r in seen if r["type"] == "event"]
+    assert [r["seq"] for r in rows] == sorted(r["seq"] for r in rows)
+
+
+def test_watchers_hear_of_the_end_of_a_cell(broker, kernel):
+    seen = []
+    with broker.client(on_push=seen.append) as client:
+        client.call("watch")
+        one = kernel("one")
+        one.attach()
+        one.do("drop", hold="cell")
+        ended = {"type": "stirred", "session": one.session}
+        wait_until(lambda: ended.items() <= {**seen[-1]}.items(), "the end of the cell")
+        assert one.state() == "idle"
 
 
 @pytest.mark.parametrize("when", ["queued", "attached", "suspended"])

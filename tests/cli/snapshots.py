@@ -48,7 +48,7 @@ def session(session_id: str, **changes):
         "devices": [],
         "queue_position": None,
         "queue_length": 0,
-        "eta_seconds": None,
+        "expected": None,
         "wait_reason": "",
         "pinned_reason": "",
         "wait_seconds_total": 0.0,

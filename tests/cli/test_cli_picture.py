@@ -24,7 +24,8 @@ BUSY = pool(
         device(1, drained_reason="Xid 79, the GPU has fallen off the bus", memory_free=None),
     ],
     sessions=[
-        session("77aa33", owner="bob", state="queued", queue_position=1, eta_seconds=40.0,
+        session("77aa33", owner="bob", state="queued", queue_position=1,
+                expected={"since": 1024.0, "until": 1058.0},
                 wait_reason="no GPU has 8 GiB free", wait_seconds_total=7,
                 request={"memory": 8 * GiB, "devices": 2}),
         attached("9c0d22", "idle", 4 * GiB, idle_seconds=40, footprint_bytes=512 * MiB,
@@ -60,7 +61,7 @@ B  9c0d22        ada    idle 40 s  4 GiB  512 MiB                   viz.ipynb
 9c0d22 cannot be suspended: it uses managed memory
 
 WAITING
-1. 77aa33 asks for 8 GiB on each of 2 GPUs, about 40 s: no GPU has 8 GiB free
+1. 77aa33 asks for 8 GiB on each of 2 GPUs, 20 to 60 s left: no GPU has 8 GiB free
 
 [▒▒▒▒▒▒▒▒▒▒··············] 5 GiB of 12 GiB host memory holds suspended state"""
 
@@ -94,7 +95,7 @@ def test_a_wait_without_an_estimate_shows_how_long_it_has_lasted():
         wait_reason="no GPU has 1 GiB free",
     )  # fmt: skip
     lines = draw(pool(sessions=[waiting], now=143.0), Style(width=100))
-    line = "1. 77aa33 asks for 1 GiB (no estimate yet; waiting for 40 s): no GPU has 1 GiB free"
+    line = "1. 77aa33 asks for 1 GiB, waiting for 40 s, no estimate yet: no GPU has 1 GiB free"
     assert line in lines
     assert "no estimate" not in "".join(draw(pool(sessions=[waiting], now=105.0), Style(width=100)))
 

@@ -355,7 +355,7 @@ class ScriptedBroker:
                 "devices": [self.device] if attached else [],
                 "queue_position": None,
                 "queue_length": 0,
-                "eta_seconds": None,
+                "expected": None,
                 "wait_reason": "",
                 "pinned_reason": "",
                 "idle_seconds": 3.0,

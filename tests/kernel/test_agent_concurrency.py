@@ -123,7 +123,7 @@ def test_an_interrupt_ends_the_wait_of_a_subshell(
     broker.hold_back()
     side = kernel.start("ran = True", header={"subshell_id": other})
     hold = broker.wait_for("hold")["hold"]
-    broker.push("queue", position=1, length=1, eta=None, reason="")
+    broker.push("queue", position=1, length=1, waited=0.0, left=None, reason="")
     side.until("display_data")
     kernel.manager.interrupt_kernel()
     broker.wait_for("cancel", hold=hold)

@@ -55,7 +55,7 @@ def kinds(broker: ScriptedBroker) -> list[str]:
 
 def queued(broker: ScriptedBroker, position: int = 1, reason: str = "") -> None:
     """Push the messages that the broker sends when a thread at the gate has to queue."""
-    broker.push("queue", position=position, length=3, eta=40.0, reason=reason)
+    broker.push("queue", position=position, length=3, waited=0.0, left=[24.0, 58.0], reason=reason)
     broker.push("lease", state="queued", epoch=0, slices=[], reason="", pinned_reason="")
 
 
@@ -325,7 +325,7 @@ def test_wait_of_a_call_is_shown_and_leaves_no_trace(
     queued(broker, 2, "Alice has it.")
     shown = cell.until("display_data")["content"]
     assert shown["data"]["text/plain"] == (
-        "Waiting for a GPU slice of 4 GiB: position 2 of 3, about 40 s. Alice has it. "
+        "Waiting for a GPU slice of 4 GiB: position 2 of 3, 20 to 60 s left. Alice has it. "
         "A CUDA call of this cell waits; interrupt the kernel to end the cell."
     )
     queued(broker, 1)
@@ -360,7 +360,7 @@ def test_output_of_the_cell_stays_after_a_wait(
     broker.push("lease", state="queued", epoch=1, slices=[], reason="", pinned_reason="")
     seen = len(cell.messages)
     while not any("position" in str(m["content"]) for m in cell.messages[seen:]):
-        broker.push("queue", position=1, length=1, eta=None, reason="")
+        broker.push("queue", position=1, length=1, waited=0.0, left=None, reason="")
         kernel.read(time.monotonic() + 20, cell)
     page.process(pid_of(kernel), waiting=0)
     granted(broker, epoch=2)

@@ -156,7 +156,7 @@ def test_attach_shows_its_wait_and_can_be_interrupted(
     broker.hold_back()
     cell = kernel.start("%gpu attach")
     hold = broker.wait_for("hold")["hold"]
-    broker.push("queue", position=1, length=1, eta=5.0, reason="")
+    broker.push("queue", position=1, length=1, waited=0.0, left=[20.0, 5.0], reason="")
     cell.shows("position 1 of 1")
     kernel.manager.interrupt_kernel()
     assert "was interrupted" in error_of(cell.done())

@@ -36,17 +36,19 @@ def test_an_attached_cell_makes_no_round_trip(broker: ScriptedBroker, kernel: Ke
 
 def test_wait_in_a_cell_is_shown_and_removed(broker: ScriptedBroker, kernel: Kernel) -> None:
     broker.hold_back()
-    broker.push("queue", position=2, length=3, eta=40.0, reason="Alice has it.")
+    broker.push(
+        "queue", position=2, length=3, waited=0.0, left=[24.0, 58.0], reason="Alice has it."
+    )
     kernel.run("%gpu pool")  # the agent has read the push when this is answered
     cell = kernel.start("print('hi')")
     hold = broker.wait_for("hold")["hold"]
     shown = cell.until("display_data")["content"]
     assert shown["data"]["text/plain"].startswith(
-        "Waiting for a GPU slice of 4 GiB: position 2 of 3, about 40 s. Alice has it."
+        "Waiting for a GPU slice of 4 GiB: position 2 of 3, 20 to 60 s left. Alice has it."
     )
     assert "position 2 of 3" in shown["data"]["text/html"]
     assert shown["metadata"] == {"gpupool": {"wait": True}}  # JupyterLab finds it by this field
-    broker.push("queue", position=1, length=2, eta=None, reason="")
+    broker.push("queue", position=1, length=2, waited=0.0, left=None, reason="")
     update = cell.until("update_display_data")["content"]
     assert update["transient"] == shown["transient"]
     assert "position 1 of 2" in update["data"]["text/plain"]
@@ -63,7 +65,7 @@ def test_an_interrupted_wait_does_not_run_the_cell(broker: ScriptedBroker, kerne
     cell = kernel.start("ran = True")
     hold = broker.wait_for("hold")["hold"]
     behind = kernel.start("also_ran = True")
-    broker.push("queue", position=1, length=1, eta=None, reason="")
+    broker.push("queue", position=1, length=1, waited=0.0, left=None, reason="")
     cell.until("display_data")
     kernel.manager.interrupt_kernel()
     broker.wait_for("cancel", hold=hold)  # never granted; e2e/test_policy tests how soon

@@ -63,8 +63,8 @@ def test_a_reason_is_shown_as_a_sentence(reason: str, said: str) -> None:
     assert sentence(reason) == said
     link = SessionLink("/nowhere/broker.sock", "s1", "token")
     link._down_since = None
-    link.queue = QueuePlace(1, 1, 0.2, reason)
-    expected = f"Waiting for a GPU slice: position 1 of 1, about 1 s. {said}".rstrip()
+    link.queue = QueuePlace(1, 1, reason, time.monotonic())
+    expected = f"Waiting for a GPU slice: position 1 of 1. {said}".rstrip()
     assert describe(link) == expected
 
 
@@ -75,16 +75,20 @@ def test_a_wait_without_an_estimate_says_how_long_it_has_lasted(
     monkeypatch.setattr(time, "monotonic", lambda: now)
     link = SessionLink("/nowhere/broker.sock", "s1", "token")
     link._down_since = None
-    for _ in range(2):
-        link._push({"type": "queue", "position": 2, "length": 3, "eta": None, "reason": "Why."})
+    place = {"type": "queue", "position": 2, "length": 3, "waited": 0.0, "reason": "Why."}
+    link._push({**place, "left": None})
     assert describe(link) == "Waiting for a GPU slice: position 2 of 3. Why."
     now += 47
-    link._push({"type": "queue", "position": 1, "length": 3, "eta": None, "reason": "Why."})
-    assert describe(link) == (
-        "Waiting for a GPU slice: position 1 of 3. No estimate yet; waiting for 40 s. Why."
-    )
+    begin = "Waiting for a GPU slice: position 2 of 3"
+    assert describe(link) == f"{begin}, waiting for 40 s, no estimate yet. Why."
+    link._push({**place, "waited": 47.0, "left": [25.0, 100.0]})
+    assert describe(link) == f"{begin}, 20 s to 2 min left. Why."
+    now += 45
+    assert describe(link) == f"{begin}, up to 60 s left. Why.", "it counts down without a message"
+    now += 60
+    assert describe(link) == f"{begin}, waiting for 2 min, no estimate yet. Why."
     queued = {"state": "queued", "queue_position": 1, "queued_at": 100.0}
-    assert rows(queued, {"now": 400.0})["queue"] == "position 1, no estimate yet; waiting for 5 min"
+    assert rows(queued, {"now": 400.0})["queue"] == "position 1, waiting for 5 min, no estimate yet"
     assert rows(queued, {"now": 104.0})["queue"] == "position 1"
 
 

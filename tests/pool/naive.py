@@ -335,7 +335,7 @@ class Naive:
             assert s.state == "queued", a
             assert 1 <= a.position <= a.length
             assert a.reason, a
-            assert a.eta is None or a.eta >= 0
+            assert a.expected is None or 0 <= a.expected[0] <= a.expected[1]
         elif isinstance(a, ev.Warn):
             assert s.state in ("active", "idle"), a
             fixed = not all(self.devices[u].can_suspend for u in s.lease)

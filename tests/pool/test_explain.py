@@ -318,7 +318,7 @@ def test_closed_class_names_its_time_and_no_estimate(make):
     lab.hold("a")
     lab.open("w", 4, priority="batch")
     lab.hold("w")
-    assert lab.pool.why("w").eta is None
+    assert lab.pool.why("w").expected is None
     found = told(lab, "w")
     assert (found.changes_at, found.holders) == (7200.0, ())
     assert lab.reason("w").endswith("; the schedule lets them run in 2 h, at 02:00 UTC")

@@ -185,7 +185,7 @@ def test_a_wait_for_host_memory_has_no_estimate(make):
     lab.hold("w")
     assert lab.reason("w").endswith("for suspended state is free")
     (row,) = [row for row in lab.pool.view(lab.now).sessions if row.record.id == "w"]
-    assert row.eta_seconds is None
+    assert row.expected is None
 
 
 def test_measured_size_counts_instead_of_the_granted_size(make):
@@ -483,49 +483,12 @@ def test_waiting_session_is_told_only_of_changes(make):
     lab.running("a", 16)
     lab.open("w1", 16)
     first = got(lab.hold("w1"), ev.QueueMoved)
-    assert (first.position, first.length, first.eta) == (1, 1, None)
+    assert (first.position, first.length, first.expected, first.waited) == (1, 1, None, 0.0)
     assert first.reason == "all 16 B in use by running cells"
     lab.open("w2", 16)
     moved = all_of(lab.hold("w2"), ev.QueueMoved)
     assert [(m.session, m.position, m.length) for m in moved] == [("w1", 1, 2), ("w2", 2, 2)]
     assert lab.after(5) == []
-
-
-def test_the_eta_comes_from_observed_busy_times(make):
-    lab = make(device(0, 32))
-    for name in ("a", "b"):
-        lab.running(name, 16)
-    lab.after(30)
-    lab.drop("a")
-    lab.hold("a", "c2")
-    lab.open("w", 16)
-    # Two holders, each busy for 30 s: one comes free every 15 s.
-    assert got(lab.hold("w"), ev.QueueMoved).eta == 15.0
-
-
-def test_wait_longer_than_its_estimate_has_no_estimate(make):
-    lab = make(device(0))
-    lab.running("a", 16)
-    lab.after(10)
-    lab.drop("a")
-    lab.hold("a", "c2")
-    lab.open("w", 16)
-    assert got(lab.hold("w"), ev.QueueMoved).eta == 10.0
-    lab.after(9)
-    lab.open("other", 16)
-    none(lab.hold("other"), ev.QueueMoved, session="w", eta=9.0)
-    begun = lab.now - 9
-    lab.after(51)
-    lab.open("third", 16)
-    moved = {m.session: m.eta for m in all_of(lab.hold("third"), ev.QueueMoved)}
-    # The past wait is no evidence for the length of the rest.
-    assert moved["w"] is None
-    # It came later, but it has already waited for longer than its two turns of 10 s.
-    assert moved["other"] is None
-    assert moved["third"] == 30.0
-    views = {s.record.id: s for s in lab.pool.view(lab.now).sessions}
-    assert (views["w"].eta_seconds, views["w"].queued_at) == (None, begun)
-    assert views["a"].queued_at is None
 
 
 def test_long_queue_sends_news_at_most_once_a_second(make):

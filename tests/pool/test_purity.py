@@ -36,6 +36,7 @@ FORBIDDEN = {
 #: A module may import those to the left of it; imports for types alone count as well.
 ORDER = [
     "residence",
+    "evidence",
     "groups",
     "model",
     "metering",
@@ -59,7 +60,9 @@ ORDER = [
     "recheck",
     "transitions",
     "unsuspendable",
+    "estimate",
     "words",
+    "news",
     "explain",
     "why",
     "requests",

@@ -27,8 +27,8 @@ def same(facts: Facts, short: Plan, whole: Plan) -> None:
         assert why == whole.reasons[name], facts.sessions[name]
 
 
-#: Those of the first 120 seeds with the longest queues: each leaves out thousands of requests.
-@pytest.mark.parametrize("seed", [0, 1, 6, 15, 23, 36, 44, 46])
+#: Seeds with long queues: each leaves out thousands of requests.
+@pytest.mark.parametrize("seed", [0, 1, 6, 15, 23, 36, 44])
 def test_requests_left_out_change_no_plan(seed, monkeypatch):
     skipped = 0
     plan, hopeless = machine.plan, schedule._Pass._hopeless

@@ -55,8 +55,6 @@ def test_idle_holder_keeps_its_slice_for_the_time_of_a_move(make):
         "an idle kernel came back to its GPU 2 min ago; moving it takes 2 s, so it keeps its "
         "slice for 2 s more"
     )
-    # And one second more to suspend it.
-    assert told.eta == 3.0
     assert lab.pool.next_wakeup() == 102.0, "the timer is exact"
     assert suspends(lab.after(1.99)) == []
     assert suspends(lab.after(0.01)) == ["a"]
@@ -235,8 +233,6 @@ def test_lease_just_moved_stays_for_cost_by_share(make):
         "an idle kernel came back to its GPU 3 s ago; moving it takes 2 s, so it keeps its "
         "slice for 17 s more"
     )
-    # And one second more to suspend it.
-    assert told.eta == 18.0
     assert suspends(lab.after(16.9)) == []
     assert suspends(lab.after(0.1)) == ["a"]
 

@@ -43,8 +43,8 @@ def queue_then_grant(broker: ScriptedBroker, waits: int) -> None:
     """Show each waiting hold a queue position, then grant it."""
     for number in range(waits):
         hold = broker.wait_for("hold", count=number + 1)["hold"]
-        broker.push("queue", position=2, length=2, eta=30.0, reason="")
-        broker.push("queue", position=1, length=1, eta=None, reason="")
+        broker.push("queue", position=2, length=2, waited=0.0, left=[20.0, 30.0], reason="")
+        broker.push("queue", position=1, length=1, waited=0.0, left=None, reason="")
         broker.grant(hold)
         broker.wait_for("drop", hold=hold)
         if number < waits - 1:
@@ -145,7 +145,7 @@ def test_console_joins_a_running_kernel_with_existing(broker: ScriptedBroker) ->
         broker.hold_back()
         console.sendline("print(6 * 7)")
         hold = broker.wait_for("hold")["hold"]
-        broker.push("queue", position=1, length=1, eta=None, reason="")
+        broker.push("queue", position=1, length=1, waited=0.0, left=None, reason="")
         console.expect("position 1 of 1")
         broker.grant(hold)
         console.expect("42")

@@ -154,7 +154,7 @@ def test_rest_calls_control_a_kernel(broker: ScriptedBroker, server: Callable[..
     broker.hold_back()
     waiting = channel.execute("ran = True")
     broker.wait_for("hold", count=2)
-    broker.push("queue", position=1, length=1, eta=None, reason="")
+    broker.push("queue", position=1, length=1, waited=0.0, left=None, reason="")
     channel.until(lambda m: m["msg_type"] == "display_data")
     state = jupyter.get(f"/api/kernels/{kernel}")["execution_state"]
     assert state == "busy"  # so that the server does not cull it

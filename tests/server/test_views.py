@@ -22,7 +22,7 @@ def session(name, **fields):
         "device": "GPU-0",
         "queue_position": None,
         "queue_length": 0,
-        "eta_seconds": None,
+        "expected": None,
         "wait_reason": "",
         "idle_since": None,
         "idle_seconds": 0.0,
@@ -174,7 +174,8 @@ def test_lease_causes_events():
             "kernel_id": "k-a",
             "position": 1,
             "length": 1,
-            "eta_seconds": None,
+            "least_seconds": None,
+            "most_seconds": None,
             "reason": "all in use",
         },
     )
@@ -204,25 +205,9 @@ def test_events_name_no_user():
         assert not {"owner", "label", "pid"} & set(data)
 
 
-def test_view_says_when_an_idle_slice_leaves():
-    idle = session("a", state="idle", idle_since=50.04)
-
-    def left(found, **fields):
-        (seen,) = snapshot(found, **fields)["sessions"]
-        return seen["leaves_at"], views.seconds_left(seen, 100.0)
-
-    assert left(idle) == (110.0, 10.0), "tenths, so that a rounding error is not a change"
-    assert left({**idle, "keep_until": 400.0}) == (400.0, 300.0)
-    assert left({**idle, "keep_until": 70.0}) == (110.0, 10.0)
-    assert left({**idle, "idle_since": 1.0}) == (61.0, 0.0), "it could not leave earlier"
-    assert left(idle, settings={"idle_timeout": 0.0})[0] == 50.0
-    for stays in (
-        session("a"),
-        {**idle, "pinned_reason": "it shares memory"},
-        {**idle, "stays_reason": "Host memory is full."},
-    ):
-        assert left(stays) == (None, None)
-    assert left(idle, settings={}) == (None, None)
+def test_time_left_is_never_negative():
+    left = [views.seconds_left({"leaves_at": at}, 100.0) for at in (110.0, 99.0, None)]
+    assert left == [10.0, 0.0, None]
 
 
 def test_free_host_memory_is_published_when_it_has_changed():
@@ -256,7 +241,8 @@ def test_view_hides_the_use_of_other_users_slices():
 
 
 def test_view_hides_when_other_users_slices_leave():
-    assert "leaves_at" not in snapshot(other("x", state="idle"))["sessions"][0]
+    known = other("x", state="idle", leaves_at=100.0, wanted=True)
+    assert not {"leaves_at", "wanted"} & set(snapshot(known)["sessions"][0])
 
 
 ORDER = {

@@ -35,6 +35,7 @@ class Link:
             "footprint_bytes": 8,
             "devices": ["G"],
             "idle_since": 100.0,
+            "leaves_at": 160.0,
             **self.more,
         }
         return {
@@ -119,7 +120,7 @@ def test_late_subscriber_gets_a_warning_that_is_still_true(link, run):
     assert first.kinds().count("idle") == 1
 
 
-@pytest.mark.parametrize("more", [{"keep_until": 900.0}, {"stays_reason": "It is full."}])
+@pytest.mark.parametrize("more", [{"leaves_at": 900.0}, {"leaves_at": None}])
 def test_late_subscriber_gets_no_outdated_warning(link, run, more):
     late = Page()
 

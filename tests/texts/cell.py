@@ -49,9 +49,10 @@ def link(path: str = SOCKET, **changes: Any) -> SessionLink:
 
 def waiting(sheet: Sheet) -> None:
     """Write what a cell shows while it waits, and at the end of the wait."""
-    sheet.put("It waits in the queue", describe(link(queue=QueuePlace(2, 3, 40.0, REASON))))
+    place = QueuePlace(2, 3, REASON, 1000.0, (1024.0, 1058.0))
     with mock.patch("time.monotonic", return_value=1000.0):
-        long = link(queue=QueuePlace(2, 3, None, REASON), _queued_since=953.0)
+        sheet.put("It waits in the queue", describe(link(queue=place)))
+        long = link(queue=QueuePlace(2, 3, REASON, 953.0))
         sheet.put("It waits, and has no estimate", describe(long))
     sheet.put("It is getting its slice", describe(link(state="attaching")))
     sheet.put("Its state is being restored", describe(link(state="attaching", suspended=True)))
@@ -59,9 +60,9 @@ def waiting(sheet: Sheet) -> None:
     sheet.put("Below each of these, before the cell", HOW_TO_STOP)
     sheet.put("Below each of these, in a CUDA call", HOW_TO_STOP_CALL)
     taken = "a kernel of a higher priority class needs the GPU"
-    place = QueuePlace(1, 3, 40.0, REASON)
     gone = link(state="queued", suspended=True, preempted=taken, queue=place)
-    sheet.put("Its slice is taken in its middle", describe_preempted(gone))
+    with mock.patch("time.monotonic", return_value=1000.0):
+        sheet.put("Its slice is taken in its middle", describe_preempted(gone))
     sheet.put("Below that", HOW_TO_STOP_PREEMPTED)
     cell = RunningRequest({}, False, 0)
     cell.times, cell.why, cell.away = 1, taken, 12.0

@@ -84,7 +84,7 @@ def session(name: str, **changes: Any) -> dict[str, Any]:
         "state": "detached", "attach": "lazy", "priority": "notebook", "granted_bytes": 0,
         "footprint_bytes": 0, "suspended_bytes": 0, "holds": [], "device": None, "devices": [],
         "request": {"memory": 4 * GiB, "limit": 4 * GiB, "devices": 1}, "queue_position": None,
-        "queue_length": 0, "eta_seconds": None, "wait_reason": "", "pinned_reason": "",
+        "queue_length": 0, "expected": None, "wait_reason": "", "pinned_reason": "",
         "wait_seconds_total": 0.0, "attached_seconds_total": 0.0, "idle_seconds": None,
         "suspends": 0, "resumes": 0, "migrations": 0, **changes,
     }  # fmt: skip
@@ -104,7 +104,8 @@ STATUS: dict[str, Any] = {
         device(1, drained_reason="Xid 79", memory_free=None),
     ],
     "sessions": [
-        session("77aa33", state="queued", queue_position=1, eta_seconds=40.0,
+        session("77aa33", state="queued", queue_position=1,
+                expected={"since": 1024.0, "until": 1058.0},
                 wait_reason="all 16 GiB in use by running cells", wait_seconds_total=7,
                 request={"memory": 8 * GiB, "devices": 2}),
         session("9c0d22", state="idle", granted_bytes=4 * GiB, idle_seconds=40,
@@ -171,10 +172,11 @@ def programs(sheet: Sheet) -> None:
             unreachable_for=lambda: changes.get("away", 0.0), **fields,
         )  # fmt: skip
 
-    place = QueuePlace(2, 3, 40.0, "all 16 GiB in use by running cells")
+    now = time.monotonic()
+    place = QueuePlace(2, 3, "all 16 GiB in use by running cells", now, (now + 24, now + 58))
     for situation, found in (
         ("A command of jupyter gpupool run waits", link(queue=place)),
-        ("without an estimate", link(queue=QueuePlace(1, 1, None, "paused: new driver"))),
+        ("without an estimate", link(queue=QueuePlace(1, 1, "paused: new driver", now))),
         (
             "and has lost its slice in the middle of its work",
             link(queue=place, preempted="ann, of a higher priority class, needs the GPU"),

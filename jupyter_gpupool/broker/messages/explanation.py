@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...pool.evidence import Expected
 from ...pool.explain import Explanation, HeldLease, Standing
 from ...pool.model import SessionRecord
 from ...pool.shares import Budget
@@ -29,7 +30,7 @@ def explanation(told: Told, record: SessionRecord) -> dict[str, Any]:
         "standing": [*told.standing],
         "position": found.position,
         "ahead": [*found.ahead],
-        "eta_seconds": told.eta,
+        "expected": expected(told.expected),
         "rule": found.reason.rule if found.reason is not None else "",
         "preempted": found.preempted,
         "obstacle": found.obstacle,
@@ -97,6 +98,13 @@ def budget(found: Budget) -> dict[str, Any]:
         "spent": found.spent,
         "until": _at(found.until),
     }
+
+
+def expected(found: Expected | None) -> dict[str, float] | None:
+    """Return between which times a wait will probably end, on the broker's clock."""
+    if found is None:
+        return None
+    return {"since": round(found.since, 3), "until": round(found.until, 3)}
 
 
 def _at(time: float | None) -> float | None:

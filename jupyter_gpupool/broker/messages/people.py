@@ -68,6 +68,7 @@ class PeopleMessages:
         self._rids = itertools.count(1)
         self._looks: set[asyncio.Task[None]] = set()
         core.read_rows(self._show_row)
+        core.stirs.read(self._show_stir)
 
     def close(self) -> None:
         """Stop reading the journal: the broker ends."""
@@ -236,12 +237,22 @@ class PeopleMessages:
         """Push a journal row to the watching connections that may see it."""
         line = encode({"type": "event", **row.as_message()}) if self._watchers else b""
         for connection in [*self._watchers]:
-            if self._may_see(connection, row):
+            if self._may_see(connection, row.owner):
                 connection.send_line(line)
 
-    def _may_see(self, connection: Connection, row: Row) -> bool:
+    def _show_stir(self, name: str) -> None:
+        """Tell the same connections that a session of theirs changed without a row."""
+        session = self._core.sessions.find(name) if self._watchers else None
+        if session is None:
+            return
+        line = encode({"type": "stirred", "session": name})
+        for connection in [*self._watchers]:
+            if self._may_see(connection, session.owner.name):
+                connection.send_line(line)
+
+    def _may_see(self, connection: Connection, owner: str) -> bool:
         peer = connection.peer
-        mine = row.owner == owner_of(peer.uid).name
+        mine = owner == owner_of(peer.uid).name
         return mine or self._configuration.access.is_admin(peer)
 
     def _acting(self, connection: Connection, message: Message) -> LiveSession:

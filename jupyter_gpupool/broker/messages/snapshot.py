@@ -41,7 +41,7 @@ from ..pages.setup import GuardSetup
 from ..sessions import LiveSession
 from ..store.records import request_to_json
 from ..transport.auth import Peer
-from .explanation import budget, shares
+from .explanation import budget, expected, shares
 
 
 class Snapshots:
@@ -224,7 +224,7 @@ class Snapshots:
             "slices": self._slices(session, view),
             "queue_position": view.queue_position,
             "queue_length": view.queue_length,
-            "eta_seconds": view.eta_seconds,
+            "expected": expected(view.expected),
             "queued_at": view.queued_at,
             "wait_reason": record.wait_reason,
             "preempted": record.preempted,
@@ -235,6 +235,9 @@ class Snapshots:
             "wait_seconds_total": view.wait_seconds_total,
             "attached_seconds_total": view.attached_seconds_total,
             "opened_at": record.opened_at,
+            "leaves_at": None if pinned or view.leaves_at is None else round(view.leaves_at, 1),
+            "wanted": view.wanted,
+            "taken_reason": view.taken_reason,
             "idle_since": record.idle_since if record.state == "idle" else None,
             "idle_seconds": max(0.0, now - record.idle_since) if record.state == "idle" else 0.0,
             "suspends": record.suspends,

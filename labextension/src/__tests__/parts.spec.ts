@@ -260,7 +260,7 @@ describe('the list of running kernels', () => {
         id: 'q',
         state: 'queued',
         queue_position: 2,
-        eta_seconds: 40,
+        expected: { since: 1020, until: 1060 },
         devices: []
       }),
       aSession({ id: 'd', state: 'detached', devices: [], suspended_bytes: GIB }),
@@ -271,7 +271,7 @@ describe('the list of running kernels', () => {
     expect(manager.running().map(i => [i.label(), i.detail?.(), !!i.shutdown])).toEqual(
       [
         ['a.ipynb', '6 of 8 GiB on GPU 0', true],
-        ['label of q', 'Waiting: 2nd, ~40 s', false],
+        ['label of q', 'Waiting: 2nd', false],
         ['label of d', 'In host memory 1 GiB', false],
         ['label of i', 'Idle on GPU 0', true]
       ]

@@ -14,11 +14,15 @@ import {
   localTime,
   ordinal,
   part,
+  range,
   say,
-  timeOfDay
+  timeOfDay,
+  waited,
+  waitTime
 } from '../words';
 import { aDevice, aSession, GIB, trans } from './defaults';
 import SIZES from './sizes.json';
+import WAITS from './waits.json';
 
 const MIB = 1024 ** 2;
 describe('sizes', () => {
@@ -58,6 +62,17 @@ describe('times', () => {
     [7200, '~2 h']
   ])('%p s are estimated as', (seconds, text) => {
     expect(about(trans, seconds)).toBe(text);
+  });
+
+  test.each(WAITS.left as [number, number, string][])(
+    'a wait of %p to %p s is expected as',
+    (least, most, text) => {
+      expect(range(trans, least, most)).toBe(text);
+    }
+  );
+
+  test.each(WAITS.waited as [number, string][])('%p s of waiting are', (so, text) => {
+    expect(waited(trans, so)).toBe(text);
   });
 
   test('of the broker are converted to the clock of this computer', () => {
@@ -114,6 +129,7 @@ describe('a session', () => {
       NOW
     );
   const idle = { state: 'idle' } as const;
+  const soon = { since: NOW + 24, until: NOW + 58 };
 
   test.each([
     [{ leaves_at: NOW + 42 }, 'Idle, back to the pool in 0:42', true],
@@ -122,6 +138,8 @@ describe('a session', () => {
     [{ leaves_at: NOW - 2 }, 'Idle, back to the pool in 0:00', true],
     [{ leaves_at: NOW - 2.1 }, 'Idle on GPU 0, about to leave', false],
     [{ leaves_at: null }, 'Idle on GPU 0', false],
+    [{ wanted: true }, 'Idle: may move to host memory at any moment', false],
+    [{ wanted: true, keep_until: NOW + 60 }, 'Idle on GPU 0, kept', false],
     [{ stays_reason: 'Host memory is full.' }, 'Idle on GPU 0, stays', false],
     [
       { devices: ['GPU-2'], stays_reason: 'This GPU cannot be suspended.' },
@@ -148,13 +166,33 @@ describe('a session', () => {
     [{ used_bytes: null, footprint_bytes: null }, '8 GiB'],
     [{ ...idle, leaves_at: NOW + 42 }, '0:42'],
     [{ ...idle, stays_reason: 'Host memory is full.' }, 'Stays'],
-    [{ state: 'queued', queue_position: 2, eta_seconds: 40 }, '2nd · ~40 s'],
+    [{ state: 'queued', queue_position: 2, expected: soon }, '2nd · 20 to 60 s'],
     [{ state: 'queued', queue_position: 2 }, '2nd'],
     [{ state: 'queued' }, 'Waiting'],
     [{ state: 'detached', suspended_bytes: GIB }, '1 GiB'],
     [{ state: 'detached' }, 'No GPU']
   ] as const)('has a short form for %p', (changes, short) => {
     expect(of(changes).short).toBe(short);
+  });
+
+  test.each([
+    [{ expected: soon }, 'Waiting: 2nd, 20 to 60 s left'],
+    [
+      { expected: { since: NOW - 5, until: NOW + 11 } },
+      'Waiting: 2nd, up to 15 s left'
+    ],
+    [{ queued_at: NOW - 9 }, 'Waiting: 2nd'],
+    [{ queued_at: NOW - 47 }, 'Waiting: 2nd, for 40 s, no estimate yet'],
+    [
+      { queued_at: NOW - 47, expected: { since: NOW - 9, until: NOW } },
+      'Waiting: 2nd, for 40 s, no estimate yet'
+    ]
+  ])('that waits shows its time for %p', (changes, text) => {
+    const said = of({ state: 'queued', queue_position: 2, ...changes });
+    expect([said.text, said.still, said.counts]).toEqual([text, 'Waiting: 2nd', true]);
+    const session = aSession({ state: 'queued', ...changes });
+    const time = text.replace(/^Waiting: 2nd(, )?/, '').replace(/^for/, 'waiting for');
+    expect(waitTime(trans, session, NOW)).toBe(time);
   });
 
   test('goes back when its work is done, if a release was requested', () => {
@@ -200,9 +238,9 @@ describe('a session', () => {
         state: 'queued',
         preempted: 'its turn is over',
         queue_position: 2,
-        eta_seconds: 40
+        expected: soon
       },
-      'Preempted: 2nd, ~40 s',
+      'Preempted: 2nd, 20 to 60 s left',
       'wait'
     ],
     [
@@ -219,6 +257,9 @@ describe('a session', () => {
     [{ state: 'detaching' }, 'Moving to host memory…', 'move']
   ] as const)('with %p', (changes, text, tone) => {
     const said = of(changes);
-    expect([said.text, said.tone, said.counts]).toEqual([text, tone, false]);
+    expect([said.text, said.tone]).toEqual([text, tone]);
+    // A wait has a time.
+    const waits = tone === 'wait' && said.text.includes('2nd');
+    expect(said.counts).toBe(waits);
   });
 });

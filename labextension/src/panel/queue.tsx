@@ -5,7 +5,8 @@
 import * as React from 'react';
 
 import { isMine } from '../tokens';
-import { about, bytes, ordinal } from '../words';
+import { useTick } from '../ticker';
+import { bytes, ordinal, waitTime } from '../words';
 import type { IWaitRow } from './arrange';
 import { somebody } from './describe';
 import { Badge } from './section';
@@ -42,8 +43,9 @@ export const Queue = React.memo(function Queue(props: {
 const Waiting = React.memo(function Waiting(props: {
   readonly row: IWaitRow;
 }): React.ReactElement {
-  const { trans } = useTools();
+  const { trans, model, ticker } = useTools();
   const { session, name, number } = props.row;
+  useTick(ticker, isMine(session));
   const place =
     session.queue_position === null ? '?' : ordinal(trans, session.queue_position);
   if (!isMine(session)) {
@@ -58,8 +60,9 @@ const Waiting = React.memo(function Waiting(props: {
   const size =
     devices > 1 ? trans.__('%1 on each of %2', bytes(memory), devices) : bytes(memory);
   const figures = memory > 0 ? [size] : [];
-  if (session.eta_seconds !== null) {
-    figures.push(trans.__('%1 to go', about(trans, session.eta_seconds)));
+  const time = waitTime(trans, session, model.now());
+  if (time) {
+    figures.push(time);
   }
   return (
     <li>

@@ -185,6 +185,9 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
       if (session.stays_reason) {
         return [session.stays_reason];
       }
+      if (session.wanted) {
+        return [trans.__('%1: others wait for it.', it.said.text)];
+      }
       return session.leaves_at === null
         ? [trans.__('It keeps the slice until somebody else needs it.')]
         : [`${it.said.text}.`];
@@ -203,7 +206,15 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
             trans.__(
               'Your data is safe in host memory; %1.',
               back(trans, session.attach)
-            )
+            ),
+            ...(session.taken_reason
+              ? [
+                  trans.__(
+                    'The pool took the slice while it was idle: %1.',
+                    session.taken_reason
+                  )
+                ]
+              : [])
           ]
         : [getting(trans, session.attach, size)];
     }

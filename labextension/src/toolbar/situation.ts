@@ -193,6 +193,9 @@ function news(trans: TranslationBundle, session: ISession | null, view: IPool): 
       if (session.stays_reason) {
         return trans.__('Idle on %1, stays', where);
       }
+      if (session.wanted) {
+        return trans.__('Idle on %1, and others wait', where);
+      }
       return session.leaves_at === null
         ? trans.__('Idle on %1', where)
         : trans.__('Idle on %1, goes back to the pool by itself', where);

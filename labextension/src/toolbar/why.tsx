@@ -7,7 +7,6 @@ import * as React from 'react';
 
 import type { ISession, PoolClient } from '../api';
 import { refusal } from '../tell';
-import { about } from '../words';
 
 /** Milliseconds after which the lines are fetched again: they have times in them. */
 export const AGAIN = 10_000;
@@ -31,7 +30,7 @@ export function Why(props: IProps): React.JSX.Element {
     return () => clearInterval(timer);
   }, []);
   const { state, queue_position: position, wait_reason: reason } = session;
-  const left = session.eta_seconds === null ? '' : about(trans, session.eta_seconds);
+  const until = session.expected?.until ?? null;
   React.useEffect(() => {
     let wanted = true;
     client.why(kernelId).then(
@@ -59,7 +58,7 @@ export function Why(props: IProps): React.JSX.Element {
     session.granted_bytes,
     position,
     reason,
-    left,
+    until,
     queueLength,
     round
   ]);

@@ -421,7 +421,7 @@ describe('the queue', () => {
           mine('a', {
             ...queued,
             queue_position: 2,
-            eta_seconds: 40,
+            expected: { since: NOW + 24, until: NOW + 58 },
             wait_reason: 'No device has 8 GiB free.'
           })
         ]
@@ -430,7 +430,7 @@ describe('the queue', () => {
     const items = region('Queue').getAllByRole('listitem');
     expect(items[0]!.textContent).toBe('1stSomebody (batch)');
     expect(items[1]!.textContent).toBe(
-      '2nd1kernel-a.ipynb8 GiB · ~40 s to goNo device has 8 GiB free.'
+      '2nd1kernel-a.ipynb8 GiB · 20 to 60 s leftNo device has 8 GiB free.'
     );
   });
 

@@ -84,7 +84,19 @@ describe('the popover describes', () => {
       { ...detached, suspended_bytes: 6 * GIB },
       'Your data is safe in host memory; the next CUDA call brings it back.'
     ],
+    [
+      {
+        ...detached,
+        suspended_bytes: 6 * GIB,
+        taken_reason: 'another kernel waits for memory'
+      },
+      'The pool took the slice while it was idle: another kernel waits for memory.'
+    ],
     [{ state: 'idle' as const, leaves_at: 1042 }, 'Idle, back to the pool in 0:42.'],
+    [
+      { state: 'idle' as const, wanted: true },
+      'Idle: may move to host memory at any moment: others wait for it.'
+    ],
     [{ state: 'idle' as const, pinned_reason: 'It maps a file.' }, 'It maps a file.'],
     [{ state: 'idle' as const }, 'It keeps the slice until somebody else needs it.'],
     [{ state: 'idle' as const, leaves_at: 990 }, 'Idle on GPU 1, about to leave.'],

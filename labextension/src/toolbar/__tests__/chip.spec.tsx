@@ -110,9 +110,9 @@ describe('the chip', () => {
 
   it('has a short form that is not in its name', async () => {
     const { button } = await chip(new FakeModel(session(queued)));
-    expect(button().textContent).toBe('Waiting: 2nd, ~40 s');
+    expect(button().textContent).toBe('Waiting: 2nd, 20 to 60 s left');
     const short = button().querySelector<HTMLElement>('.jp-gpupool-Chip-short')!;
-    expect(short.dataset['short']).toBe('2nd · ~40 s');
+    expect(short.dataset['short']).toBe('2nd · 20 to 60 s');
     expect(short.getAttribute('aria-hidden')).toBe('true');
   });
 
@@ -132,7 +132,7 @@ describe('the chip', () => {
     const preempted = 'its time slice is over, and another kernel has its turn';
     const model = new FakeModel(session({ ...queued, preempted }));
     const { button } = await chip(model);
-    expect(button().textContent).toBe('Preempted: 2nd, ~40 s');
+    expect(button().textContent).toBe('Preempted: 2nd, 20 to 60 s left');
     expect(button().title.split('\n')[1]).toBe(
       'Its time slice is over, and another kernel has its turn.'
     );

@@ -38,7 +38,7 @@ export const queued: Partial<ISession> = {
   state: 'queued',
   queue_position: 2,
   queue_length: 3,
-  eta_seconds: 40,
+  expected: { since: 1020, until: 1060 },
   wait_reason: 'all 39 GiB in use by running cells'
 };
 

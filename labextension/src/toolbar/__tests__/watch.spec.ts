@@ -47,7 +47,7 @@ describe('KernelWatch', () => {
       'In host memory 6 GiB',
       '6 GiB of this notebook is in host memory.'
     ],
-    [queued, 'Waiting: 2nd, ~40 s', 'This notebook waits for a GPU.'],
+    [queued, 'Waiting: 2nd, 20 to 60 s left', 'This notebook waits for a GPU.'],
     [
       { ...detached, state: 'attaching' as const },
       'Attaching…',

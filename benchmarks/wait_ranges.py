@@ -1,0 +1,150 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""How often the range that a waiting kernel is told holds its real wait: a day of random load.
+
+The pool itself runs on a simulated clock, under the kernels of :mod:`.pool_waits`: cells of 20 s in
+the middle, some of many minutes, thinking of a minute in the middle, sizes from 2 to 40 GiB, some
+on two devices. Each range is compared with the end of the wait as the user reads it: rounded, and
+at two kinds of moments. *When it is told first*, and *at any look*: once in ``LOOK`` seconds of
+waiting, so a long wait counts more often. A look without an estimate is counted apart, and so are
+ranges of more than "up to 5 s": most waits are only for a suspend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.common import budget
+from benchmarks.pool_waits import Workload
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.evidence import Expected
+from jupyter_gpupool.units import range_ends
+
+#: (sessions, devices): some wait, most wait, and few wait.
+LOADS = ((30, 2), (50, 2), (60, 4))
+DAY = 86400.0
+
+#: Seconds between two looks at a wait.
+LOOK = 10.0
+
+#: The end of the shortest range that is told, in seconds.
+SHORT = 5.0
+
+#: The least part of told ranges that must hold the real wait.
+LEAST = 0.8
+
+
+class Told(Workload):
+    """A workload that also remembers each range told, until the wait ends."""
+
+    def __init__(self, sessions: int, devices: int, seed: int, **rules: Any) -> None:
+        #: By session: when its range was told, and the range; the first, and at each look.
+        self.first: dict[str, tuple[float, Expected]] = {}
+        self.seen: dict[str, list[tuple[float, Expected | None]]] = {}
+        self.right: dict[str, list[bool]] = {"first": [], "look": [], "long": []}
+        self.widths: list[float] = []
+        self.silent = self.looks = self.waits = 0
+        super().__init__(sessions, devices, seed, **rules)
+        self.at(LOOK, "look")
+
+    def look(self) -> None:
+        """Look at every wait as a user does."""
+        for view in self.pool.view(self.now).sessions:
+            if view.queue_position is not None:
+                self.seen.setdefault(view.record.id, []).append((self.now, view.expected))
+        self.at(self.now + LOOK, "look")
+
+    def send(self, event: ev.Event) -> None:
+        super().send(event)
+        if isinstance(event, (ev.AttachDone)):
+            self.ended(event.session)
+
+    def told(self, action: ev.QueueMoved) -> None:
+        """Remember the first range of a wait."""
+        if action.expected is not None and action.session not in self.first:
+            least, most = action.expected
+            self.first[action.session] = self.now, Expected(self.now + least, self.now + most, 0, 0)
+
+    def ended(self, name: str) -> None:
+        """Compare what was told of a wait with its end."""
+        seen, first = self.seen.pop(name, []), self.first.pop(name, None)
+        self.waits += bool(seen or first)
+        if first is not None:
+            self.right["first"].append(self.holds(*first))
+        for at, expected in seen:
+            self.looks += 1
+            if expected is None or expected.left(at) is None:
+                self.silent += 1
+            else:
+                self.right["look"].append(self.holds(at, expected))
+
+    def holds(self, at: float, expected: Expected) -> bool:
+        """Return whether the range that a user reads ``at`` holds the wait that ends now."""
+        left = expected.left(at)
+        assert left is not None
+        low, high = range_ends(*left)
+        held = low <= self.now - at <= high
+        if high > SHORT:
+            self.right["long"].append(held)
+            self.widths.append(high / max(low, SHORT))
+        return held
+
+
+def measure(sessions: int, devices: int, seconds: float, seed: int) -> dict[str, Any]:
+    """Return the shares of one load."""
+    work = Told(sessions, devices, seed)
+    work.run(seconds)
+    share = {name: sum(found) / len(found) if found else None for name, found in work.right.items()}
+    return {
+        "sessions": sessions,
+        "devices": devices,
+        "hours": seconds / 3600,
+        "waits": work.waits,
+        "told": len(work.right["first"]),
+        "held_first": share["first"],
+        "looks": work.looks,
+        "held_look": share["look"],
+        "longer": len(work.right["long"]),
+        "held_longer": share["long"],
+        "looks_without_estimate": work.silent / work.looks if work.looks else None,
+        "longer_most_by_least_p50": median(work.widths) if work.widths else None,
+    }
+
+
+def main(argv: Sequence[str] = ()) -> dict[str, Any]:
+    """Run, and return which part of the told ranges held the real wait, by load."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two hours instead of a day")
+    options = parser.parse_args(argv)
+    seconds = DAY / 12 if options.quick else DAY
+    found = [measure(*load, seconds, seed=1) for load in LOADS]
+    return {
+        "what": "part of the told ranges that held the real wait",
+        "loads": found,
+        "budgets": [
+            budget(
+                f"ranges that held, {one['sessions']} sessions, {one['devices']} devices, {when}",
+                one[f"held_{name}"],
+                LEAST,
+                "of them",
+                at_least=True,
+            )
+            for one in found
+            for name, when in (
+                ("first", "when first told"),
+                ("look", "at any look"),
+                ("longer", "beyond 5 s"),
+            )
+            if one[f"held_{name}"] is not None
+        ],
+    }
+
+
+if __name__ == "__main__":
+    for one in main(sys.argv[1:])["loads"]:
+        print(json.dumps(one))

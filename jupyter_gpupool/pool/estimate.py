@@ -1,0 +1,197 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""How long a waiting session will probably wait: a range, from what past waits were like.
+
+1. *The figure.* What stands before the session is simulated: the kernels on the GPUs that it could
+   use give way when their work ends (by how long such work took before), when their time slice is
+   over or when nothing protects them any more, whichever comes first; then the sessions ahead of it
+   get their slices, in order, and keep them for as long as such work takes. A figure is made when a
+   session begins to wait, and again when its place changes or its room is being made.
+2. *The range.* When a wait ends, the pool notes the ratio of the real wait to its figure. The range
+   is the figure times quantiles of the last ``MOST`` ratios (split conformal prediction: V. Vovk et
+   al., "Algorithmic Learning in a Random World", 2005). If the next wait is as far from its figure
+   as the last ones were, the range is right in ``COVER`` of all cases, whatever the simulation
+   leaves out. While the session waits, only the waits count that also lasted as long as this one
+   has. Without that, a long wait would seem nearly over.
+3. *No evidence.* With fewer than ``LEAST`` such waits there is no range.
+
+Nothing of this is part of a plan: :class:`~.words.News` asks for it after the plan is made, for the
+sessions that it tells their place, and at most once a second for a long queue.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Sequence
+
+from .evidence import SHORTEST, Figure
+from .facts import DeviceLedger, Facts
+from .placement import asking
+from .preemption import times
+from .residence import guessed_cost
+from .running import free_from, slice_ends
+from .schedule import Plan
+from .session import Session
+
+#: So many sessions at the head of the queue are simulated; those behind go at the pool's pace.
+SIMULATED = 6
+
+
+class Way(NamedTuple):
+    """A lease in the way of waiting sessions: when it ends for which of them, and its bytes."""
+
+    ends: float
+    #: When an equal may take it, when a session of a higher class may; and its own class.
+    turn: float
+    taken: float
+    level: int
+    bytes: int
+
+    def at(self, level: int) -> float:
+        """Return when a session of class ``level`` has its bytes."""
+        if level > self.level:
+            return min(self.ends, self.taken)
+        return min(self.ends, self.turn) if level == self.level else self.ends
+
+
+class Ahead:
+    """What stands before the sessions of the queue at one moment."""
+
+    def __init__(self, facts: Facts, plan: Plan) -> None:
+        self._facts = facts
+        #: When the simulated sessions get their slices, and the last of them.
+        self._starts: dict[str, float] = {}
+        self._last = facts.now
+        self._pace: float | None = None
+        self._ways: dict[str, list[Way]] = {uuid: [] for uuid in facts.devices}
+        #: By device: what sessions of the simulation take and give back, as (time, bytes).
+        self._changes: dict[str, list[tuple[float, int]]] = {}
+        self._simulate(plan)
+
+    def figure(self, s: Session, position: int) -> Figure | None:
+        """Return the figure of a session that waits for what others have; None if not known."""
+        at = self._starts.get(s.id)
+        if at is None:
+            if self._pace is None or position <= SIMULATED:
+                return None
+            at = self._last + (position - SIMULATED) * self._pace
+        if at == math.inf:
+            return None
+        facts = self._facts
+        seconds = at - facts.now + resuming(s, facts)
+        return Figure(facts.now, max(SHORTEST, seconds), position, len(facts.leased))
+
+    def _simulate(self, plan: Plan) -> None:
+        facts, queue = self._facts, plan.queue
+        for v in facts.leased.values():
+            for x in v.lease.slices:
+                self._ways[x.device].append(way(v, x.bytes, facts))
+        for promise in plan.promises.values():
+            for x in promise.takes:
+                self._changes.setdefault(x.device, []).append((facts.now, -x.bytes))
+        for s in queue[:SIMULATED]:
+            hold = facts.evidence.next_spell(s.measured.busy)
+            if s.id in plan.promises or hold is None:
+                continue
+            at = self._starts[s.id] = self._serve(s, hold)
+            if at < math.inf:
+                self._last = max(self._last, at)
+        if len(queue) > SIMULATED:
+            self._pace = self._usual_pace(queue)
+
+    def _serve(self, s: Session, hold: float) -> float:
+        """Return when ``s`` finds room, and count it there for as long as it runs."""
+        facts = self._facts
+        needs = asking(s, facts).needs
+        level = facts.settings.priority_classes.get(s.request.priority, 0)
+        found: list[tuple[float, str, int]] = []
+        for uuid, ledger in facts.devices.items():
+            if ledger.drained:
+                continue
+            amounts = [need.amount(ledger) for need in needs if need.allows(ledger)]
+            if amounts:
+                found.append((self._room(ledger, max(amounts), level), uuid, max(amounts)))
+        found.sort()
+        if len(found) < len(needs):
+            return math.inf
+        chosen = found[: len(needs)]
+        at = max(t for t, _, _ in chosen)
+        if at < math.inf:
+            back = at + resuming(s, facts) + hold
+            for _, uuid, size in chosen:
+                self._changes.setdefault(uuid, []).extend(((at, -size), (back, size)))
+        return at
+
+    def _room(self, ledger: DeviceLedger, size: int, level: int) -> float:
+        """Return from when on ``size`` bytes are free on a device, and stay free."""
+        uuid = ledger.device.uuid
+        steps = [(w.at(level), w.bytes) for w in self._ways[uuid]]
+        steps += self._changes.get(uuid, ())
+        steps.sort()
+        free, found = ledger.free + sum(change for _, change in steps), math.inf
+        # From the last change back: the room must also be there at all later ones.
+        for at, change in reversed(steps):
+            if free < size:
+                return found
+            found, free = at, free - change
+        return self._facts.now if free >= size else found
+
+    def _usual_pace(self, queue: Sequence[Session]) -> float | None:
+        """Return the seconds between two grants: by how long cells run, and how much fits."""
+        facts = self._facts
+        holds = [facts.evidence.next_spell(s.measured.busy) for s in queue[:SIMULATED]]
+        known = [hold for hold in holds if hold is not None]
+        room = sum(facts.capacities)
+        if not known or not room:
+            return None
+        sizes = [s.request.memory * s.request.devices for s in queue]
+        moves = 2 * (facts.swap or 0.0)
+        return (sum(known) / len(known) + moves) * sum(sizes) / len(sizes) / room
+
+
+def way(v: Session, size: int, facts: Facts) -> Way:
+    """Return when the lease of ``v`` ends for those that wait."""
+    now, gone = facts.now, suspending(v, facts)
+    settings = facts.settings
+    level = max(settings.priority_classes.get(v.request.priority, 0), v.lease.level)
+    turn = taken = math.inf
+    if v.state == "detaching":
+        ends = max(now, v.state_since + gone)
+        return Way(ends, turn, taken, level, size)
+    if v.state == "idle":
+        yields, leaves = times(v, facts)
+        ends = max(now, min(yields, leaves)) + gone
+    else:
+        left = facts.evidence.spell_left(v.measured.busy, now - v.measured.busy_since)
+        ends = math.inf if left is None else now + left + gone
+    if "turns" in settings.preempt:
+        turn = max(now, slice_ends(v, facts)) + gone
+    if "class" in settings.preempt:
+        taken = max(now, free_from(v, facts)) + gone
+    return Way(ends, turn, taken, level, size)
+
+
+def moving(s: Session, devices: Sequence[str], position: int, facts: Facts) -> Figure:
+    """Return the figure of a session for which suspends under way make room on ``devices``."""
+    now = facts.now
+    gone = [v for v in facts.leased.values() if v.state == "detaching"]
+    gone = [v for v in gone if any(x.device in devices for x in v.lease.slices)]
+    begun = max([suspending(v, facts) - (now - v.state_since) for v in gone], default=0.0)
+    seconds = max(0.0, begun) + resuming(s, facts)
+    return Figure(now, max(SHORTEST, seconds), position, len(gone), moving=True)
+
+
+def suspending(v: Session, facts: Facts) -> float:
+    """Return the seconds that suspending ``v`` will probably take."""
+    if v.measured.suspend is not None:
+        return v.measured.suspend
+    return facts.swap if facts.swap is not None else guessed_cost(v.lease.footprint) / 2
+
+
+def resuming(s: Session, facts: Facts) -> float:
+    """Return the seconds that bringing the state of ``s`` back will probably take."""
+    if not s.suspended:
+        return 0.0
+    if s.measured.resume is not None:
+        return s.measured.resume
+    return facts.swap if facts.swap is not None else guessed_cost(s.suspended_bytes) / 2

@@ -1,0 +1,172 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Expected waits: from past waits alone. And when an idle slice leaves by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.estimate import Ahead
+from jupyter_gpupool.pool.evidence import LEAST, MOST, Evidence, Figure
+
+from .builders import Lab, device, got
+
+
+def view(lab, name):
+    return next(s for s in lab.pool.view(lab.now).sessions if s.record.id == name)
+
+
+def turn(lab, one, other, seconds):
+    """Let ``other`` wait ``seconds`` for the whole device, until ``one`` ends its cell."""
+    told = got(lab.hold(other), ev.QueueMoved, session=other)
+    lab.after(seconds)
+    lab.drop(one)
+    lab.suspended(one, ("G0", 4), seconds=0.5)
+    lab.after(0.5)
+    lab.done(other, seconds=0.5)
+    return told
+
+
+@pytest.fixture
+def pair():
+    """Two sessions that need the whole device; ``a`` runs its first cell, of 30 s."""
+    lab = Lab(device(0), max_swap_overhead=0.0)
+    lab.running("a", 16)
+    lab.open("b", 16)
+    return lab
+
+
+def used(lab, waits, seconds=30.0):
+    names = ["a", "b"]
+    for _ in range(waits):
+        turn(lab, *names, seconds)
+        names.reverse()
+    return names
+
+
+def test_no_range_is_told_before_enough_waits_ended(pair):
+    names = used(pair, LEAST)
+    told = turn(pair, *names, 30.0)
+    assert told.expected is None, "the first wait had no figure to compare with"
+    told = turn(pair, *reversed(names), 30.0)
+    least, most = told.expected
+    assert (least, most) == pytest.approx((30.5, 30.5), abs=0.1), "all waits were alike"
+    assert told.waited == 0.0
+
+
+def test_view_shows_what_was_pushed_until_it_changes(pair):
+    _, other = used(pair, LEAST + 1)
+    told = got(pair.hold(other), ev.QueueMoved, session=other)
+    expected = view(pair, other).expected
+    assert expected.left(pair.now) == told.expected
+    assert pair.pool.why(other).expected == expected
+    assert any(line.startswith("It will probably wait for ") for line in pair.pool.why(other).lines)
+    pair.now += 20
+    assert view(pair, other).expected == expected, "absolute times: a client counts them down"
+
+
+def test_wait_longer_than_all_others_has_no_range(pair):
+    _, other = used(pair, LEAST + 1)
+    pair.hold(other)
+    pair.after(300)
+    assert view(pair, other).expected is None
+    waits = "It has waited for 5 min; there is no estimate yet."
+    assert waits in pair.pool.why(other).lines
+
+
+def test_figure_ends_with_the_time_slice_of_the_holder():
+    lab = Lab(device(0), preempt=frozenset({"turns"}))
+    for name, size in (("a", 16), ("w", 16)):
+        lab.open(name, size)
+    lab.hold("a")
+    lab.done("a")
+    lab.after(1000)
+    lab.drop("a")
+    lab.hold("a", "again")
+    lab.hold("w")
+    pool = lab.pool
+    figure = Ahead(pool._facts, pool._plan).figure(pool._facts.sessions["w"], 1)
+    # The cells of a usually run for 1000 s, but its time slice is over.
+    assert figure is not None
+    assert figure.seconds < 10.0
+    assert any("may take it" in line for line in pool.why("w").lines)
+
+
+def test_figure_counts_the_sessions_ahead():
+    lab = Lab(device(0))
+    lab.running("a", 16)
+    lab.after(30)
+    lab.drop("a")
+    lab.hold("a", "again")
+    for name in ("w1", "w2"):
+        lab.open(name, 16)
+        lab.hold(name)
+    pool = lab.pool
+    ahead = Ahead(pool._facts, pool._plan)
+    seconds = [ahead.figure(pool._facts.sessions[n], p).seconds for p, n in ((1, "w1"), (2, "w2"))]
+    assert seconds[0] == pytest.approx(30.0, abs=1.0)
+    assert seconds[1] == pytest.approx(60.0, abs=1.0)
+
+
+# ---------------------------------------------------------------------- evidence alone
+
+
+def seen(*ratios):
+    found = Evidence()
+    for ratio in ratios:
+        found.wait_ended([Figure(0.0, 10.0, 1, 1)], 10.0 * ratio)
+    return found
+
+
+def test_range_is_the_figure_times_what_past_waits_were():
+    found = seen(*(0.1 * n for n in range(5, 25)))
+    expected = found.expected(Figure(100.0, 20.0, 1, 3), 100.0)
+    assert expected is not None
+    assert expected.left(100.0) == pytest.approx((10.0, 48.0))
+    assert (expected.waits, expected.holders) == (20, 3)
+    assert expected.left(150.0) is None
+
+
+def test_only_waits_that_lasted_as_long_count():
+    found = seen(*([0.5] * 50), *([4.0] * LEAST))
+    late = found.expected(Figure(0.0, 10.0, 1, 1), 10.0)
+    assert late is not None
+    assert (late.since, late.until, late.waits) == (40.0, 40.0, LEAST)
+    assert found.expected(Figure(0.0, 10.0, 1, 1), 41.0) is None
+
+
+def test_old_waits_are_forgotten():
+    found = seen(*([9.0] * 30), *([1.0] * MOST))
+    expected = found.expected(Figure(0.0, 10.0, 1, 1), 0.0)
+    assert expected is not None
+    assert expected.until == 10.0
+
+
+def test_waits_for_a_suspend_are_evidence_of_their_own():
+    found = seen(*([1.0] * 20))
+    assert found.expected(Figure(0.0, 10.0, 1, 1, moving=True), 0.0) is None
+
+
+# ---------------------------------------------------------------------- when an idle slice leaves
+
+
+def test_countdown_only_if_nothing_but_the_clock_decides():
+    lab = Lab(device(0), idle_timeout=60.0)
+    lab.idle("a", 6)
+    lab.running("busy", 10)
+    assert (view(lab, "a").leaves_at, view(lab, "a").wanted) == (60.0, False)
+    assert view(lab, "busy").leaves_at is None
+    lab.open("w", 16)
+    lab.hold("w")
+    assert (view(lab, "a").leaves_at, view(lab, "a").wanted) == (None, True)
+    assert not view(lab, "busy").wanted, "it is not idle"
+    lab.drop("w")
+    assert (view(lab, "a").leaves_at, view(lab, "a").wanted) == (60.0, False)
+
+
+def test_release_and_keep_set_when_an_idle_slice_leaves():
+    lab = Lab(device(0), idle_timeout=60.0)
+    lab.idle("a", 6)
+    lab.keep("a", 600)
+    assert view(lab, "a").leaves_at == 600.0

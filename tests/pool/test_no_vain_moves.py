@@ -1,0 +1,111 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""No idle holder is moved for nothing: the plan that takes its slice lets a waiting session attach,
+or the slice stays taken until the head of the queue is served."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.model import Slice
+from jupyter_gpupool.pool.schedule import HEAD
+
+from .builders import Lab, all_of, device, got, none
+
+#: Reasons of a suspend for which no session needs to wait.
+OWN_REASONS = {"idle", "release"}
+
+
+class Watched(Lab):
+    """A lab that checks each suspend of an idle holder when it is decided."""
+
+    for_head = 0
+
+    def send(self, kind, /, **fields):
+        actions = super().send(kind, **fields)
+        for a in all_of(actions, ev.Suspend):
+            if not a.busy and a.reason not in OWN_REASONS:
+                self.check(a)
+        return actions
+
+    def check(self, a):
+        plan = self.pool._plan
+        devices = {x.device for x in a.slices}
+        if a.reason != HEAD:
+            promised = {x.device for p in plan.promises.values() for x in p.takes}
+            assert devices & promised, f"{a.session} was moved, and nobody gets its bytes"
+            return
+        type(self).for_head += 1
+        held = plan.reservation
+        assert held is not None
+        head = held.session
+        # Its next call comes as soon as it is suspended.
+        pool = copy.deepcopy(self.pool)
+        common = {"now": self.now, "session": a.session}
+        done = ev.SuspendDone(
+            **common, epoch=a.epoch, suspended=tuple(Slice(x.device, x.bytes) for x in a.slices)
+        )
+        actions = [*pool.handle(done)]
+        actions += pool.handle(ev.HoldTaken(**common, hold="again", kind="cell"))
+        if pool.record(head).state == "queued":
+            back = [
+                x.device for b in all_of(actions, ev.Attach, session=a.session) for x in b.slices
+            ]
+            assert not devices & {*back}, f"{a.session} has its bytes back, and {head} waits"
+
+
+def test_slice_that_could_come_straight_back_is_not_taken():
+    """The case of a busy pool: two kernels of 6 GiB wait, and neither gets the idle 2 GiB."""
+    lab = Watched(device(0, 8), device(1, 8))
+    lab.running("cat", 5)
+    lab.idle("mine", 2)
+    lab.running("bob", 6)
+    for name in ("dan", "eve"):
+        lab.open(name, 6)
+        lab.hold(name)
+    none(lab.after(200), ev.Suspend)
+    # Its bytes are spare: whichever kernel ends, the head has room.
+    got(lab.end("cat"), ev.Attach, session="dan")
+    assert lab.state("mine") == "idle"
+
+
+def test_slice_that_the_head_needs_is_taken_and_stays_taken():
+    lab = Watched(device(0, 8))
+    lab.running("cat", 5)
+    lab.idle("mine", 2)
+    lab.open("head", 8)
+    lab.hold("head")
+    got(lab.after(60), ev.Suspend, session="mine", reason=HEAD)
+    lab.suspended("mine", ("G0", 2))
+    why = (
+        "The pool took its slice while it was idle: the next kernel in the queue waits for memory."
+    )
+    assert why in lab.pool.why("mine").lines
+    none(lab.hold("mine"), ev.Attach)
+    got(lab.end("cat"), ev.Attach, session="head")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_load_moves_no_idle_holder_in_vain(seed):
+    chance = random.Random(seed)
+    lab = Watched(device(0, 16), device(1, 16), ageing=3.0, max_swap_overhead=0.0)
+    names = [f"s{i}" for i in range(9)]
+    for name in names:
+        lab.open(name, chance.choice((2, 3, 5, 6, 8, 11, 14, 16)))
+    for _ in range(250):
+        name = chance.choice(names)
+        state = lab.state(name)
+        if state in ("detached", "idle"):
+            lab.hold(name)
+        elif state == "attaching":
+            lab.done(name)
+        elif state == "active":
+            lab.drop(name)
+        elif state == "detaching":
+            lab.suspended(name, *((x.device, x.bytes) for x in lab.record(name).slices))
+        lab.after(chance.choice((0.0, 0.5, 2.0)))
+    assert lab.for_head
