@@ -20,7 +20,8 @@ TOLD = {
     "cuda-core": ("CUDAError", "CUDA_ERROR_OUT_OF_MEMORY"),
     "torch": ("OutOfMemoryError", "CUDA out of memory"),
     "torch-expandable": ("OutOfMemoryError", "CUDA out of memory"),
-    "torch-async": ("OutOfMemoryError", "would exceed allowed memory"),
+    # PyTorch writes the device's number as a character: for device 0 the text ends there.
+    "torch-async": ("OutOfMemoryError", "Allocation on device "),
     "cupy": ("OutOfMemoryError", "Out of memory allocating"),
     "jax": ("RuntimeError", "RESOURCE_EXHAUSTED"),
 }
@@ -109,7 +110,8 @@ def test_nine_tenths_of_a_slice_can_be_allocated(pooled, notebook, note):
         session = notebook.session
         assert most <= session["used_bytes"] <= session["granted_bytes"] == size, session
         _, left, total = (await notebook.cell(MEMORY)).split()[-3:]
-        assert int(free) - int(left) >= most
+        # A pool takes memory in blocks of up to 32 MiB, and may have had one before.
+        assert int(free) - int(left) >= most - pooled.machine.bytes(32 * MiB)
         assert int(total) == size
         lines = await notebook.cell(NVML.format(uuid=pooled.device["uuid"]))
         for line in lines.splitlines():
