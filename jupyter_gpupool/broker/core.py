@@ -17,6 +17,7 @@ from ..errors import RefusedError
 from ..pool import events as e
 from ..pool.machine import Pool
 from ..pool.model import PoolView, Refusal, SessionRecord
+from ..pool.running import REMEDIES
 from .ratelimit import RowBudget
 from .sessions import LiveSession, LiveSessions
 from .stirs import Stirs
@@ -257,6 +258,7 @@ class Core:
                     "reason": reason,
                     "pinned_reason": record.pinned_reason,
                     "preempted": record.preempted,
+                    "remedy": REMEDIES.get(record.preempted, ""),
                 }
             )
 

@@ -8,7 +8,8 @@ importable in kernel environments that do not have this package.
 - ``agent``: puts the parts below into the kernel
 - ``link``: the session: connection, lease, holds (``holds``), restart of the broker (``revive``)
 - ``guard_state``: whether the guard is in this process, and the data of the session's page
-- ``cells``: the gate in front of each cell; ``waits``: the line and the interrupt of a wait
+- ``cells``: the gate in front of each cell; ``waits``: the line and the interrupt of a wait;
+  ``ways``: what helps against it
 - ``call_waits``: what a running cell shows while its calls wait, and when it was preempted
 - ``frameworks``: visible devices, memory caps; ``advice``: the line under an error
 - ``command``, ``magic``, ``magic_display``: ``%gpu``

@@ -35,8 +35,8 @@ _OUTPUTS = frozenset({"stream", "display_data", "execute_result", "error", "upda
 class RunningRequest:
     """A running execute request."""
 
-    __slots__ = ("away", "away_since", "before", "begun", "display", "parent", "silent", "times",
-                 "why")  # fmt: skip
+    __slots__ = ("away", "away_since", "before", "begun", "display", "parent", "remedy", "silent",
+                 "times", "waits", "why")  # fmt: skip
 
     def __init__(self, parent: Mapping[str, Any], silent: bool, before: int) -> None:
         self.begun = time.monotonic()
@@ -45,17 +45,19 @@ class RunningRequest:
         #: This kernel's number of published outputs when the cell was last empty.
         self.before = before
         self.display: WaitDisplay | None = None
-        #: How often its slice was taken in its middle, why the last time, the seconds without one,
-        #: and since when (``time.monotonic()``) it has none now; 0.0 if it has.
+        #: Whether a call of it has waited, and the kernel had no slice since.
+        self.waits = False
+        #: How often its slice was taken in its middle, why the last time and what helps, the
+        #: seconds without one, and since when (``time.monotonic()``) it has none now; 0.0: it has.
         self.times = 0
-        self.why = ""
+        self.why = self.remedy = ""
         self.away = self.away_since = 0.0
 
-    def preempted(self, why: str, since: float) -> None:
+    def preempted(self, why: str, remedy: str, since: float) -> None:
         """Note that its slice was taken."""
         if not self.away_since:
             self.times += 1
-            self.why, self.away_since = why, since
+            self.why, self.remedy, self.away_since = why, remedy, since
 
     def resumed(self) -> None:
         """Note that it has a slice again."""
@@ -69,8 +71,8 @@ class RunningRequest:
         end = "went on" if back else "ended before one was free again"
         return (
             f"This cell was without a GPU {often}for {format_seconds(max(1.0, self.away))}, and "
-            f"{end}. {taken(self.why)}"
-        )
+            f"{end}. {taken(self.why)} {self.remedy}"
+        ).rstrip()
 
 
 class CallWaits:
@@ -122,11 +124,16 @@ class CallWaits:
         self._running[key] = RunningRequest(self._kernel.get_parent(), silent, self._outputs)
         return key
 
-    def end(self, key: int) -> None:
-        """Note the end of a request, before its reply is sent."""
+    def end(self, key: int) -> bool:
+        """Note the end of a request, before its reply is sent; return whether it waited to the end.
+
+        That is: a call of it waited for a slice, and the kernel has got none.
+        """
         running = self._running.pop(key)
+        waits = running.waits and not self._link.attached
         if running.display is not None:
             self._clear(running)
+        return waits
 
     # ------------------------------------------------------------------ the wait
 
@@ -158,6 +165,9 @@ class CallWaits:
                     self._show()
             else:
                 since = now
+                if self._link.attached:
+                    for running in list(self._running.values()):
+                        running.waits = False
                 self._clear_all()
                 if now - quiet >= PATIENCE:  # a push may be faster than the page
                     return
@@ -179,9 +189,10 @@ class CallWaits:
                 if running.display is None:
                     name = f"gpupool-call-{running.parent['header']['msg_id']}"
                     publish = self._publisher(running)
-                    running.display = WaitDisplay(publish, name, HOW_TO_STOP_CALL)
+                    running.display = WaitDisplay(publish, name, self._link, HOW_TO_STOP_CALL)
+                running.waits = True
                 if preempted:
-                    running.preempted(why, since)
+                    running.preempted(why, self._link.remedy, since)
                     running.display.show(describe_preempted(self._link), HOW_TO_STOP_PREEMPTED)
                 elif self._guard.waiting():
                     running.display.show(describe(self._link))

@@ -53,6 +53,7 @@ from .waits import (
     WaitDisplay,
     describe,
     interrupted,
+    stopped,
     worth_showing,
 )
 
@@ -191,13 +192,14 @@ class CellGate:
         self._before_cell(silent)
         calls, refusals = self.calls, self.link.refusals
         key = calls.begin(silent) if calls is not None else 0
+        waits = False
         try:
             reply = await _result(self._originals["do_execute"](code, silent, *args, **kwargs))
         finally:
             if calls is not None:
-                calls.end(key)
+                waits = calls.end(key)
         if not silent:
-            await self._after_cell(reply, refusals)
+            await self._after_cell(reply, refusals, waits)
         return reply
 
     async def comm_msg(self, stream: Any, ident: Any, message: Any) -> Any:
@@ -289,7 +291,7 @@ class CellGate:
     ) -> GPUPoolError | None:
         """Wait for the hold; return None to run the cell, or why it must not run."""
         alarm = Alarm()
-        display = WaitDisplay(self.publisher(), f"gpupool-{hold}")
+        display = WaitDisplay(self.publisher(), f"gpupool-{hold}", self.link)
         with self.interrupts.watch(alarm.interrupt):
             wait = self.link.wait(hold, kind, alarm.ring)
             try:
@@ -379,7 +381,8 @@ class CellGate:
             notices, self._notices = self._notices, []
             self.publisher()("stream", {"name": "stderr", "text": "\n".join(notices) + "\n"})
 
-    async def _after_cell(self, reply: Any, refusals: int) -> None:
+    async def _after_cell(self, reply: Any, refusals: int, waits: bool) -> None:
+        """Add a line about an error that the pool caused; ``waits``: a call still waited."""
         if not self.guard.on:
             self.caps.apply(self.link.slices)  # the cell may have imported torch
         if not isinstance(reply, dict) or reply.get("status") != "error":
@@ -389,6 +392,8 @@ class CellGate:
             await self._word(refusals)
         refused = self.link.refused if self.link.refusals != refusals else None
         line = explain(self.link, self.guard, refused, name, text)
+        if waits and name == "KeyboardInterrupt" and refused is None:
+            line = stopped(self.link)
         if line:
             self.publisher()("stream", {"name": "stderr", "text": line + "\n"})
 

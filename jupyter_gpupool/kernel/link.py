@@ -131,8 +131,8 @@ class SessionLink:
         self.reason = ""
         self.pinned_reason = ""
         #: Why the slice was taken in the middle of the work, until there is one again; "" if it was
-        #: not. And since when (``time.monotonic()``).
-        self.preempted = ""
+        #: not. What helps against that, a sentence; and since when (``time.monotonic()``).
+        self.preempted = self.remedy = ""
         self.preempted_at = 0.0
         #: The pool's last refusal of a CUDA call of this session, and the number of refusals.
         self.refused: CallRefusal | None = None
@@ -591,6 +591,7 @@ class SessionLink:
             self.queue = None  # a CUDA call has stopped waiting
         if message.get("preempted") and self.state == "queued" and not self.preempted:
             self.preempted, self.preempted_at = str(message["preempted"]), time.monotonic()
+            self.remedy = str(message.get("remedy") or "")
         if self.state in ATTACHED:
             self._take_lease(epoch, slices_of(message))
         elif self.state != "detaching":  # our own answer to a yield decides that state

@@ -29,7 +29,7 @@ from .magic_display import (
     device_names,
     stays,
 )
-from .waits import TICK, WaitDisplay, describe, worth_showing
+from .waits import HOW_TO_STOP_MAGIC, TICK, WaitDisplay, describe, worth_showing
 
 _NOT_POOLED = (
     "This kernel has no GPU pool session. Start a kernel whose name says Pooled GPU, or make "
@@ -143,7 +143,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         """Wait for the slice in this cell. Blocking, as any magic: the interrupt ends it."""
         hold = f"manual-{next(self._ids)}"
         changed = threading.Event()
-        shown = WaitDisplay(gate.publisher(), f"gpupool-{hold}")
+        shown = WaitDisplay(gate.publisher(), f"gpupool-{hold}", link, HOW_TO_STOP_MAGIC)
         interrupted = threading.Event()
 
         def stop() -> None:
@@ -156,7 +156,8 @@ class GPUMagics(Magics):  # type: ignore[misc]
                     while wait.answer is None:
                         if interrupted.is_set():
                             raise GPUPoolError(
-                                "The wait for a GPU slice was interrupted.",
+                                "You stopped the wait for a GPU slice; nothing on the GPU has "
+                                "changed.",
                                 next_step="Type %gpu attach to queue again.",
                             )
                         if link.given_up(wait):

@@ -25,6 +25,7 @@ from ..errors import Code, GPUPoolError
 from ..units import format_bytes
 from .holds import HoldWait
 from .link import SessionLink
+from .ways import Ways
 
 #: Longest time, in seconds, between two checks of a wait. A change wakes it at once; the tick is
 #: for an interrupt whose wake-up is lost.
@@ -114,8 +115,18 @@ class GPUWaitInterrupted(GPUPoolError):
 
 def interrupted() -> GPUWaitInterrupted:
     return GPUWaitInterrupted(
-        "The wait for a GPU slice was interrupted; the cell has not run.",
+        "You stopped the wait for a GPU slice; nothing on the GPU has changed, and the cell has "
+        "not run.",
         next_step="Run it again to queue again, or give it the tag no-gpu if it needs no GPU.",
+    )
+
+
+def stopped(link: SessionLink) -> str:
+    """Return the line below a cell that the user has interrupted while a call of it waited."""
+    where = " Its GPU state stays in host memory." if link.suspended else ""
+    return (
+        "GPU pool: you stopped the wait for a GPU slice. Nothing on the GPU has changed, and the "
+        f"lines before the call that waited have run.{where}"
     )
 
 
@@ -125,6 +136,7 @@ def interrupted() -> GPUWaitInterrupted:
 PATIENCE = 0.25
 
 HOW_TO_STOP = "Interrupt the kernel to stop waiting; the cell will not run."
+HOW_TO_STOP_MAGIC = "Interrupt the kernel to stop waiting; the cell ends here."
 HOW_TO_STOP_CALL = "A CUDA call of this cell waits; interrupt the kernel to end the cell."
 
 #: What a cell shows whose slice was taken in its middle.
@@ -183,15 +195,22 @@ def worth_showing(link: SessionLink, wait: HoldWait) -> bool:
 
 _QUIET = "color: var(--jp-ui-font-color2, #666)"
 
+#: JupyterLab's part shows this as text with buttons; other front ends show HTML or text.
+WAIT_TYPE = "application/vnd.gpupool.wait+json"
+
 
 class WaitDisplay:
     """The line in the cell: published once, updated when its text changes, cleared at the end."""
 
-    def __init__(self, publish: Publish, display_id: str, hint: str = HOW_TO_STOP) -> None:
+    def __init__(
+        self, publish: Publish, display_id: str, link: SessionLink, hint: str = HOW_TO_STOP
+    ) -> None:
         self._publish = publish
         self._id = display_id
+        self._session = link.session
+        self._ways = Ways(link)
         self._hint = hint
-        self._shown = ""
+        self._shown: tuple[str, ...] = ()
         #: Messages that this display has sent to the cell's output area.
         self.published = 0
 
@@ -201,43 +220,53 @@ class WaitDisplay:
         return bool(self._shown)
 
     def show(self, text: str, hint: str = "") -> None:
-        """Show ``text``; send nothing if the cell already shows it."""
-        if text == self._shown:
+        """Show ``text`` and what helps; send nothing if the cell already shows it."""
+        hint = hint or self._hint
+        lines = (text, *self._ways.sentences(), hint)
+        if lines == self._shown:
             return
-        self._shown, hint = text, hint or self._hint
+        self._shown = lines
+        small = "<br>".join(html.escape(line) for line in lines[1:])
         markup = (
             f'<div class="gpupool-wait" style="{_QUIET}">'
-            f"&#x23f3; {html.escape(text)}<br><small>{html.escape(hint)}</small></div>"
+            f"{html.escape(text)}<br><small>{small}</small></div>"
         )
+        data = {"session": self._session, "text": text, "hint": hint}
         # By this mark, a front end removes the line after a restart of the kernel.
-        self._data(f"{text} {hint}", markup, {"wait": True})
+        self._data(" ".join(lines), markup, {"wait": True}, {WAIT_TYPE: data})
 
     def leave(self, text: str) -> None:
         """Show ``text`` for good: it tells what has happened to the cell."""
-        self._shown = ""
+        self._shown = ()
         markup = f'<div class="gpupool-preempted" style="{_QUIET}">{html.escape(text)}</div>'
         self._data(text, markup, {"preempted": True})
 
     def clear(self) -> None:
         """Remove the line, and all that the cell shows. Safe to call when nothing was shown."""
         if self._shown:
-            self._shown = ""
+            self._shown = ()
             self.published = 0
             self._publish("clear_output", {"wait": False})
 
     def empty(self) -> None:
         """Make the line empty, because the cell shows other output, too."""
         if self._shown:
-            self._shown = ""
+            self._shown = ()
             self._data("", "", {"wait": True})
 
-    def _data(self, text: str, markup: str, about: Mapping[str, bool]) -> None:
+    def _data(
+        self,
+        text: str,
+        markup: str,
+        about: Mapping[str, bool],
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
         kind = "update_display_data" if self.published else "display_data"
         self.published += 1
         self._publish(
             kind,
             {
-                "data": {"text/plain": text, "text/html": markup},
+                "data": {"text/plain": text, "text/html": markup, **(more or {})},
                 "metadata": {"gpupool": dict(about)},
                 "transient": {"display_id": self._id},
             },

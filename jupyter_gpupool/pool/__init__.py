@@ -28,6 +28,7 @@ In the order in which an event travels:
 ``residence``       how long an idle lease is protected
 ``transitions``     the states of a session, and every step between them
 ``explain``         why a session waits or keeps its slice, as data
+``offers``          the size with which a waiting session would start now
 ``why``             the same in lines for its owner
 ``evidence``        what past waits and cells teach about the next one
 ``estimate``        what stands ahead of a waiting session: the figure behind an expected wait

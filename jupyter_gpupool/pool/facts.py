@@ -85,6 +85,10 @@ def charge_of(s: Session, slices: Sequence[Slice]) -> int:
     return charge
 
 
+#: The driver gives device memory out in blocks of so many bytes.
+BLOCK = 2 << 20
+
+
 class Facts:
     """All facts of the pool."""
 
@@ -98,6 +102,8 @@ class Facts:
         #: The most that each device can give, largest first; and whether any device can suspend.
         self.capacities: list[int] = []
         self.suspends = False
+        #: The least size that is of use: a CUDA context and one block; 0 if not known.
+        self.least = 0
         #: The groups, with guarantees and caps in bytes of this machine.
         self._grow_tree()
         #: Subsets of ``sessions``, maintained by :meth:`change`.
@@ -338,6 +344,8 @@ class Facts:
         sizes = (d.capacity for d in self.devices.values() if d.capacity)
         self.capacities = sorted(sizes, reverse=True)
         self.suspends = any(d.device.can_suspend for d in self.devices.values())
+        contexts = [d.device.context_bytes for d in self.devices.values() if d.capacity]
+        self.least = min(contexts) + BLOCK if contexts and all(contexts) else 0
         self._grow_tree()
         self.meters.changed.update(dict.fromkeys(self.leased, True))
         self.version += 1

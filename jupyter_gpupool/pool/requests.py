@@ -43,7 +43,7 @@ def _answer(s: Session, rid: str, note: str | Refusal) -> Actions:
 def changed(facts: Facts, s: Session, event: ev.RequestChanged, plan: Plan) -> Actions:
     """Store another request, and give back at once what it no longer asks for."""
     new = event.request
-    refusal = ever(new, s, facts) or _bound(s, new) or _in_use(s, new)
+    refusal = change_refusal(facts, s, new)
     if refusal is not None:
         return _answer(s, event.rid, refusal)
     old = s.request
@@ -55,6 +55,11 @@ def changed(facts: Facts, s: Session, event: ev.RequestChanged, plan: Plan) -> A
     if less or new.devices != len(s.lease.slices):
         return resize(facts, s, trimmed(s, reclaim=True))
     return []
+
+
+def change_refusal(facts: Facts, s: Session, new: Request) -> Refusal | None:
+    """Return why ``s`` cannot ask for ``new``, or None."""
+    return ever(new, s, facts) or _bound(s, new) or _in_use(s, new)
 
 
 def _bound(s: Session, new: Request) -> Refusal | None:

@@ -86,6 +86,15 @@ REASONS = {
     "turns": "its time slice is over, and another kernel has its turn",
 }
 
+#: What the owner of the preempted session can do, by its reason: a sentence.
+REMEDIES = {
+    REASONS["burst"]: "What you ask for with %gpu is guaranteed: ask for as much as it needs.",
+    REASONS["guarantee"]: "With a smaller request (%gpu) both may fit.",
+    REASONS["budget"]: "%gpu why says when there are GPU-seconds again.",
+    REASONS["class"]: "With a smaller request (%gpu) both may fit.",
+    REASONS["turns"]: "Kernels that fit together take no turns: a smaller request (%gpu) may help.",
+}
+
 
 def cost(s: Session, swap: float | None) -> float:
     """Return the seconds that moving ``s`` out and in takes: measured, or guessed.

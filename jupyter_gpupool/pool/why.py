@@ -19,6 +19,7 @@ from .explain import Explanation, HeldLease, Standing, explain
 from .facts import Facts
 from .groups import DailyEnd
 from .model import Owner
+from .offers import smaller
 from .schedule import Plan
 from .session import Session
 from .words import taken_reason
@@ -34,6 +35,8 @@ class Told:
     found: Explanation
     #: Between which times a wait will probably end; None without evidence.
     expected: Expected | None
+    #: The bytes on each GPU with which a waiting session would start now; None if no size does.
+    starts_with: int | None
     #: What it has or waits for, who holds what it needs, what would change that.
     lines: tuple[str, ...]
     #: Guarantees, shares and budgets of its owner and groups; () where there are none.
@@ -45,13 +48,19 @@ def told(facts: Facts, plan: Plan, s: Session) -> Told:
     found = explain(facts, plan, s)
     expected = None if found.position is None else s.wait.expected
     lines = [*_state_lines(facts, plan, s, found)]
+    size = smaller(facts, plan, s)
+    if size is not None:
+        each = " on each GPU" if s.request.devices > 1 else ""
+        asked = format_bytes(s.request.memory)
+        lines.append(f"With {format_bytes(size)}{each} instead of {asked} it would start now.")
     if found.reason is not None:
         lines += _holder_lines(facts, found)
         lines += _host_lines(found)
         lines += _change_lines(facts, found)
     elif s.lease.slices and s.state != "detaching":
         lines += _exposed_lines(facts, s, found)
-    return Told(found, expected, tuple(lines), tuple(standing_lines(found.standing, facts.now)))
+    standing = tuple(standing_lines(found.standing, facts.now))
+    return Told(found, expected, size, tuple(lines), standing)
 
 
 def _state_lines(facts: Facts, plan: Plan, s: Session, found: Explanation) -> Iterable[str]:

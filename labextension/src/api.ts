@@ -8,7 +8,7 @@
  * A value that could not be measured is null, never 0. The server's `openapi.yaml` is the source.
  */
 import { URLExt } from '@jupyterlab/coreutils';
-import { ServerConnection } from '@jupyterlab/services';
+import { KernelAPI, ServerConnection } from '@jupyterlab/services';
 
 export type State =
   'detached' | 'queued' | 'attaching' | 'active' | 'idle' | 'detaching' | 'ended';
@@ -193,12 +193,28 @@ export type Delta = Partial<IPool> & {
   readonly removed?: readonly string[];
 };
 
+/** A slice on a device that a waiting kernel could use. */
+export interface IHolder {
+  /** The id of its session in the pool. */
+  readonly session: string;
+  /** Whether it belongs to the same user. */
+  readonly own: boolean;
+  readonly bytes: number;
+  readonly use: 'busy' | 'idle' | 'leaving';
+}
+
 /** The broker's plan for a kernel; the fields that this extension uses. */
 export interface IExplanation {
   /** Why it waits, or who may take its slice: a sentence each. */
   readonly lines: readonly string[];
   /** Guarantees, shares and daily budgets of its user and groups. */
   readonly standing: readonly string[];
+  /**
+   * The bytes on each GPU with which a waiting kernel would start now, null if there are none.
+   * Older servers omit this field and the next one.
+   */
+  readonly starts_with_bytes?: number | null;
+  readonly holders?: readonly IHolder[];
 }
 
 export interface IHistory {
@@ -295,6 +311,16 @@ export class PoolClient {
 
   keep(kernel: string, seconds: number): Promise<{ readonly note: string }> {
     return this._ask(`${session(kernel)}/keep`, 'POST', { seconds });
+  }
+
+  /** Interrupt a kernel of this server: its cell stops waiting. */
+  async interrupt(kernel: string): Promise<void> {
+    try {
+      await KernelAPI.interruptKernel(kernel, this.settings);
+    } catch (error) {
+      const text = error instanceof Error ? error.message : String(error);
+      throw new PoolError(text, 'network', '', 0);
+    }
   }
 
   private async _ask<T>(path: string, method = 'GET', body?: object): Promise<T> {

@@ -321,6 +321,9 @@ class ScriptedBroker:
     def _on_release(self, message: Message) -> dict[str, Any]:
         return {"note": "The slice goes back to the pool now."}
 
+    def _on_why(self, message: Message) -> dict[str, Any]:
+        return {"lines": [], "standing": [], "starts_with_bytes": None, "holders": []}
+
     def _on_keep(self, message: Message) -> dict[str, Any]:
         return {"note": ""}
 

@@ -337,7 +337,56 @@ def test_wait_of_a_call_is_shown_and_leaves_no_trace(
     gone(cell, "position")
     flag.touch()
     assert cell.done().outputs == [{"name": "stdout", "text": "hi\n"}]
-    assert set(kinds(broker)) == {"hello"}
+    assert set(kinds(broker)) == {"hello", "why"}
+
+
+def test_waiting_cell_shows_what_helps(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
+) -> None:
+    lease = {"session": "s2", "own": True, "label": "alpha.ipynb", "bytes": 6 * GiB, "use": "busy"}
+    other = {**lease, "session": "s3", "own": False, "label": ""}
+    broker.scripts["why"] = lambda _: {
+        "starts_with_bytes": 3 * GiB,
+        "holders": [lease, {**lease, "session": "s4", "use": "leaving"}, other],
+    }
+    kernel = start()
+    cell = kernel.start(INSIDE.format(flag=str(flag)))
+    inside(flag)
+    page.process(pid_of(kernel), waiting=1)
+    broker.push("lease", state="queued", epoch=0, slices=[], reason="", pinned_reason="")
+    queued(broker)
+    deadline = time.monotonic() + 60
+    while "3 GiB" not in cell.text:
+        kernel.read(deadline, cell)
+    assert (
+        "With 3 GiB it would start now: stop waiting, run %gpu 3GiB, then this cell. "
+        "Your kernel alpha.ipynb holds 6 GiB: %gpu release there."
+    ) in cell.text
+    shown = [m["content"] for m in cell.messages if m["msg_type"].endswith("display_data")]
+    data = shown[0]["data"]["application/vnd.gpupool.wait+json"]
+    assert data["text"].startswith("Waiting for a GPU slice of 4 GiB")
+    assert data["session"] in broker.sessions
+    page.process(pid_of(kernel), waiting=0)
+    flag.touch()
+    cell.done()
+
+
+def test_interrupt_after_a_wait_is_not_told_as_one_of_it(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
+) -> None:
+    kernel = start()
+    cell = kernel.start(INSIDE.format(flag=str(flag)))
+    inside(flag)
+    page.process(pid_of(kernel), waiting=1)
+    queued(broker)
+    cell.until("display_data")
+    page.process(pid_of(kernel), waiting=0)
+    granted(broker)
+    gone(cell, "position")
+    kernel.manager.interrupt_kernel()
+    cell.done()
+    assert [o.get("ename") for o in cell.outputs if "ename" in o] == ["KeyboardInterrupt"]
+    assert "GPU pool" not in cell.text
 
 
 def test_output_of_the_cell_stays_after_a_wait(
@@ -421,7 +470,10 @@ def test_an_interrupt_ends_the_cell_and_the_display(
     cell.done()
     assert [o.get("ename") for o in cell.outputs if "ename" in o] == ["KeyboardInterrupt"]
     assert "position" not in cell.text
-    assert "GPU pool" not in cell.text
+    assert cell.text.endswith(
+        "GPU pool: you stopped the wait for a GPU slice. Nothing on the GPU has changed, and the "
+        "lines before the call that waited have run.\n"
+    )
     page.process(pid_of(kernel), waiting=0)  # as the interrupted call does
     assert kernel.run("1 + 1").text == "2"
 

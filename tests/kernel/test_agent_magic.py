@@ -159,7 +159,7 @@ def test_attach_shows_its_wait_and_can_be_interrupted(
     broker.push("queue", position=1, length=1, waited=0.0, left=[20.0, 5.0], reason="")
     cell.shows("position 1 of 1")
     kernel.manager.interrupt_kernel()
-    assert "was interrupted" in error_of(cell.done())
+    assert "You stopped the wait" in error_of(cell.done())
     broker.wait_for("cancel", hold=hold)
     cell = kernel.start("%gpu attach")
     hold = broker.wait_for("hold", count=2)["hold"]

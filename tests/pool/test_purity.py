@@ -64,8 +64,9 @@ ORDER = [
     "words",
     "news",
     "explain",
-    "why",
     "requests",
+    "offers",
+    "why",
     "updates",
     "machine",
 ]

@@ -27,7 +27,10 @@ from jupyter_gpupool.kernel.waits import (
     describe,
     describe_preempted,
     interrupted,
+    stopped,
 )
+from jupyter_gpupool.kernel.ways import ways
+from jupyter_gpupool.pool.running import REMEDIES
 
 from .sheet import Sheet
 
@@ -65,12 +68,17 @@ def waiting(sheet: Sheet) -> None:
         sheet.put("Its slice is taken in its middle", describe_preempted(gone))
     sheet.put("Below that", HOW_TO_STOP_PREEMPTED)
     cell = RunningRequest({}, False, 0)
-    cell.times, cell.why, cell.away = 1, taken, 12.0
+    cell.times, cell.why, cell.away, cell.remedy = 1, taken, 12.0, REMEDIES[taken]
     sheet.put("It goes on", cell.story(True))
     cell.times, cell.away = 3, 95.0
     sheet.put("It goes on once more", cell.story(True))
     sheet.put("It ends before that", cell.story(False))
     sheet.put("The wait was interrupted", str(interrupted()), interrupted().code)
+    sheet.put("The wait of a CUDA call was interrupted", stopped(link()))
+    sheet.put("The same, with state in host memory", stopped(link(suspended=True)))
+    held = {"session": "s2", "own": True, "label": "alpha.ipynb", "bytes": 6 * GiB, "use": "busy"}
+    helps = ways({"starts_with_bytes": 3 * GiB, "holders": [held]})
+    sheet.put("What helps against the wait", " ".join(helps))
     away = link()
     away._down_since = 1.0
     sheet.put("No broker answers", describe(away))

@@ -11,6 +11,7 @@ from ... import procfs
 from ...errors import Code, ProtocolError, RefusedError
 from ...pool import events as e
 from ...pool.model import Hold
+from ...pool.running import REMEDIES
 from ...procfs import ProcessId
 from ...protocol import Message
 from ..core import Core
@@ -118,6 +119,7 @@ class AgentMessages:
                 "request": request_to_json(record.request),
                 "pinned_reason": record.pinned_reason,
                 "preempted": record.preempted,
+                "remedy": REMEDIES.get(record.preempted, ""),
                 "limits": self._snapshots.limits(session.owner),
             },
         )

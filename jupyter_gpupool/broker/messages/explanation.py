@@ -31,6 +31,7 @@ def explanation(told: Told, record: SessionRecord) -> dict[str, Any]:
         "position": found.position,
         "ahead": [*found.ahead],
         "expected": expected(told.expected),
+        "starts_with_bytes": told.starts_with,
         "rule": found.reason.rule if found.reason is not None else "",
         "preempted": found.preempted,
         "obstacle": found.obstacle,

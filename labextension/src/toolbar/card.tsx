@@ -46,7 +46,7 @@ export function Card(props: IProps): React.JSX.Element {
   const room = Math.max(0, ...(view?.devices ?? []).map(d => d.memory_capacity));
   return (
     <div className="jp-gpupool-Popover-card">
-      <header className="jp-gpupool-Popover-row">
+      <div className="jp-gpupool-Popover-row jp-gpupool-Popover-head">
         <h2 id={labelId}>{it.headline}</h2>
         <button
           type="button"
@@ -59,7 +59,7 @@ export function Card(props: IProps): React.JSX.Element {
             <path d="M4 4l8 8M12 4l-8 8" className="jp-gpupool-Glyph-line" />
           </svg>
         </button>
-      </header>
+      </div>
       {notes(trans, it).map(note => (
         <p key={note}>{note}</p>
       ))}
@@ -69,13 +69,7 @@ export function Card(props: IProps): React.JSX.Element {
       {it.kind === 'ours' &&
       session &&
       (session.state === 'queued' || hasSlice(session)) ? (
-        <Why
-          trans={trans}
-          client={model.client}
-          kernelId={kernelId}
-          session={session}
-          queueLength={view?.queue_length ?? 0}
-        />
+        <Why trans={trans} model={model} session={session} />
       ) : null}
       {it.kind === 'ours' && session?.standing?.length ? (
         <Standing trans={trans} lines={session.standing} />
@@ -105,7 +99,7 @@ export function Card(props: IProps): React.JSX.Element {
         />
       ) : null}
       {onShowPool || it.emulated ? (
-        <footer className="jp-gpupool-Popover-row">
+        <div className="jp-gpupool-Popover-row jp-gpupool-Popover-foot">
           {onShowPool ? (
             <button
               type="button"
@@ -123,7 +117,7 @@ export function Card(props: IProps): React.JSX.Element {
               {trans.__('EMULATED')}
             </span>
           ) : null}
-        </footer>
+        </div>
       ) : null}
     </div>
   );

@@ -1,19 +1,32 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Removes the lines that a restarted kernel has left in waiting cells. */
+/** The line of a waiting cell: shown with buttons, and removed when no kernel can do that. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { INotebookTracker } from '@jupyterlab/notebook';
+import { IRenderMimeRegistry } from '@jupyterlab/rendermime';
+import { ITranslator, nullTranslator } from '@jupyterlab/translation';
 
+import { IPoolModel } from '../tokens';
 import { watchWaits } from './lines';
+import { waitFactory } from './output';
 
 export const waitsPlugin: JupyterFrontEndPlugin<void> = {
   id: '@jupyter-gpupool/labextension:waits',
   description:
-    'Removes what a restarted kernel has left in cells that waited for a GPU.',
+    'Shows what can be done while a cell waits for a GPU, and removes what a restarted kernel has left there.',
   autoStart: true,
-  requires: [INotebookTracker],
-  activate: (_: JupyterFrontEnd, notebooks: INotebookTracker): void => {
+  requires: [INotebookTracker, IPoolModel],
+  optional: [IRenderMimeRegistry, ITranslator],
+  activate: (
+    _: JupyterFrontEnd,
+    notebooks: INotebookTracker,
+    model: IPoolModel,
+    outputs: IRenderMimeRegistry | null,
+    translator: ITranslator | null
+  ): void => {
+    const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
+    outputs?.addFactory(waitFactory(model, trans));
     notebooks.forEach(watchWaits);
     notebooks.widgetAdded.connect((_, panel) => watchWaits(panel));
   }

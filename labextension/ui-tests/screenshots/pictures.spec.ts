@@ -6,7 +6,7 @@ import { mkdirSync } from 'fs';
 import * as path from 'path';
 
 import { expect, Lab, type Notebook, test } from '../lab';
-import { ask, KERNEL, neighbour, uses, Work } from '../pool';
+import { ask, GiB, KERNEL, neighbour, uses, Work } from '../pool';
 
 const FOLDER = path.resolve(__dirname, '../../../docs/images/ui');
 const HEIGHT = 1120;
@@ -165,6 +165,32 @@ test('a cell whose GPU another kernel has', async ({ browser }) => {
   await expect(notebook.output).toContainText('went on');
   await shoot(lab, 'went-on', [BAR, `${BAR} .jp-gpupool-chip`, '.jp-Cell-outputArea']);
   work.end();
+  await lab.clear();
+  await lab.close();
+});
+
+test('a cell that waits, and what can be done', async ({ browser }) => {
+  await ask('fresh', {
+    emulate: '1x8GiB,context=256MiB,bandwidth=2GiB/s',
+    default_memory: 4 * GiB,
+    default_limit: null,
+    preempt: []
+  });
+  const lab = await Lab.open(browser, { scale: 2 });
+  const alpha = await lab.notebook('alpha');
+  const work = new Work('alpha');
+  await alpha.run(work.code, false);
+  await expect(alpha.chip).toHaveText(/on GPU 0$/);
+  const beta = await lab.notebook('beta');
+  await beta.run('import time'); // shows that the broker has other options
+  await beta.run('%gpu 6GiB');
+  await beta.run(uses(64).trim(), false);
+  await expect(
+    beta.output.getByRole('button', { name: 'Start now with 4 GiB' })
+  ).toBeVisible();
+  await shoot(lab, 'wait', [BAR, `${BAR} .jp-gpupool-chip`, '.jp-gpupool-Wait']);
+  work.end();
+  await expect(beta.chip).toHaveText(/^Idle/);
   await lab.clear();
   await lab.close();
 });

@@ -103,7 +103,7 @@ test('why am I waiting', async ({ lab }) => {
   const { popover } = lab;
   const why = popover.getByRole('region', { name: 'Why am I waiting?' });
   await expect(why).toContainText(/Ahead of it is 1 kernel( of yours)?, of class /);
-  await expect(why).toContainText('Interrupt the kernel to stop waiting.');
+  await expect(why.getByRole('button', { name: 'Stop waiting' })).toBeVisible();
   await expect(why).not.toContainText('21001');
   expect(await faults(lab.page, '.jp-gpupool-Popover')).toEqual([]);
   await ask('leave', { name: 'ahead' });

@@ -9,7 +9,7 @@ import { Card } from '../card';
 import { OLD, READ } from '../hooks';
 import { Ticker } from '../../ticker';
 import { KernelWatch } from '../watch';
-import { AGAIN } from '../why';
+import { AGAIN } from '../../waits/hooks';
 import {
   anOrder,
   detached,
@@ -448,7 +448,7 @@ describe('the lines of the broker', () => {
     model.client.why.mockResolvedValue({ lines });
     card(model);
     screen.getByRole('heading', { name: 'Why am I waiting?' });
-    screen.getByText('Interrupt the kernel to stop waiting.');
+    screen.getByRole('button', { name: 'Stop waiting' });
     await screen.findByText(lines[0]!);
   });
 
@@ -458,7 +458,7 @@ describe('the lines of the broker', () => {
     card(model);
     screen.getByRole('heading', { name: 'Who may take this slice?' });
     await screen.findByText('No kernel waits for this GPU.');
-    expect(screen.queryByText(/Interrupt the kernel/)).toBeNull();
+    expect(screen.queryByRole('button', { name: 'Stop waiting' })).toBeNull();
   });
 
   it('are not asked for without a slice and without a wait', () => {

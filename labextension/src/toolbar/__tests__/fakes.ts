@@ -55,8 +55,9 @@ export class FakeModel {
   readonly client = {
     why: jest.fn<Promise<unknown>, []>(() => new Promise(() => undefined)),
     change: jest.fn(),
-    release: jest.fn(),
-    keep: jest.fn()
+    release: jest.fn(() => Promise.resolve({ note: '' })),
+    keep: jest.fn(),
+    interrupt: jest.fn(() => Promise.resolve())
   };
   readonly changed = new Signal<IPoolModel, Change>(this.asModel());
   readonly warned = new Signal<IPoolModel, IIdleWarning>(this.asModel());

@@ -1,0 +1,73 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the user can do about a wait: the broker knows, and this asks it while a cell waits.
+
+JupyterLab shows buttons in place of these sentences (``labextension/src/waits``).
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from typing import Any, Mapping
+
+from ..errors import GPUPoolError
+from ..protocol import Message
+from ..units import format_bytes, typed_bytes
+from .link import SessionLink
+
+#: Seconds after which the broker is asked again: if the place in the queue is the same, and if not.
+AGAIN = 10.0
+SOON = 1.0
+
+#: Kernels of the same user that are named.
+MOST_NAMED = 3
+
+
+class Ways:
+    """Asks the broker again and again, without waiting for its answer."""
+
+    def __init__(self, link: SessionLink) -> None:
+        self._link = link
+        self._asked: Future[Message] | None = None
+        self._about: object = None
+        self._at = 0.0
+        self._found: tuple[str, ...] = ()
+
+    def sentences(self) -> tuple[str, ...]:
+        """Return what the broker last answered, and ask again if that may have changed."""
+        if self._asked is not None and self._asked.done():
+            asked, self._asked = self._asked, None
+            if not asked.cancelled() and asked.exception() is None:
+                self._found = ways(asked.result())
+        place, now = self._link.queue, time.monotonic()
+        about = place and (place.position, place.length, place.reason)
+        pause = AGAIN if about == self._about else SOON
+        if self._link.state != "queued":
+            self._found = ()
+        elif self._asked is None and now - self._at >= pause:
+            self._about, self._at = about, now
+            try:
+                self._asked = self._link.start_call("why")
+            except GPUPoolError:
+                self._found = ()  # no broker: the line says so
+        return self._found
+
+
+def ways(answer: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what helps, a sentence each, from the broker's answer to ``why``."""
+    found = []
+    size = answer.get("starts_with_bytes")
+    if isinstance(size, int):
+        found.append(
+            f"With {format_bytes(size)} it would start now: stop waiting, run %gpu "
+            f"{typed_bytes(size)}, then this cell."
+        )
+    held: dict[str, int] = {}
+    for lease in answer.get("holders") or ():
+        if lease.get("own") and lease.get("use") != "leaving":
+            name = str(lease.get("label") or lease.get("session"))
+            held[name] = held.get(name, 0) + int(lease.get("bytes") or 0)
+    for name, bytes_ in [*held.items()][:MOST_NAMED]:
+        found.append(f"Your kernel {name} holds {format_bytes(bytes_)}: %gpu release there.")
+    return tuple(found)

@@ -1,0 +1,80 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The size with which a waiting session would start at once.
+
+An offer is true or is not made: the candidate is what the last plan leaves, and a pass over copies
+of the facts, in which the session asks for that, must grant it. No lease is preempted for it.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+from .facts import Facts
+from .model import Request
+from .placement import asking, headroom
+from .requests import change_refusal
+from .schedule import Plan, outlook, plan
+from .session import Session
+
+_MIB = 1 << 20
+
+#: People see sizes with one decimal of a GiB: an offer is a whole number of the largest of these.
+STEPS = (512 * _MIB, 64 * _MIB, 1)
+
+
+def smaller(facts: Facts, last: Plan, s: Session) -> int | None:
+    """Return the most bytes on each GPU with which ``s``, which waits, would start now.
+
+    None if it does not wait for its first slice or for its state's return, or if no smaller size
+    starts now.
+    """
+    if s.state != "queued":
+        return None
+    least = max([facts.least, *(x.bytes for x in s.suspended), 1])
+    for most in _candidates(facts, last, s):
+        size = _rounded(min(most, s.request.memory - 1))
+        if size >= least and _starts(facts, last, s, size):
+            return size
+    return None
+
+
+def _candidates(facts: Facts, last: Plan, s: Session) -> list[int]:
+    """Return what is free for each of its slices; and that without the headroom of a resume."""
+    draft, needs = outlook(facts, last, but=s.id), asking(s, facts).needs
+    suited = [d for d in facts.devices.values() if any(need.allows(d) for need in needs)]
+    count = len(needs)
+    if not count or len(suited) < count:
+        return []
+    most = sorted((draft.left(d) for d in suited), reverse=True)[count - 1]
+    quota = facts.settings.quota_of(s.owner.name).memory
+    if quota is not None:
+        most = min(most, (quota - draft.usage(s.owner.name).memory) // count)
+    cap = draft.room_of(s.owner)
+    if cap is not None:
+        most = min(most, cap.most // count)
+    if not s.suspended:
+        return [most]
+    return [most, most - max(headroom(d, facts.settings) for d in suited)]
+
+
+def _rounded(size: int) -> int:
+    step = next((step for step in STEPS if size >= step), 1)
+    return size // step * step
+
+
+def _starts(facts: Facts, last: Plan, s: Session, size: int) -> bool:
+    """Return whether a plan grants a slice to ``s`` at once if it asks for ``size``."""
+    plain = s.request.limit == s.request.memory
+    asks: Request = replace(
+        s.request, memory=size, limit=size if plain else max(size, s.request.limit)
+    )
+    if change_refusal(facts, s, asks) is not None:
+        return False
+    other = copy.copy(s)
+    other.request, other.asking, other.possible = asks, None, -1
+    trial = copy.copy(facts)
+    trial.sessions = {**facts.sessions, s.id: other}
+    trial.waiting = {**facts.waiting, s.id: other}
+    return any(granted is other for granted, _, _ in plan(trial, last).grants)

@@ -1,0 +1,71 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** The broker's plan for a kernel, fetched again when it may have changed. */
+import type { TranslationBundle } from '@jupyterlab/translation';
+import * as React from 'react';
+
+import type { IExplanation, ISession, PoolClient } from '../api';
+import { refusal } from '../tell';
+
+/** Milliseconds after which the plan is fetched again: it has times in it. */
+export const AGAIN = 10_000;
+
+export interface IPlan {
+  /** Null until the first answer. */
+  readonly found: IExplanation | null;
+  /** Why there is no newer answer; empty if there is. */
+  readonly fault: string;
+}
+
+/** `queueLength`: if it changes, other kernels may need the slice. */
+export function usePlan(
+  trans: TranslationBundle,
+  client: Pick<PoolClient, 'why'>,
+  kernelId: string,
+  session: ISession,
+  queueLength: number
+): IPlan {
+  const [found, setFound] = React.useState<IExplanation | null>(null);
+  const [fault, setFault] = React.useState('');
+  const [round, setRound] = React.useState(0);
+  React.useEffect(() => {
+    const timer = setInterval(() => setRound(number => number + 1), AGAIN);
+    return () => clearInterval(timer);
+  }, []);
+  const { state, queue_position: position, wait_reason: reason } = session;
+  const until = session.expected?.until ?? null;
+  React.useEffect(() => {
+    let wanted = true;
+    client.why(kernelId).then(
+      answer => {
+        if (wanted) {
+          setFound(answer);
+          setFault('');
+        }
+      },
+      (error: unknown) => {
+        if (wanted) {
+          setFault(refusal(trans, error));
+        }
+      }
+    );
+    return () => {
+      wanted = false;
+    };
+  }, [
+    client,
+    trans,
+    kernelId,
+    session.id,
+    state,
+    session.granted_bytes,
+    session.request.memory,
+    position,
+    reason,
+    until,
+    queueLength,
+    round
+  ]);
+  return { found, fault };
+}

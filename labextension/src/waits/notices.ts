@@ -1,0 +1,101 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** "Tell me when it starts": a notification for a kernel that waits, once it has its slice. */
+import { Notification as Toast } from '@jupyterlab/apputils';
+import type { TranslationBundle } from '@jupyterlab/translation';
+import { Signal, type ISignal } from '@lumino/signaling';
+
+import type { IPoolModel } from '../tokens';
+
+/** Milliseconds of the message inside JupyterLab. */
+const SHOWN = 20_000;
+
+type Model = Pick<IPoolModel, 'session' | 'changed'>;
+
+export class StartNotices {
+  private constructor(
+    private readonly _model: Model,
+    private readonly _trans: TranslationBundle
+  ) {
+    _model.changed.connect(this._look, this);
+  }
+
+  /** The page's notices of a model. */
+  static of(model: Model, trans: TranslationBundle): StartNotices {
+    let found = all.get(model);
+    if (!found) {
+      found = new StartNotices(model, trans);
+      all.set(model, found);
+    }
+    return found;
+  }
+
+  get changed(): ISignal<this, void> {
+    return this._changed;
+  }
+
+  wanted(kernelId: string): boolean {
+    return this._wanted.has(kernelId);
+  }
+
+  /**
+   * Tell the user when this kernel starts; returns how, as a sentence.
+   *
+   * A browser asks for its permission only after a click, so this is called from one.
+   */
+  async want(kernelId: string, name: string): Promise<string> {
+    const trans = this._trans;
+    this._wanted.set(kernelId, name);
+    this._changed.emit();
+    return (await permission()) === 'granted'
+      ? trans.__('Your browser notifies you when it starts.')
+      : trans.__(
+          'A message appears here when it starts: the browser does not allow notifications of this page.'
+        );
+  }
+
+  private readonly _look = (): void => {
+    for (const [kernelId, name] of [...this._wanted]) {
+      const session = this._model.session(kernelId);
+      if (session?.state === 'queued' || session?.state === 'attaching') {
+        continue;
+      }
+      this._wanted.delete(kernelId);
+      this._changed.emit();
+      if (session !== null && session.granted_bytes > 0) {
+        this._tell(this._trans.__('%1 has its GPU.', name), kernelId);
+      }
+    }
+  };
+
+  private _tell(text: string, kernelId: string): void {
+    if (typeof Notification !== 'undefined' && Notification.permission === 'granted') {
+      try {
+        const note = new Notification(text, { tag: `gpupool ${kernelId}` });
+        note.onclick = () => {
+          window.focus();
+          note.close();
+        };
+        return;
+      } catch {
+        // Some browsers allow this only to a service worker.
+      }
+    }
+    Toast.success(text, { autoClose: SHOWN });
+  }
+
+  private readonly _wanted = new Map<string, string>();
+  private readonly _changed = new Signal<this, void>(this);
+}
+
+const all = new WeakMap<Model, StartNotices>();
+
+async function permission(): Promise<NotificationPermission> {
+  if (typeof Notification === 'undefined') {
+    return 'denied';
+  }
+  return Notification.permission === 'default'
+    ? Notification.requestPermission()
+    : Notification.permission;
+}

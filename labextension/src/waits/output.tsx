@@ -1,0 +1,122 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** The line of a waiting cell, with buttons: how JupyterLab shows the agent's own type of output. */
+import type { IRenderMime } from '@jupyterlab/rendermime';
+import type { TranslationBundle } from '@jupyterlab/translation';
+import { ReactWidget } from '@jupyterlab/ui-components';
+import * as React from 'react';
+
+import type { ISession } from '../api';
+import { isMine, type IPoolModel } from '../tokens';
+import { WaitActions } from './actions';
+import { usePlan } from './hooks';
+
+/** The type of the agent's line; other front ends show its HTML or text. */
+export const WAIT_TYPE = 'application/vnd.gpupool.wait+json';
+
+interface IWait {
+  /** The session's id in the pool. */
+  readonly session: string;
+  readonly text: string;
+  readonly hint: string;
+}
+
+export class WaitOutput extends ReactWidget implements IRenderMime.IRenderer {
+  constructor(
+    private readonly _model: IPoolModel,
+    private readonly _trans: TranslationBundle
+  ) {
+    super();
+    this.addClass('jp-gpupool-Wait');
+  }
+
+  renderModel(mime: IRenderMime.IMimeModel): Promise<void> {
+    const { session, text, hint } = (mime.data[WAIT_TYPE] ?? {}) as Partial<IWait>;
+    this._wait = {
+      session: session ?? '',
+      text: text ?? '',
+      hint: hint ?? ''
+    };
+    this.update();
+    return this.renderPromise ?? Promise.resolve();
+  }
+
+  render(): React.JSX.Element | null {
+    return (
+      this._wait && <Wait model={this._model} trans={this._trans} wait={this._wait} />
+    );
+  }
+
+  override dispose(): void {
+    if (this.isDisposed) {
+      return;
+    }
+    // The wait is over, and with it the button that has the focus: the notebook gets it.
+    const focused = this.node.contains(document.activeElement);
+    const notebook = this.node.closest<HTMLElement>('.jp-Notebook');
+    super.dispose();
+    if (focused) {
+      notebook?.focus();
+    }
+  }
+
+  private _wait: IWait | null = null;
+}
+
+function Wait(props: {
+  readonly model: IPoolModel;
+  readonly trans: TranslationBundle;
+  readonly wait: IWait;
+}): React.JSX.Element {
+  const { model, trans, wait } = props;
+  const session = useSession(model, wait.session);
+  return (
+    <>
+      <p>{wait.text}</p>
+      <p className="jp-gpupool-Popover-note">{wait.hint}</p>
+      {session?.state === 'queued' ? (
+        <Offered model={model} trans={trans} session={session} />
+      ) : null}
+    </>
+  );
+}
+
+function Offered(props: {
+  readonly model: IPoolModel;
+  readonly trans: TranslationBundle;
+  readonly session: ISession;
+}): React.JSX.Element {
+  const { model, trans, session } = props;
+  const length = model.view?.queue_length ?? 0;
+  const { found } = usePlan(trans, model.client, session.kernel_id, session, length);
+  return <WaitActions trans={trans} model={model} session={session} plan={found} />;
+}
+
+/** A session of this user by its id in the pool; renders again with each change of the pool. */
+function useSession(model: IPoolModel, id: string): ISession | null {
+  const subscribe = React.useCallback(
+    (update: () => void) => {
+      model.changed.connect(update);
+      return () => model.changed.disconnect(update);
+    },
+    [model]
+  );
+  const sessions = React.useSyncExternalStore(subscribe, () => model.view?.sessions);
+  const found = sessions?.find(session => session.id === id);
+  return found && isMine(found) ? found : null;
+}
+
+/** The factory for JupyterLab's registry of output types. */
+export function waitFactory(
+  model: IPoolModel,
+  trans: TranslationBundle
+): IRenderMime.IRendererFactory {
+  return {
+    safe: true,
+    mimeTypes: [WAIT_TYPE],
+    // Before HTML, which the same output has for other front ends.
+    defaultRank: 10,
+    createRenderer: () => new WaitOutput(model, trans)
+  };
+}
