@@ -24,10 +24,12 @@
 ``messages/provisioner``  open, launched, retire, close
 ``messages/agent``      hello, hold, drop, cancel, yielded, resting
 ``messages/guard``      attach, grow, home, page, land; answers to threads that wait
-``messages/people``     request, release, keep, status, why, journal, watch, ping
+``messages/people``     request, release, keep, status, why, hour, journal, watch, ping
+``messages/admin``      recall, prioritise, end
 ``messages/parsing``    what a message asks for, and whether its sender may ask it
 ``messages/snapshot``   the answer to status
 ``messages/explanation``  the answer to why
+``hour``                the last hour of devices and queue, by minutes
 ``gpu/actions``         the pool's actions: attach, suspend, end
 ``gpu/landing``         processes that initialised CUDA on another GPU than their slice's
 ``gpu/monitor``         samples of devices and host memory -> events

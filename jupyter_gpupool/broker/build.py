@@ -31,8 +31,10 @@ from .gpu.monitor import Monitor
 from .gpu.samples import Samples
 from .gpu.setaside import UnleasedSuspends
 from .hostmemory import HostRoom
+from .hour import HourBook
 from .lifecycle import Lifecycle
 from .membership import Memberships
+from .messages.admin import AdminMessages
 from .messages.agent import AgentMessages
 from .messages.guard import GuardMessages
 from .messages.people import PeopleMessages
@@ -157,12 +159,13 @@ async def build(
         core, service, configuration, health=health, aside=aside,
         log=log,
     )  # fmt: skip
+    hour = HourBook(core, samples)
     monitor = Monitor(
         core, service, configuration, samples=samples, room=room, pressure=pressure,
         health=health, driver_shares=DriverShares(core, health, log), activity=activity,
         overheads=Overheads(core, pages, activity),
         overuse=OveruseWatch(core, actions, samples, configuration, log),
-        homes=homes, rooms=rooms, log=log,
+        homes=homes, rooms=rooms, looked=hour.look, log=log,
     )  # fmt: skip
 
     lifecycle = Lifecycle(core, log)
@@ -184,12 +187,13 @@ async def build(
     )  # fmt: skip
     people = PeopleMessages(
         core, configuration, lifecycle=lifecycle, monitor=monitor, guard=guard,
-        snapshots=snapshots,
+        snapshots=snapshots, hour=hour,
     )  # fmt: skip
     router = Router(
         core, configuration, lifecycle=lifecycle, provisioner=provisioner, agent=agent,
-        guard=guard, people=people, maintenance=maintenance, start_record=start_record,
-        log=log,
+        guard=guard, people=people,
+        admin=AdminMessages(core, configuration, lifecycle=lifecycle, guard=guard, log=log),
+        maintenance=maintenance, start_record=start_record, log=log,
     )  # fmt: skip
 
     usage = UsageBook(core)

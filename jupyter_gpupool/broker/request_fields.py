@@ -292,11 +292,21 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # action: pause | drain | resume | retest; device: number or UUID (none: the whole pool).
     # ok: note, once it has begun (pause, drain: see ``status``) or is done (resume, retest)
     "maintain": ({"action": Text()}, {"device": Text(null=True), "reason": _WORDS}),
+    # take the session's slice back after so many minutes, in use or not; ``cancel`` in place of
+    # minutes drops that. ok: note
+    "recall": ({"session": Text()}, {"minutes": Number(), "cancel": Flag(), "reason": _WORDS}),
+    # another priority class. ok: request (as it is now), note
+    "prioritise": ({"session": Text(), "priority": Text()}, {"reason": _WORDS}),
+    # end the session and its processes. ok: note
+    "end": ({"session": Text()}, {"reason": _WORDS}),
     # ---- any client
     # ok: the snapshot described in ``broker/messages/snapshot.py``
     "status": ({}, {}),
     # why the session waits, or may lose its slice. ok: see ``broker/messages/explanation.py``
     "why": ({}, {"session": Text()}),
+    # the last hour by minutes. ok: now, step (seconds of a point), devices (by UUID: granted, used,
+    # utilisation), queue; each a list, oldest first, null where nothing was read
+    "hour": ({}, {}),
     # ok: rows, oldest first, with ``seq`` above ``after``, at most ``limit`` and 1,000;
     # more: whether there are further ones; seq of the newest row of all
     "journal": ({}, {"after": Whole(), "limit": Whole(), "session": Text()}),
@@ -307,7 +317,7 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
 }
 
 #: Requests that change nothing and can be repeated.
-READS = frozenset({"status", "why", "journal", "watch", "ping"})
+READS = frozenset({"status", "why", "hour", "journal", "watch", "ping"})
 
 
 def _whole(text: str) -> float:

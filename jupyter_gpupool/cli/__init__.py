@@ -5,6 +5,7 @@
 - ``commands``: the commands, their options, exit codes; the only place that prints errors.
   ``registry``: how a function becomes one. ``program_commands``: for programs.
 - ``status``, ``picture``: the snapshot as a picture; ``picture`` is pure text in, text out.
+- ``top``: the sessions on a screen, with orders; ``top_table`` (pure), ``top_keys`` (pure).
 - ``install_devices``: NVIDIA's packages in an environment of their own.
 - ``doctor``, ``checks``: what works here and what does not. ``maintenance``: pause, drain, resume.
 - ``check_config``, ``config_report``: what a configuration means, and all its mistakes.

@@ -37,6 +37,7 @@ from .registry import (
     in_order,
     seconds_between,
 )
+from .top_table import SORTS
 
 PROG = "jupyter gpupool"
 
@@ -61,6 +62,24 @@ def _status(options: Options) -> int:
     return show_status(
         options.socket, as_json=options.json, watch=options.watch, interval=options.interval
     )
+
+
+@command(
+    "See the pool", "show the sessions with what they do not use, sorted; admins act on them",
+    SOCKET,
+    argument(
+        "--sort", choices=SORTS, default=SORTS[0], metavar="COLUMN",
+        help=f"one of {', '.join(SORTS)} (default: {SORTS[0]})",
+    ),
+    argument(
+        "--interval", type=seconds_between, default=2.0, metavar="SECONDS",
+        help="between two looks (default: 2)",
+    ),
+)  # fmt: skip
+def _top(options: Options) -> int:
+    from .top import show_top
+
+    return show_top(options.socket, sort=options.sort, interval=options.interval)
 
 
 SESSION = argument(

@@ -65,7 +65,7 @@ def show_status(socket: str, *, as_json: bool, watch: bool, interval: float) -> 
     return 0
 
 
-def _connect(path: Path) -> Client:
+def connect(path: Path) -> Client:
     """Return a connection to the broker; restart a broker that has died first."""
     try:
         return Client(path)
@@ -85,7 +85,7 @@ def _connect(path: Path) -> Client:
 
 
 def _snapshot(path: Path) -> dict[str, Any]:
-    with _connect(path) as client:
+    with connect(path) as client:
         return _clean(client.call("status"))
 
 
@@ -99,13 +99,13 @@ def _watch(path: Path, *, as_json: bool, interval: float) -> int:
     screen = sys.stdout.isatty() and not as_json
     client: Client | None = None
     try:
-        client = _connect(path)  # a wrong socket is an error at once, without a wait
+        client = connect(path)  # a wrong socket is an error at once, without a wait
         if screen:
             sys.stdout.write(_ENTER)
         while True:
             try:
                 if client is None:
-                    client = _connect(path)
+                    client = connect(path)
                 snapshot = _clean(client.call("status"))
                 lines = (
                     [json.dumps(snapshot, separators=(",", ":"))]
@@ -157,7 +157,7 @@ def release(socket: str, name: str, *, say: Callable[[str], None] = print) -> in
     RefusedError
         If no session or several sessions match, or the broker refuses.
     """
-    with _connect(socket_path(socket)) as client:
+    with connect(socket_path(socket)) as client:
         session = find_session(name, client.call("status")["sessions"])
         answer = client.call("release", session=session)
     say(answer.get("note") or f"Session {session} gives its slice back.")
@@ -172,7 +172,7 @@ def why(socket: str, name: str, *, as_json: bool) -> int:
     RefusedError
         If no session or several sessions match, or it belongs to another user.
     """
-    with _connect(socket_path(socket)) as client:
+    with connect(socket_path(socket)) as client:
         session = find_session(name, client.call("status")["sessions"])
         answer = _clean(client.call("why", session=session))
     if as_json:

@@ -504,7 +504,8 @@ class GPUPool(Configurable):
     )
     admins = _option(
         List(Unicode()),
-        "Users who may see and release every kernel, besides root and the broker's own user.",
+        "Users who may see every kernel, take its slice back, change its class and end it, and "
+        "take GPUs out of service; besides root and the broker's own user.",
         unit="list of user names",
         default="[]",
         example='admins = ["ada"]',

@@ -13,6 +13,7 @@ In the order in which an event travels:
 ``metering``        what users and groups have used over time
 ``updates``         what each event changes in the facts
 ``requests``        another size, growth, release, keep
+``recall``          an admin takes a slice back at a time, or ends a session
 ``schedule``        the plan: one pass over every session that wants something
 ``recheck``         when the clock alone next changes the plan
 ``limits``          what a kernel and an owner may have; the words of a refusal

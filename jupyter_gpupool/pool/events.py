@@ -302,6 +302,29 @@ class KeepAsked(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecallAsked(Event):
+    """An admin wants the slice back ``at`` that time, in use or not; None: not any more.
+
+    Then the session is suspended, and a running cell waits for another slice at the end of the
+    queue. ``reason`` tells its user who wants that, and why.
+    """
+
+    session: str
+    at: float | None
+    reason: str
+    rid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndAsked(Event):
+    """An admin ends the session; ``reason`` tells its user who does, and why."""
+
+    session: str
+    reason: str
+    rid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttachDone(Event):
     """The effect of :class:`Attach` is complete; ``seconds`` is what the driver calls took."""
 

@@ -117,6 +117,8 @@ class Facts:
         #: When idle sessions leave, and the sessions for which that must be seen again.
         self.leaving = Leaving()
         self.untimed: dict[str, Session] = {}
+        #: Those whose slice an admin has recalled; see :mod:`.recall`.
+        self.recalled: dict[str, Session] = {}
         self.usage: dict[str, OwnerUsage] = {}
         #: The same of groups: what their members have, those of the groups in them included.
         self.group_usage: dict[str, GroupUsage] = {}
@@ -154,6 +156,20 @@ class Facts:
         s.times = s.using = None
         self.untimed[s.id] = s
 
+    @property
+    def stops(self) -> bool:
+        """Whether a rule or an admin may stop sessions that have a lease."""
+        closes = self.settings.classes_allowed is not None
+        return self.tree.stops or closes or bool(self.recalled)
+
+    def set_recall(self, s: Session, at: float, reason: str = "") -> None:
+        """Note when an admin takes the slice of ``s`` back, and why; ``at`` 0: not any more."""
+        s.recall_at, s.recall_reason = at, reason if at else ""
+        if at:
+            self.recalled[s.id] = s
+        else:
+            self.recalled.pop(s.id, None)
+
     def begin_wait(self, s: Session, since: float) -> None:
         """Let ``s`` begin to wait for a lease or for growth, inside :meth:`change`."""
         self.arrivals += 1
@@ -166,6 +182,8 @@ class Facts:
         self._count(s, 1)
         if self._index(s):
             self.begin_wait(s, self.now)
+        if s.recall_at:
+            self.recalled[s.id] = s
         for x in s.lease.slices:
             ledger = self.devices[x.device]
             ledger.allowed = max(ledger.allowed, ledger.granted)
@@ -174,7 +192,8 @@ class Facts:
         """Remove a session."""
         self._count(s, -1)
         del self.sessions[s.id]
-        for index in (self.waiting, self.leased, self.short, self.grown, self.untimed):
+        held = (self.waiting, self.leased, self.short, self.grown, self.untimed, self.recalled)
+        for index in held:
             index.pop(s.id, None)
         self.stuck.pop(s.id, None)
         self.leaving.times.pop(s.id, None)
@@ -248,6 +267,7 @@ class Facts:
         s.last_devices = tuple(x.device for x in s.lease.slices)
         s.attached_seconds_total += self.now - s.lease.attached_at
         s.lease = Lease()
+        self.set_recall(s, 0.0)
         for ledger in self.devices.values():
             ledger.allowed = max(ledger.capacity, min(ledger.allowed, ledger.granted))
 

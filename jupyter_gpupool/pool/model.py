@@ -323,6 +323,9 @@ class SessionRecord:
     pinned_at: float = 0.0
     release_asked: bool = False
     keep_until: float = 0.0
+    #: When an admin takes the slice back (0: none does), and who and why, in words.
+    recall_at: float = 0.0
+    recall_reason: str = ""
     idle_since: float = 0.0
     queued_at: float = 0.0
     wait_reason: str = ""

@@ -33,9 +33,10 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
         found.append(s.retry_at)
         if most is not None:
             found.append(math.inf if s.preempted else s.queued_at + most)
-    if facts.tree.stops or facts.settings.classes_allowed is not None:
+    if facts.stops:
         shares = Shares(facts)
         found += (stops_at(s, facts) for s in facts.leased.values() if stopped(s, shares))
+        found += (s.recall_at for s in facts.recalled.values())
     if facts.tree.budgeted:
         everybody = (*facts.leased.values(), *facts.waiting.values())
         owners = {(s.owner.name, s.owner.group): s.owner for s in everybody}

@@ -412,6 +412,9 @@ def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
         note = "The slice is no longer kept when idle."
     elif s.state in HAS_LEASE:
         note = f"The slice stays for {format_seconds(left)}, even when idle."
+        if facts.now < s.recall_at < event.until:
+            left = s.recall_at - facts.now
+            note += f" An administrator takes it back in {format_seconds(left)} all the same."
     else:
         note = f"Its next slice stays for {format_seconds(left)} from now, even when idle."
     return _answer(s, event.rid, note)

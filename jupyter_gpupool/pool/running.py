@@ -73,6 +73,8 @@ STAY_LEAST = 1.0
 TURN = 4
 #: Not a tier of :meth:`Asker.tier`: the daily budget ends what runs, whether others wait or not.
 STOPPED = 5
+#: Neither: an admin has recalled the slice.
+RECALLED = 6
 
 #: The rules by tier.
 RULES: Mapping[int, PreemptRule] = {1: "burst", 2: "guarantee", 3: "class", 4: "turns"}

@@ -80,7 +80,7 @@ from .model import FOR_MEMORY, FOR_QUOTA, Charge, Reason, Rule, Slice
 from .placement import POSSIBLE, Asking, asking, impossible
 from .preemption import asker_kind, leaving, not_before, paused, score
 from .reach import Bounds, hopeless
-from .running import REASONS, STOPPED, free_from, rule_of
+from .running import REASONS, RECALLED, STOPPED, free_from, rule_of
 from .session import Session
 from .shares import Shares
 from .victims import (
@@ -197,6 +197,8 @@ def stopped(s: Session, shares: Shares) -> str:
     """Return why ``s`` must not run although it has a lease, or ""."""
     if s.state not in ATTACHED:
         return ""
+    if why := s.recalled(shares.facts.now):
+        return why
     allowed = shares.facts.settings.classes_allowed
     if allowed is not None and s.request.priority not in allowed:
         return CLOSED
@@ -221,8 +223,7 @@ def plan(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
     steps loops over the order, over ``relieve``, over the sessions that must not run or over the
     idle leases whose time is over. (Most events of a cell are like that.)
     """
-    stops = facts.tree.stops or facts.settings.classes_allowed is not None
-    if not (facts.waiting or facts.short or relieve or stops or _overdue(facts)):
+    if not (facts.waiting or facts.short or relieve or facts.stops or _overdue(facts)):
         return Plan()
     return _Pass(facts, before).run(relieve)
 
@@ -338,7 +339,7 @@ class _Pass:
     def _leave(self) -> None:
         """2. Suspend idle leases whose time is over, as far as host memory has room."""
         facts, draft = self.facts, self.draft
-        if facts.tree.stops or facts.settings.classes_allowed is not None:
+        if facts.stops:
             for s in facts.leased.values():
                 if why := stopped(s, self.shares):
                     self._stop(s, why)
@@ -354,7 +355,7 @@ class _Pass:
         room = self.draft.host_left([x.device for x in s.lease.slices])
         if stops_at(s, self.facts) > self.facts.now or self.draft.host_lack([s], room):
             return False
-        self._suspend(s, why, STOPPED)
+        self._suspend(s, why, RECALLED if s.recalled(self.facts.now) else STOPPED)
         return True
 
     def _suspend(self, v: Session, reason: str, tier: int = 0) -> None:

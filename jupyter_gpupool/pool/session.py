@@ -134,6 +134,8 @@ class Session:
     pinned_at: float = 0.0
     release_asked: bool = False
     keep_until: float = 0.0
+    recall_at: float = 0.0
+    recall_reason: str = ""
     idle_since: float = 0.0
     queued_at: float = 0.0
     wait_seconds_total: float = 0.0
@@ -201,6 +203,10 @@ class Session:
             return max(self.lease.granted, self.lease.footprint)
         return self.lease.footprint if self.known else max(self.lease.granted, self.lease.footprint)
 
+    def recalled(self, now: float) -> str:
+        """Return why an admin takes its slice back now; "" if none does."""
+        return self.recall_reason if self.recall_at and self.recall_at <= now else ""
+
     def story_lines(self) -> list[str]:
         """Return the last steps as text, oldest first."""
         return [
@@ -250,6 +256,7 @@ def restored(r: SessionRecord, now: float) -> Session:
             s.idle_since = min(now, r.idle_since)
     else:
         s.suspended = r.suspended
+        s.recall_at, s.recall_reason = 0.0, ""  # it ended with the lease
         # A session that waited keeps its place if it asks again soon.
         s.queued_at = r.queued_at
     s.measured.busy_since = now

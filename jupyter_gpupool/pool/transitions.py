@@ -30,7 +30,7 @@ from .facts import Facts
 from .model import Refusal, Slice
 from .placement import preferred
 from .residence import Gap
-from .running import TURN, cost
+from .running import RECALLED, TURN, cost
 from .session import Session, weighted
 from .shares import level
 
@@ -215,8 +215,8 @@ def _suspended_and_wanted(
 ) -> Actions:
     tier = s.lease.preempted
     _suspended(facts, s, state, cuda)
-    # Its turn is over: it goes behind those that wait for theirs.
-    since = facts.now if tier == TURN else min(h.since for h in s.holds.values())
+    # Its turn is over, or an admin gives its slice to others: it goes behind those that wait.
+    since = facts.now if tier in (TURN, RECALLED) else min(h.since for h in s.holds.values())
     return _join(facts, s, since)
 
 

@@ -14,7 +14,7 @@ from ..errors import Code
 from ..states import ATTACHED, State
 from ..units import format_bytes
 from . import events as ev
-from . import requests
+from . import recall, requests
 from .facts import Facts
 from .limits import never
 from .model import Hold, Refusal, Slice
@@ -476,6 +476,8 @@ _PEOPLE: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.GrowAsked: requests.grow,
     ev.ReleaseAsked: requests.release,
     ev.KeepAsked: requests.keep,
+    ev.RecallAsked: recall.recall,
+    ev.EndAsked: recall.end,
 }
 #: These complete an operation of the broker in one state and epoch. In any other they are too late.
 _EFFECTS: Mapping[type[ev.Event], tuple[State, Callable[..., Actions]]] = {

@@ -58,6 +58,9 @@ def told(facts: Facts, plan: Plan, s: Session) -> Told:
         lines += _host_lines(found)
         lines += _change_lines(facts, found)
     elif s.lease.slices and s.state != "detaching":
+        if s.recall_at:
+            until = format_seconds(max(0.0, s.recall_at - facts.now))
+            lines.append(f"An administrator takes its slice back in {until}, in use or not.")
         lines += _exposed_lines(facts, s, found)
     standing = tuple(standing_lines(found.standing, facts.now))
     return Told(found, expected, size, tuple(lines), standing)

@@ -8,6 +8,7 @@
 - ``kernel_history``: pure; figures of the snapshots in the last minutes, and totals.
 - ``server_metrics``: the pool's part of ``/metrics``.
 - ``handlers``, ``stream``: REST and websocket under ``/gpupool/api``; ``openapi`` describes them.
+- ``admin_routes``: REST for admins of the pool: all sessions, and orders about them.
 - ``page_config``: what JupyterLab's pages know before their first request.
 - ``extension``: adds all of them to the server.
 

@@ -17,7 +17,7 @@ from traitlets import Float
 from .. import starting, startrecord
 from ..config.differences import not_logged, notice
 from ..endpoint import find_socket
-from . import handlers, page_config, stream
+from . import admin_routes, handlers, page_config, stream
 from .broker_link import BrokerLink
 from .views import View
 from .watch import Watch
@@ -30,16 +30,23 @@ SCHEMA_ID = "https://schema.jupyter.org/jupyter_gpupool/{}/v1"
 _KERNEL_ACTIONS = "https://events.jupyter.org/jupyter_server/kernel_actions/v1"
 
 _KERNEL = r"/sessions/(?P<kernel_id>[^/]+)"
+_ANY_SESSION = r"/admin/sessions/(?P<session>[^/]+)"
 
 #: Path below ``/gpupool/api`` -> handler. The last one handles all other paths.
 ROUTES: tuple[tuple[str, Any], ...] = (
     ("/pool", handlers.PoolRoute),
     ("/history", handlers.HistoryRoute),
+    ("/hour", handlers.HourRoute),
     ("/sessions", handlers.SessionsRoute),
     (_KERNEL, handlers.SessionRoute),
     (_KERNEL + "/release", handlers.ReleaseRoute),
     (_KERNEL + "/keep", handlers.KeepRoute),
     (_KERNEL + "/why", handlers.WhyRoute),
+    ("/admin", admin_routes.AdminRoute),
+    (_ANY_SESSION + "/recall", admin_routes.RecallRoute),
+    (_ANY_SESSION + "/priority", admin_routes.PriorityRoute),
+    (_ANY_SESSION + "/end", admin_routes.EndRoute),
+    (r"/admin/devices/(?P<device>[^/]+)", admin_routes.DeviceRoute),
     ("/openapi.json", handlers.DocumentRoute),
     ("/events", stream.EventSocket),
     ("(?:/.*)?", handlers.NothingRoute),

@@ -130,6 +130,15 @@ class HistoryRoute(Route):
         return values == ["1"]
 
 
+class HourRoute(Route):
+    """The last hour of the devices and the queue."""
+
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        self.finish(json.dumps(await self.watch.hour()))
+
+
 class SessionsRoute(Route):
     """All sessions; those of other users are anonymous."""
 

@@ -11,14 +11,17 @@ View = dict[str, Any]
 #: Parts of the snapshot for the user interface; the rest is for admins on the machine.
 _SHOWN = (
     *("version", "now", "emulated", "machine", "problem", "devices", "sessions"),
-    *("queue_length", "host", "settings", "limits", "maintenance"),
+    *("queue_length", "host", "settings", "limits", "maintenance", "admin"),
 )
 
 #: Parts of an admin's order for users; the command line also lists what the order waits for.
 _OF_ORDERS = ("kind", "device", "reason", "by", "since", "closed")
 
 #: Parts of other users' sessions for users: enough to explain devices and queue.
-_OF_OTHERS = (*("id", "state", "granted_bytes", "device", "devices", "queue_position", "priority"),)
+_OF_OTHERS = (
+    *("id", "state", "granted_bytes", "device", "devices", "queue_position", "priority"),
+    "asks",
+)
 
 #: Figures that grow with time; a client continues them from ``now``.
 _CLOCKS = frozenset(
@@ -57,8 +60,9 @@ def visible(
     """Return the broker's ``status`` as this server shows it.
 
     Each session gets ``mine``, and ``here``: whether it is a kernel of this server. The use of
-    others' slices is not shown.
+    others' slices is not shown. A server of an admin shows whose sessions the others are.
     """
+    admin = bool(status.get("admin"))
     view = {name: status.get(name) for name in _SHOWN}
     view["maintenance"] = [
         {name: order[name] for name in _OF_ORDERS} for order in status.get("maintenance") or ()
@@ -80,7 +84,8 @@ def visible(
                 {name: piece[name] for name in ("device", "granted_bytes")}
                 for piece in session.get("slices", ())
             ],
-            "owner": "other",
+            "owner": session["owner"] if admin else "other",
+            **({"label": session["label"]} if admin and "label" in session else {}),
             "mine": False,
             "here": False,
         }

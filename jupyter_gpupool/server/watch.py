@@ -195,10 +195,23 @@ class Watch:
         shown = self._history.shown(round(now, 3), self._kernels(), devices=devices)
         return {**shown, "usage": self._usage.shown()}
 
+    async def status(self) -> Message:
+        """Return the broker's whole status, for an admin."""
+        return await self._link.call("status")
+
+    async def hour(self) -> View:
+        """Return the last hour of the devices and the queue, by minutes."""
+        return _plain(await self._link.call("hour"))
+
+    async def maintain(self, action: str, device: str, reason: str) -> Message:
+        """Take a device out of service or put it back; the broker checks who asks."""
+        answer = await self._link.call("maintain", action=action, device=device, reason=reason)
+        self._news.set()
+        return answer
+
     async def why(self, session: str) -> View:
         """Return why a session that :meth:`look` has shown waits, or may lose its slice."""
-        answer = await self._link.call("why", session=session)
-        return {name: value for name, value in answer.items() if name not in ("v", "type", "id")}
+        return _plain(await self._link.call("why", session=session))
 
     async def act(self, kind: str, session: str, **fields: Any) -> Message:
         """Send a request about a session that :meth:`look` has shown to the broker."""
@@ -336,13 +349,17 @@ class Watch:
         self._warn(view, newcomers)
 
     def _observe(self, last: View | None, view: View) -> None:
-        """Count, and add the rows about this server's kernels to the metrics."""
-        here = {s["id"] for v in (last, view) if v for s in v["sessions"] if s["here"]}
+        """Count, add the rows about this server's kernels to the metrics, and pass on orders."""
+        here = {s["id"]: s for v in (last, view) if v for s in v["sessions"] if s["here"]}
         rows, self._rows = self._rows, []
         self._usage.take(view, rows)
         for row in rows:
             if row.get("session") in here:
                 server_metrics.observe(row)
+                if row.get("kind") == "admin":
+                    kernel = here[row["session"]]["kernel_id"]
+                    data = {"kernel_id": kernel, "message": str(row.get("reason") or "")}
+                    self._publish({"type": "notice", "data": data})
             seconds = row.get("seconds")
             if row.get("kind") == "resume":
                 seconds = row.get("detail", {}).get("driver_seconds")
@@ -392,6 +409,11 @@ class Watch:
     def _publish(self, message: View) -> None:
         for subscriber in list(self._subscribers):
             subscriber.publish(message)
+
+
+def _plain(answer: Message) -> View:
+    """Return an answer of the broker without the fields of the protocol."""
+    return {name: value for name, value in answer.items() if name not in ("v", "type", "id")}
 
 
 def _broker(error: GPUPoolError) -> View:

@@ -67,6 +67,7 @@ ORDER = [
     "requests",
     "offers",
     "why",
+    "recall",
     "updates",
     "machine",
 ]

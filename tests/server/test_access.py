@@ -25,6 +25,10 @@ ROUTES = [
     ("POST", "/sessions/KERNEL/release", None),
     ("POST", "/sessions/KERNEL/keep", {"seconds": 60}),
     ("GET", "/sessions/KERNEL/why", None),
+    ("GET", "/hour", None),
+    ("GET", "/admin", None),
+    ("POST", "/admin/sessions/KERNEL/end", {}),
+    ("POST", "/admin/devices/GPU-12345678", {"action": "pause"}),
     ("GET", "/openapi.json", None),
     ("GET", "/nothing", None),
 ]
@@ -131,7 +135,7 @@ def test_users_do_not_see_kernels_of_each_other(two_users):
     assert anonymous["owner"] == "other"
     assert set(anonymous) <= {
         *("id", "owner", "state", "granted_bytes", "device", "devices", "slices"),
-        *("queue_position", "priority", "mine", "here"),
+        *("queue_position", "priority", "mine", "here", "asks"),
     }
     # This test runs as root, and the broker shows root the real owners.
     owners = {s["kernel_id"]: s["owner"] for s in broker.status()["sessions"]}
@@ -142,6 +146,18 @@ def test_users_do_not_see_kernels_of_each_other(two_users):
             path = path.replace("KERNEL", name)
             answer = bobs.request(method, f"/gpupool/api{path}", json=body)
             assert answer.status_code == 404, answer.text
+    # Nor is he an admin, although his server knows the ids of her session and of the GPUs.
+    assert bobs.api("/pool")["admin"] is False
+    assert bobs.api("/admin", status=403)["code"] == "not-allowed"
+    order = f"/admin/sessions/{anonymous['id']}"
+    uuid = bobs.api("/pool")["devices"][0]["uuid"]
+    for path, body in (
+        (f"{order}/recall", {"minutes": 1}),
+        (f"{order}/priority", {"priority": "batch"}),
+        (f"{order}/end", {"reason": "no"}),
+        (f"/admin/devices/{uuid}", {"action": "pause"}),
+    ):
+        assert bobs.api(path, "POST", 403, **body)["code"] == "not-allowed"
     before = alices.api(f"/sessions/{hers}")["request"]
 
     # Bob gets no events about Alice's kernel.

@@ -13,6 +13,9 @@ from jupyter_gpupool.server.extension import SCHEMA_ID, SCHEMAS, GPUPoolExtensio
 
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
 
+#: The page writes KERNEL for ``{kernel_id}``.
+PARAMETER = re.compile(r"{(\w+?)(?:_id)?}")
+
 
 def table(heading):
     """Return the cells of the first column of a section's table."""
@@ -23,7 +26,7 @@ def table(heading):
 def test_page_lists_all_routes():
     paths = openapi.document("/")["paths"]
     wanted = {
-        f"{method.upper()} {path[1:].replace('{kernel_id}', 'KERNEL')}"
+        f"{method.upper()} {PARAMETER.sub(lambda name: name[1].upper(), path[1:])}"
         for path, item in paths.items()
         for method in item
         if method != "parameters"

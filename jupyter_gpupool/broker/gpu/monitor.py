@@ -68,6 +68,7 @@ class Monitor:
         overuse: OveruseWatch,
         homes: Homes,
         rooms: Rooms,
+        looked: Callable[[], None],
         log: logging.Logger,
     ) -> None:
         self._core = core
@@ -83,6 +84,7 @@ class Monitor:
         self._overuse = overuse
         self._homes = homes
         self._rooms = rooms
+        self._looked = looked
         self._log = log
         #: Whether metrics are served: then it also samples without a session.
         self._for_metrics = False
@@ -144,6 +146,7 @@ class Monitor:
             after = 0 if self._wanted() else after + 1
             began = loop.time()
             await self._try(self.look)
+            self._looked()
             interval = self._configuration.settings.sample_interval
             settle = max(SETTLE, min(BREATH * (loop.time() - began), interval))
             quiet = QUIET if not self._core.busy else 1

@@ -17,6 +17,7 @@ from ...protocol import VERSION, Message, encode
 from ..configuration import Configuration
 from ..core import Core, refused
 from ..gpu.monitor import Monitor
+from ..hour import HourBook
 from ..lifecycle import Lifecycle
 from ..sessions import LiveSession
 from ..store.history import MAX_ROWS, JournalPage, JournalReader, Query
@@ -43,8 +44,8 @@ MAX_LOOKS = 16
 class PeopleMessages:
     """Handles the requests of people.
 
-    These are ``request``, ``release``, ``keep``, ``status``, ``why``, ``journal``, ``watch`` and
-    ``ping``.
+    These are ``request``, ``release``, ``keep``, ``status``, ``why``, ``hour``, ``journal``,
+    ``watch`` and ``ping``.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class PeopleMessages:
         monitor: Monitor,
         guard: GuardMessages,
         snapshots: Snapshots,
+        hour: HourBook,
     ) -> None:
         self._core = core
         self._configuration = configuration
@@ -63,6 +65,7 @@ class PeopleMessages:
         self._monitor = monitor
         self._guard = guard
         self._answers = StatusAnswers(core, snapshots)
+        self._hour = hour
         self._history = JournalReader(core.journal.path)
         self._watchers: set[Connection] = set()
         self._rids = itertools.count(1)
@@ -190,6 +193,10 @@ class PeopleMessages:
         record = self._lifecycle.record(session)
         told = self._core.pool.why(session.id)
         connection.answer(message.get("id"), explanation(told, record))
+
+    def hour(self, connection: Connection, message: Message) -> None:
+        """Answer with the last hour of the devices and the queue; it names nobody."""
+        connection.answer(message.get("id"), self._hour.shown())
 
     def journal(self, connection: Connection, message: Message) -> None:
         if "id" not in message:

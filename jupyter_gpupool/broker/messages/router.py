@@ -19,6 +19,7 @@ from ..store.files import StartRecordFile
 from ..transport.connection import Connection, Counters
 from ..transport.dispatch import Dispatcher
 from ..transport.listener import connection_limit
+from .admin import AdminMessages
 from .agent import AgentMessages
 from .guard import GuardMessages
 from .people import PeopleMessages
@@ -44,6 +45,7 @@ class Router:
         agent: AgentMessages,
         guard: GuardMessages,
         people: PeopleMessages,
+        admin: AdminMessages,
         maintenance: Maintenance,
         start_record: StartRecordFile,
         log: logging.Logger,
@@ -82,10 +84,14 @@ class Router:
             "keep": people.keep,
             "status": people.status,
             "why": people.why,
+            "hour": people.hour,
             "journal": people.journal,
             "watch": people.watch,
             "ping": people.ping,
             "maintain": maintenance.maintain,
+            "recall": admin.recall,
+            "prioritise": admin.prioritise,
+            "end": admin.end,
         }
 
     def connected(self, connection: Connection) -> None:

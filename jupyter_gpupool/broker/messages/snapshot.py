@@ -115,6 +115,7 @@ class Snapshots:
             "limited": self._service.limit,
             "limits": self.limits(viewer),
             "groups": [*self._memberships.groups(peer.uid)],
+            "admin": self._configuration.access.is_admin(peer),
             # Also for a user without a session: the refusal of a new one may be the reason.
             "standing": standings.of(viewer)["standing"],
             "devices": [self._device(v) for v in view.devices],
@@ -200,6 +201,7 @@ class Snapshots:
                     for piece in record.slices
                 ],
                 "queue_position": view.queue_position,
+                "asks": _asks(record),
             }
         used = self._used(session, record)
         pinned = record.pinned_reason or session.use.pins
@@ -217,6 +219,7 @@ class Snapshots:
             "footprint_bytes": measured(record, session.cuda),
             "suspended_bytes": record.suspended_bytes,
             "request": request_to_json(record.request),
+            "asks": _asks(record),
             "holds": [{"id": h.id, "kind": h.kind, "since": h.since} for h in record.holds],
             "device": device,
             "devices": devices,
@@ -251,8 +254,11 @@ class Snapshots:
             "compute": record.request.compute,
             "waiting": session.use.waiting if record.slices else len(session.guards),
             "keep_until": record.keep_until or None,
+            "recall_at": record.recall_at or None,
+            "recall_reason": record.recall_reason,
             "overuse_bytes": session.use.overuse,
-            "busy_seconds": session.use.busy_seconds,
+            "busy_seconds": session.use.busy_seconds if session.page is not None else None,
+            "counted_seconds": max(0.0, view.attached_seconds_total - session.use.attached_before),
             "messages": session.messages,
             **standings.of(record.owner),
         }
@@ -361,6 +367,11 @@ class MostMemory:
                 devices, owner, self._settings, self._capacities, suspends=self._suspends
             )
         return self._known[key]
+
+
+def _asks(record: SessionRecord) -> dict[str, int]:
+    """Return what a session asks for; also others see it, as it explains the queue."""
+    return {"memory": record.request.memory, "devices": record.request.devices}
 
 
 def _available() -> int | None:

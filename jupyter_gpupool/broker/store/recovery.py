@@ -198,6 +198,7 @@ class Recovery:
         for one in found:
             self._adopt_page(one)
         for one in found:
+            one.session.use.attached_before = one.record.attached_seconds_total
             core.sessions.add(one.session)
         core.handle(e.Recovered(now=core.now(), records=tuple(one.record for one in found)))
         self._usage.recover()

@@ -1,0 +1,122 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The last hour of the devices and of the queue, one point for each minute; kept in memory.
+
+A minute in which the broker read nothing (no session was open, or it did not run) is null, so a
+graph has a gap there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Iterable, Mapping, NamedTuple
+
+from ..pool.model import DeviceView
+from .core import Core
+from .gpu.samples import Samples
+
+#: Seconds of one point, and points to keep: with the minute that is not over yet.
+STEP, KEPT = 60, 60
+
+#: The figures of a device.
+FIGURES = ("granted", "used", "utilisation")
+
+
+class DeviceLook(NamedTuple):
+    """The figures of one device at one instant; None where it was not read."""
+
+    granted: int
+    used: int | None
+    utilisation: int | None
+
+
+@dataclass
+class _Mean:
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, value: float | None) -> None:
+        if value is not None:
+            self.total += value
+            self.count += 1
+
+    @property
+    def value(self) -> int | None:
+        return round(self.total / self.count) if self.count else None
+
+
+@dataclass
+class _Minute:
+    number: int
+    #: By device and figure.
+    devices: dict[str, dict[str, _Mean]] = field(default_factory=dict)
+    queue: int = 0
+
+    def count(self, devices: Mapping[str, DeviceLook], queue: int) -> None:
+        self.queue = max(self.queue, queue)
+        for uuid, reading in devices.items():
+            means = self.devices.setdefault(uuid, {name: _Mean() for name in FIGURES})
+            for name, value in zip(FIGURES, reading, strict=True):
+                means[name].add(value)
+
+
+class Hour:
+    """Means of the devices' figures, and the most sessions that waited, for each minute."""
+
+    def __init__(self) -> None:
+        self._minutes: deque[_Minute] = deque(maxlen=KEPT)
+
+    def take(self, now: float, devices: Mapping[str, DeviceLook], queue: int) -> None:
+        """Count one look at the pool."""
+        number = int(now // STEP)
+        if not self._minutes or self._minutes[-1].number < number:
+            self._minutes.append(_Minute(number))
+        self._minutes[-1].count(devices, queue)
+
+    def shown(self, now: float, devices: Iterable[str]) -> dict[str, Any]:
+        """Return the points up to ``now``, oldest first, for these devices."""
+        last = int(now // STEP)
+        by_number = {minute.number: minute for minute in self._minutes}
+        minutes = [by_number.get(number) for number in range(last - KEPT + 1, last + 1)]
+        return {
+            "now": now,
+            "step": STEP,
+            "devices": {
+                uuid: {
+                    name: [
+                        m.devices[uuid][name].value if m and uuid in m.devices else None
+                        for m in minutes
+                    ]
+                    for name in FIGURES
+                }
+                for uuid in devices
+            },
+            "queue": [m.queue if m else None for m in minutes],
+        }
+
+
+class HourBook:
+    """Fills an :class:`Hour` with what the broker knows, and answers for it."""
+
+    def __init__(self, core: Core, samples: Samples) -> None:
+        self._core = core
+        self._samples = samples
+        self._hour = Hour()
+
+    def look(self) -> None:
+        """Count the pool as it is now; call this after each sample."""
+        waiting = sum(state == "queued" for state in self._core.busy.values())
+        found = {view.device.uuid: self._seen(view) for view in self._core.pool.device_views()}
+        self._hour.take(self._core.now(), found, waiting)
+
+    def _seen(self, view: DeviceView) -> DeviceLook:
+        sample = self._samples.recent(view.device.uuid)
+        return DeviceLook(
+            view.granted, sample.used if sample else None, sample.utilisation if sample else None
+        )
+
+    def shown(self) -> dict[str, Any]:
+        """Return the last hour of every device of the pool, and of the queue."""
+        devices = [view.device.uuid for view in self._core.pool.device_views()]
+        return self._hour.shown(self._core.now(), devices)

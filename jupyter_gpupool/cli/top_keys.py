@@ -1,0 +1,280 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the keys of ``jupyter gpupool top`` do: select, sort, and orders after a question. Pure.
+
+The keys are those of htop and nvitop where these have one for it. No key acts at once: each order
+asks for what it needs, and then for ``y``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Callable, Mapping
+
+from ..units import format_seconds
+from .picture import Style
+from .top_table import SORTS, TopRow, head, in_order, lines, rows
+
+Snapshot = Mapping[str, Any]
+
+#: Minutes until a slice is taken back, at most: the broker's own limit.
+MAX_MINUTES = 7 * 24 * 60
+
+_HELP = (
+    "Up, Down, PgUp, PgDn, Home, End   select a session",
+    "< >  or  , .                      sort by another column;  I turns the order round",
+    "W  M  P  T                        sort by waste, slice, busy share, unused time",
+    "r   release: the pool takes the slice back after some minutes, in use or not",
+    "R   drop that order: the slice stays",
+    "n   another priority class",
+    "k   (or F9) end the kernel",
+    "d   drain a GPU    p   pause a GPU    u   put a GPU back into service",
+    "h   this help      q   quit",
+    "",
+    "BUSY is the share of its time with a slice in which a kernel used CUDA, UNUSED the rest.",
+    "Waste is the slice times UNUSED. Only admins give orders; owners are told who did, and why.",
+)
+
+
+@dataclass(frozen=True)
+class TopOrder:
+    """A message for the broker."""
+
+    kind: str
+    fields: Mapping[str, Any]
+
+
+@dataclass
+class Question:
+    """A question on the last line; ``accept`` returns the next question, an order, or an error."""
+
+    text: str
+    accept: Callable[[str], Question | TopOrder | str]
+    #: Answered by one key, ``y``; any other one is no.
+    yes: bool = False
+    typed: str = ""
+
+
+def parse_minutes(text: str) -> float:
+    """Return the minutes that a person typed.
+
+    Raises
+    ------
+    ValueError
+        With a sentence for people: for no number, text, 0, or a number out of range.
+    """
+    try:
+        value = float(text.strip())
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= MAX_MINUTES:  # also false for nan
+        what = repr(text.strip()) if text.strip() else "Nothing"
+        raise ValueError(f"{what} is no number of minutes above 0 and up to {MAX_MINUTES}.")
+    return value
+
+
+@dataclass
+class Top:
+    """The state of the screen."""
+
+    sort: str = SORTS[0]
+    inverted: bool = False
+    selected: str = ""
+    help: bool = False
+    #: The answer to the last order, or why there was none.
+    message: str = ""
+    question: Question | None = None
+    _rows: list[TopRow] = field(default_factory=list)
+    _snapshot: Snapshot | None = None
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Take a new status; the selected session stays selected while it exists."""
+        self._snapshot = snapshot
+        before = [row.id for row in self._rows]
+        self._rows = in_order(rows(snapshot), self.sort, inverted=self.inverted)
+        now = [row.id for row in self._rows]
+        if self.selected not in now:
+            at = before.index(self.selected) if self.selected in before else 0
+            self.selected = now[min(at, len(now) - 1)] if now else ""
+
+    @property
+    def row(self) -> TopRow | None:
+        """The selected session."""
+        return next((row for row in self._rows if row.id == self.selected), None)
+
+    # ------------------------------------------------------------------ keys
+
+    def press(self, key: str) -> TopOrder | None:
+        """Handle a key; return the order that it completes."""
+        if self.question is not None:
+            return self._answer(key)
+        self.message = ""
+        if self.help:
+            self.help = False
+        elif key in ("h", "?", "f1"):
+            self.help = True
+        elif key in _MOVES:
+            self._move(_MOVES[key])
+        elif key in _SORT_KEYS:
+            self._resort(_SORT_KEYS[key])
+        elif key in ("<", ",", ">", "."):
+            step = -1 if key in ("<", ",") else 1
+            self._resort(SORTS[(SORTS.index(self.sort) + step) % len(SORTS)])
+        elif key == "I":
+            self.inverted = not self.inverted
+            self._resort(self.sort)
+        else:
+            self._ask(key)
+        return None
+
+    def _move(self, step: int) -> None:
+        ids = [row.id for row in self._rows]
+        if ids:
+            at = ids.index(self.selected) + step
+            self.selected = ids[min(max(at, 0), len(ids) - 1)]
+
+    def _resort(self, sort: str) -> None:
+        self.sort = sort
+        self._rows = in_order(self._rows, sort, inverted=self.inverted)
+
+    def _answer(self, key: str) -> TopOrder | None:
+        question = self.question
+        assert question is not None
+        if key == "escape" or (question.yes and key != "y"):
+            self.question, self.message = None, "Nothing was changed."
+            return None
+        if not question.yes and key != "enter":
+            if key == "backspace":
+                question.typed = question.typed[:-1]
+            elif len(key) == 1 and key.isprintable():
+                question.typed += key
+            return None
+        found = question.accept(question.typed.strip())
+        if isinstance(found, str):
+            self.message, question.typed = found, ""
+            return None
+        self.message = ""
+        self.question = found if isinstance(found, Question) else None
+        return found if isinstance(found, TopOrder) else None
+
+    def _ask(self, key: str) -> None:
+        row = self.row
+        of_session = {
+            "r": self._recall, "R": self._stay, "n": self._priority,
+            "k": self._end, "f9": self._end,
+        }  # fmt: skip
+        of_gpu = {"d": "drain", "p": "pause", "u": "resume"}
+        if key not in of_session and key not in of_gpu:
+            return
+        if self._snapshot is not None and not self._snapshot.get("admin"):
+            self.message = "Only root, the broker's user and c.GPUPool.admins may do that."
+        elif key in of_gpu:
+            self.question = self._device(of_gpu[key])
+        elif row is None:
+            self.message = "No session is selected."
+        else:
+            self.question = of_session[key](row)
+
+    def _recall(self, row: TopRow) -> Question:
+        def accept(text: str) -> Question | TopOrder | str:
+            try:
+                minutes = parse_minutes(text)
+            except ValueError as error:
+                return str(error)
+            return _confirm(
+                f"Take the slice of {_called(row)} back in {format_seconds(60 * minutes)}?",
+                TopOrder("recall", {"session": row.id, "minutes": minutes}),
+            )
+
+        return Question(f"Take the slice of {_called(row)} back after how many minutes?", accept)
+
+    def _stay(self, row: TopRow) -> Question:
+        return _confirm(
+            f"Let {_called(row)} keep its slice?",
+            TopOrder("recall", {"session": row.id, "cancel": True}),
+        )
+
+    def _priority(self, row: TopRow) -> Question:
+        assert self._snapshot is not None
+        names = list((self._snapshot.get("limits") or {}).get("priorities") or ())
+
+        def accept(text: str) -> Question | TopOrder | str:
+            if text not in names:
+                return f"There is no priority class {text!r}."
+            return _confirm(
+                f"Move {_called(row)} from the class {row.priority} to {text}?",
+                TopOrder("prioritise", {"session": row.id, "priority": text}),
+            )
+
+        return Question(f"Priority class of {_called(row)} ({', '.join(names)}):", accept)
+
+    def _end(self, row: TopRow) -> Question:
+        return _confirm(
+            f"End {_called(row)}? Its variables are lost.", TopOrder("end", {"session": row.id})
+        )
+
+    def _device(self, action: str) -> Question:
+        assert self._snapshot is not None
+        known = [str(device["index"]) for device in self._snapshot["devices"]]
+
+        def accept(text: str) -> Question | TopOrder | str:
+            if text not in known:
+                return f"There is no GPU {text!r}; there are {', '.join(known) or 'none'}."
+            return _confirm(
+                f"{_DOES[action].format(text)}",
+                TopOrder("maintain", {"action": action, "device": text}),
+            )
+
+        return Question(f"{action.capitalize()} which GPU ({', '.join(known)})?", accept)
+
+    # ------------------------------------------------------------------ picture
+
+    def picture(self, style: Style, height: int) -> tuple[list[str], int]:
+        """Return the lines of the screen, and which of them is the selected one (-1: none)."""
+        if self._snapshot is None:
+            return [self.message or "Asking the broker ..."], -1
+        if self.help:
+            return [*_HELP, "", "Any key goes back."], -1
+        top = head(self._snapshot, style)
+        table = lines(self._rows, self.sort, style)
+        last = self._last_line()
+        room = max(1, height - len(top) - 4)
+        if len(top) > height // 2:
+            top = top[:1]
+            room = max(1, height - 5)
+        at = next((n for n, row in enumerate(self._rows) if row.id == self.selected), 0)
+        first = max(0, min(at - room // 2, len(self._rows) - room))
+        shown = table[1:][first : first + room]
+        if not shown:
+            shown = ["No kernel is in the pool."]
+        found = [*top, "", table[0], *shown]
+        found += [""] * max(0, height - 1 - len(found)) + [style.cut(last, style.width)]
+        return found, (len(top) + 2 + at - first if self._rows else -1)
+
+    def _last_line(self) -> str:
+        if self.question is not None:
+            note = f"{self.message} " if self.message else ""
+            typed = "" if self.question.yes else f" {self.question.typed}_"
+            return f"{note}{self.question.text}{typed}"
+        return self.message or _KEYS
+
+
+_KEYS = "h help  < > sort  r release  n priority  k end  d drain  p pause  u resume  q quit"
+_MOVES = {
+    "up": -1, "down": 1, "pageup": -10, "pagedown": 10, "home": -(1 << 30), "end": 1 << 30,
+}  # fmt: skip
+_SORT_KEYS = {"W": "waste", "M": "slice", "P": "busy", "T": "unused"}
+_DOES = {
+    "drain": "Drain GPU {}: its kernels go on elsewhere?",
+    "pause": "Pause GPU {}: its kernels wait until it is back?",
+    "resume": "Test GPU {} and put it back into service?",
+}
+
+
+def _called(row: TopRow) -> str:
+    return f"{row.name or row.id} ({row.owner})"
+
+
+def _confirm(text: str, order: TopOrder) -> Question:
+    return Question(f"{text} y/n", lambda _: order, yes=True)

@@ -1,0 +1,67 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What an admin does to one session: take its slice back at a time, or end it; and the answers.
+
+A *recall* takes the slice at its time whether the kernel is idle, kept or in the middle of a cell.
+Nothing is lost: the state moves to host memory, and a running cell goes on with its next slice. It
+stands at the end of its class in the queue then, because the slice was taken for the others. A
+recall ends with the lease, however that ends.
+"""
+
+from __future__ import annotations
+
+from ..errors import Code
+from ..states import ATTACHED, HAS_LEASE
+from ..units import format_seconds
+from . import events as ev
+from .facts import Facts
+from .model import Refusal
+from .preemption import suspendable
+from .session import Session
+from .transitions import Actions, move, refuse_holds
+
+
+def recall(facts: Facts, s: Session, event: ev.RecallAsked, _plan: object) -> Actions:
+    """Take the slice back at a time, or drop that order."""
+    refusal = None if event.at is None else _refusal(facts, s)
+    if refusal is not None:
+        return [ev.Answer(session=s.id, rid=event.rid, refusal=refusal)]
+    if event.at is None:
+        note = "The slice stays." if s.recall_at else "No admin has recalled this slice."
+        facts.set_recall(s, 0.0)
+    else:
+        facts.set_recall(s, event.at, event.reason)
+        left = format_seconds(max(0.0, event.at - facts.now))
+        note = (
+            f"The pool takes the slice back in {left}: the state of the kernel moves to host "
+            "memory, and a running cell waits for its next slice."
+        )
+    return [ev.Answer(session=s.id, rid=event.rid, note=note)]
+
+
+def _refusal(facts: Facts, s: Session) -> Refusal | None:
+    """Return why no slice of ``s`` can be recalled, or None."""
+    if s.state not in HAS_LEASE:
+        return Refusal(Code.NOTHING_TO_RELEASE, "The kernel has no slice.")
+    if s.state == "detaching":
+        return Refusal(Code.NOTHING_TO_RELEASE, "The slice is already on its way back.")
+    fixed = s.state in ATTACHED and not suspendable(s, facts)
+    why = s.pinned_reason or ("the GPU cannot suspend a process" if fixed else "")
+    if not why:
+        return None
+    return Refusal(
+        Code.CANNOT_SUSPEND,
+        f"The state of this kernel cannot leave its GPU: {why.rstrip('.')}.",
+        "Ask its owner to free the memory, or end the kernel.",
+    )
+
+
+def end(facts: Facts, s: Session, event: ev.EndAsked, _plan: object) -> Actions:
+    """End a session that an admin wants to end."""
+    refusal = Refusal(Code.LOST, event.reason, "Start the kernel again.")
+    return [
+        *refuse_holds(s, refusal),
+        *move(facts, s, "ended", event.reason, lost=True),
+        ev.EndSession(session=s.id, message=event.reason),
+        ev.Answer(session=s.id, rid=event.rid, note="The pool ends the kernel."),
+    ]
