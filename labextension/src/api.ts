@@ -65,6 +65,11 @@ export interface IAnySession {
   /** The bytes on each of them: slices grow one by one. */
   readonly slices: readonly ISlice[];
   readonly queue_position: number | null;
+  /** What it asks for, on each of so many devices; older servers omit it. */
+  readonly asks?: { readonly memory: number; readonly devices: number };
+  /** Of other people's sessions only for admins; without it, `owner` is the word `other`. */
+  readonly owner?: string;
+  readonly label?: string;
   readonly mine: boolean;
   /** Whether it is a kernel of this server. */
   readonly here: boolean;
@@ -130,6 +135,8 @@ export interface ISession extends IAnySession {
    * servers omit it.
    */
   readonly release_asked?: boolean;
+  /** When an admin takes the slice back, in use or not; null or missing if none does. */
+  readonly recall_at?: number | null;
   readonly attached_seconds_total: number;
   readonly wait_seconds_total: number;
   readonly suspends: number;
@@ -182,6 +189,8 @@ export interface IPool {
   readonly problem: string;
   /** Older servers omit this field and the next one. */
   readonly maintenance?: readonly IOrder[];
+  /** Whether this server is one of an admin of the pool. */
+  readonly admin?: boolean;
   /** The broker's configuration, if it differs from this server's, and how to change it. */
   readonly configuration_notice?: string;
 }
@@ -250,12 +259,81 @@ export interface IHistory {
   };
 }
 
+/** The last hour, a point for each minute; null where the broker read nothing. */
+export interface IHour {
+  readonly now: number;
+  /** Seconds of a point. */
+  readonly step: number;
+  /** By UUID: means of the minute, oldest first. */
+  readonly devices: Readonly<
+    Record<
+      string,
+      {
+        readonly granted: readonly (number | null)[];
+        readonly used: readonly (number | null)[];
+        /** Percent. */
+        readonly utilisation: readonly (number | null)[];
+      }
+    >
+  >;
+  /** The most sessions that waited at once. */
+  readonly queue: readonly (number | null)[];
+}
+
+/** A session as an admin sees it. */
+export interface IAdminSession {
+  readonly id: string;
+  readonly owner: string;
+  readonly group: string;
+  readonly label: string;
+  readonly state: State;
+  readonly priority: string;
+  readonly devices: readonly string[];
+  readonly granted_bytes: number;
+  readonly used_bytes: number | null;
+  readonly footprint_bytes: number | null;
+  readonly suspended_bytes: number;
+  /** Seconds in which it used CUDA, of `counted_seconds` with a slice; null without a guard. */
+  readonly busy_seconds: number | null;
+  readonly counted_seconds: number;
+  readonly idle_since: number | null;
+  readonly keep_until: number | null;
+  readonly recall_at: number | null;
+  readonly queued_at: number | null;
+  readonly queue_position: number | null;
+  readonly wait_reason: string;
+  readonly pinned_reason: string;
+}
+
+export interface IAdmin {
+  readonly now: number;
+  readonly devices: readonly IDevice[];
+  readonly priorities: readonly string[];
+  readonly maintenance: readonly {
+    readonly kind: 'pause' | 'drain';
+    readonly device: string;
+    readonly text: string;
+  }[];
+  readonly sessions: readonly IAdminSession[];
+}
+
+/** An admin has given an order about a kernel of this server. */
+export interface INotice {
+  readonly kernel_id: string;
+  readonly message: string;
+}
+
 /** The pool takes an idle slice soon, and a resume is slow or its speed not known. */
 export interface IIdleWarning {
   readonly kernel_id: string;
   readonly seconds_left: number;
   readonly bytes: number | null;
   readonly resume_seconds: number | null;
+}
+
+/** The answer to an order: what happens now. */
+export interface INote {
+  readonly note: string;
 }
 
 export interface IChanges {
@@ -292,6 +370,40 @@ export class PoolClient {
 
   history(): Promise<IHistory> {
     return this._ask('history');
+  }
+
+  hour(): Promise<IHour> {
+    return this._ask('hour');
+  }
+
+  /** Only for admins of the pool, as all methods that begin with `admin`. */
+  admin(): Promise<IAdmin> {
+    return this._ask('admin');
+  }
+
+  adminRecall(session: string, minutes: number, reason: string): Promise<INote> {
+    return this._ask(`${anySession(session)}/recall`, 'POST', { minutes, reason });
+  }
+
+  adminKeep(session: string): Promise<INote> {
+    return this._ask(`${anySession(session)}/recall`, 'POST', { cancel: true });
+  }
+
+  adminPriority(session: string, priority: string, reason: string): Promise<INote> {
+    return this._ask(`${anySession(session)}/priority`, 'POST', { priority, reason });
+  }
+
+  adminEnd(session: string, reason: string): Promise<INote> {
+    return this._ask(`${anySession(session)}/end`, 'POST', { reason });
+  }
+
+  adminDevice(
+    uuid: string,
+    action: 'drain' | 'pause' | 'resume',
+    reason: string
+  ): Promise<INote> {
+    const path = `admin/devices/${encodeURIComponent(uuid)}`;
+    return this._ask(path, 'POST', { action, reason });
   }
 
   why(kernel: string): Promise<IExplanation> {
@@ -376,4 +488,8 @@ export class PoolClient {
 
 function session(kernel: string): string {
   return `sessions/${encodeURIComponent(kernel)}`;
+}
+
+function anySession(id: string): string {
+  return `admin/sessions/${encodeURIComponent(id)}`;
 }

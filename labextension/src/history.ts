@@ -8,11 +8,14 @@ import { Poll } from '@lumino/polling';
 import type { ISignal } from '@lumino/signaling';
 import { Signal } from '@lumino/signaling';
 
-import type { IHistory } from './api';
+import type { IHistory, IHour } from './api';
 import type { IPoolModel } from './tokens';
 
 /** Milliseconds between two requests. */
 export const INTERVAL = 5000;
+
+/** Milliseconds after which the last hour is asked for again: a point is a minute. */
+export const HOUR_INTERVAL = 30_000;
 
 /** Fetches while held, while a Pooled GPU kernel runs, and while the page is visible. */
 export class History implements IDisposable {
@@ -41,6 +44,10 @@ export class History implements IDisposable {
     return this._latest;
   }
 
+  get hour(): IHour | null {
+    return this._hour;
+  }
+
   get changed(): ISignal<History, void> {
     return this._changed;
   }
@@ -67,8 +74,13 @@ export class History implements IDisposable {
 
   private async _ask(): Promise<void> {
     const latest = await this._model.client.history();
+    const due = this._asked + HOUR_INTERVAL <= performance.now();
+    // An older server has none; why the broker is away, the model says.
+    const hour = due ? await this._model.client.hour().catch(() => null) : this._hour;
     if (!this.isDisposed) {
+      this._asked = due ? performance.now() : this._asked;
       this._latest = latest;
+      this._hour = hour;
       this._changed.emit();
     }
   }
@@ -78,4 +90,6 @@ export class History implements IDisposable {
   private _holders = 0;
   private _asking = false;
   private _latest: IHistory | null = null;
+  private _hour: IHour | null = null;
+  private _asked = -Infinity;
 }

@@ -12,6 +12,7 @@ import type { JupyterFrontEndPlugin } from '@jupyterlab/application';
 import './icons';
 import { modelPlugin } from './model';
 import { panelPlugin } from './panel';
+import { adminPlugin } from './admin';
 import { settingsPlugin } from './settings';
 import { commandsPlugin } from './commands';
 import { launcherPlugin } from './launcher';
@@ -25,6 +26,7 @@ const plugins: JupyterFrontEndPlugin<unknown>[] = [
   settingsPlugin,
   modelPlugin,
   panelPlugin,
+  adminPlugin,
   popoverPlugin,
   toolbarPlugin,
   statusbarPlugin,

@@ -10,7 +10,7 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import type { ISignal } from '@lumino/signaling';
 import { Signal } from '@lumino/signaling';
 
-import type { Delta, IIdleWarning, IPool, ISession } from './api';
+import type { Delta, IIdleWarning, INotice, IPool, ISession } from './api';
 import { PoolClient, PoolError } from './api';
 import { applyDelta, mergeChanges } from './delta';
 import type { Message } from './stream';
@@ -68,6 +68,10 @@ export class PoolModel implements IPoolModel {
 
   get warned(): ISignal<IPoolModel, IIdleWarning> {
     return this._warned;
+  }
+
+  get noticed(): ISignal<IPoolModel, INotice> {
+    return this._noticed;
   }
 
   get isDisposed(): boolean {
@@ -176,6 +180,9 @@ export class PoolModel implements IPoolModel {
         break;
       case 'idle':
         this._warned.emit(message.data);
+        break;
+      case 'notice':
+        this._noticed.emit(message.data);
         break;
       case 'broker':
         // If it is back, the next snapshot shows it.
@@ -288,6 +295,7 @@ export class PoolModel implements IPoolModel {
   private readonly _stream: EventStream;
   private readonly _changed = new Signal<IPoolModel, Change>(this);
   private readonly _warned = new Signal<IPoolModel, IIdleWarning>(this);
+  private readonly _noticed = new Signal<IPoolModel, INotice>(this);
   private _view: IPool | null = null;
   private _broker: IBroker = { status: 'unknown', message: '', nextStep: '' };
   private _found: IPoolModel['found'];

@@ -151,11 +151,19 @@ export const notifyPlugin: JupyterFrontEndPlugin<void> = {
   ): void => {
     const documents = new Documents(app);
     followPool(model);
+    const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
+    model.noticed.connect((_, { kernel_id: kernelId, message }) => {
+      const name = documents.name(kernelId)?.name;
+      // An admin's order is no passing news: it stays until it was read.
+      Notification.warning(name ? trans.__('%1: %2', name, message) : message, {
+        autoClose: false
+      });
+    });
     new IdleWarnings(
       model,
       settings,
       kernelId => documents.name(kernelId)?.name ?? null,
-      (translator ?? nullTranslator).load('jupyter_gpupool')
+      trans
     );
   }
 };

@@ -7,13 +7,14 @@ import type { ServerConnection } from '@jupyterlab/services';
 import type { IDisposable } from '@lumino/disposable';
 import { Poll } from '@lumino/polling';
 
-import type { Delta, IIdleWarning, IPool } from './api';
+import type { Delta, IIdleWarning, INotice, IPool } from './api';
 
 /** The server's messages that this user interface needs. */
 export type Message =
   | { readonly type: 'snapshot'; readonly snapshot: IPool }
   | { readonly type: 'delta'; readonly delta: Delta }
   | { readonly type: 'idle'; readonly data: IIdleWarning }
+  | { readonly type: 'notice'; readonly data: INotice }
   | {
       readonly type: 'broker';
       readonly available: boolean;

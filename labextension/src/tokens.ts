@@ -10,6 +10,7 @@ import type {
   Delta,
   IAnySession,
   IIdleWarning,
+  INotice,
   IPool,
   ISession,
   PoolClient
@@ -52,6 +53,8 @@ export interface IPoolModel extends IDisposable {
   readonly changed: ISignal<IPoolModel, Change>;
   /** The pool soon takes an idle slice of a kernel of this server. */
   readonly warned: ISignal<IPoolModel, IIdleWarning>;
+  /** An admin has given an order about a kernel of this server. */
+  readonly noticed: ISignal<IPoolModel, INotice>;
   /** The time now on the broker's clock, seconds since the epoch. */
   now(): number;
   /** Whether a kernelspec's kernels belong to the pool. */

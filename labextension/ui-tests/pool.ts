@@ -41,6 +41,7 @@ export interface ISessionStatus {
   readonly label: string;
   readonly device: string | null;
   readonly keep_until: number | null;
+  readonly recall_at: number | null;
   readonly request: { readonly memory: number };
   readonly queue_position: number | null;
 }

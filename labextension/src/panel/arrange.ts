@@ -35,6 +35,8 @@ export interface IKernelRow {
   readonly name: string;
   /** The path of its document; empty if it cannot be opened. */
   readonly path: string;
+  /** Whether its document has no tab. */
+  readonly closed: boolean;
   readonly active: boolean;
 }
 
@@ -64,6 +66,8 @@ export interface IName {
   readonly name: string;
   /** Empty if it cannot be opened. */
   readonly path: string;
+  /** Whether no tab shows it; missing: not known. */
+  readonly closed?: boolean;
 }
 
 /** The name of a kernel here, if a document of this server uses it. */
@@ -116,6 +120,7 @@ export class Arranger {
             number: this._numberOf(session),
             name: called.get(session.id)?.name ?? '',
             path: called.get(session.id)?.path ?? '',
+            closed: called.get(session.id)?.closed ?? false,
             active: session.kernel_id === active
           })
         );

@@ -1,14 +1,24 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** One device: its name, a bar to scale of its memory, and the figures. */
+/** One device: its name, a bar to scale of its memory, and who is on it. */
 import * as React from 'react';
 
 import type { IDeviceRow } from './arrange';
-import { granted, notes, partText, summary, unsaid, utilisation } from './describe';
+import {
+  activity,
+  granted,
+  notes,
+  partText,
+  sizeText,
+  somebody,
+  summary,
+  unsaid,
+  utilisation
+} from './describe';
 import type { IPart } from './geometry';
 import { fill, parts, percent } from './geometry';
-import { hue } from './section';
+import { Badge, hue } from './section';
 import { useTools } from './tools';
 
 /** Parts with a smaller share have no room for their number. */
@@ -20,8 +30,6 @@ export const DeviceBar = React.memo(function DeviceBar(props: {
   const { trans } = useTools();
   const { device, slices } = props.row;
   const shown = React.useMemo(() => parts(device, slices), [device, slices]);
-  const [focused, setFocused] = React.useState<string | null>(null);
-  const pointed = shown.find(part => part.key === focused);
   return (
     <div className="jp-gpupool-device">
       <div className="jp-gpupool-line">
@@ -33,15 +41,27 @@ export const DeviceBar = React.memo(function DeviceBar(props: {
         )}
         <span
           className="jp-gpupool-figure"
-          title={trans.__('Of the whole device, by all processes, as NVML reports')}
+          title={trans.__('Of the whole GPU, by all processes, as the driver reports')}
         >
           {utilisation(trans, device)}
         </span>
       </div>
-      <Bar label={summary(trans, device)} parts={shown} onPointed={setFocused} />
+      <Bar label={summary(trans, device)} parts={shown} />
       <div className="jp-gpupool-figure" aria-hidden="true">
-        {pointed ? partText(trans, pointed) : granted(trans, device)}
+        {granted(trans, device)}
       </div>
+      {shown.some(part => LISTED.has(part.kind)) && (
+        <ul
+          className="jp-gpupool-list jp-gpupool-on"
+          aria-label={trans.__('On GPU %1', device.index)}
+        >
+          {shown
+            .filter(part => LISTED.has(part.kind))
+            .map(part => (
+              <OnDevice key={part.key} part={part} />
+            ))}
+        </ul>
+      )}
       {notes(trans, device).map(note => (
         <div key={note} className="jp-gpupool-note">
           {note}
@@ -51,99 +71,79 @@ export const DeviceBar = React.memo(function DeviceBar(props: {
   );
 });
 
-interface IBarProps {
-  readonly label: string;
-  readonly parts: readonly IPart[];
-  /** The key of the part with the focus; null if none has it. */
-  readonly onPointed: (key: string | null) => void;
+/** The parts that have a line of their own below the bar. */
+const LISTED: ReadonlySet<IPart['kind']> = new Set(['mine', 'other', 'foreign']);
+
+/** One line: who has how much of the device, and what for. */
+function OnDevice({ part }: { readonly part: IPart }): React.ReactElement {
+  const { trans, open } = useTools();
+  const { slice } = part;
+  if (slice === null) {
+    return <li className="jp-gpupool-line">{partText(trans, part)}</li>;
+  }
+  const kernel = kernelOf(part);
+  const figures = (
+    <span className="jp-gpupool-figure">
+      {sizeText(trans, slice)} · {activity(trans, slice.session)}
+    </span>
+  );
+  if (!slice.session.mine) {
+    return (
+      <li className="jp-gpupool-line">
+        <span className="jp-gpupool-grow">{somebody(trans, slice.session)}</span>
+        {figures}
+      </li>
+    );
+  }
+  return (
+    <li className="jp-gpupool-line">
+      <Badge number={slice.number} />
+      {slice.session.here && kernel ? (
+        <button
+          type="button"
+          className="jp-gpupool-link"
+          aria-current={slice.active || undefined}
+          onClick={() => open(kernel)}
+        >
+          {slice.name}
+        </button>
+      ) : (
+        <span className="jp-gpupool-grow jp-gpupool-strong">
+          {trans.__('%1 (yours, on another server)', slice.name)}
+        </span>
+      )}
+      {figures}
+    </li>
+  );
 }
 
-/** The parts in a row. One stop for the tab key; arrow keys go from part to part. */
-function Bar(props: IBarProps): React.ReactElement {
-  const { trans, open } = useTools();
-  const [stop, setStop] = React.useState<string | null>(null);
-  const at = Math.max(
-    0,
-    props.parts.findIndex(part => part.key === stop)
-  );
-  const bar = React.useRef<HTMLDivElement>(null);
-  const last = React.useRef<{ key: string; at: number } | null>(null);
-  // A removed part would lose the focus without an event: its neighbour gets it.
-  React.useLayoutEffect(() => {
-    if (last.current === null) {
-      return;
-    }
-    const { key, at: old } = last.current;
-    const now = props.parts.findIndex(part => part.key === key);
-    if (now >= 0) {
-      last.current = { key, at: now };
-      return;
-    }
-    last.current = null;
-    const all = bar.current?.children;
-    if (all && document.activeElement === document.body) {
-      (all[Math.min(old, all.length - 1)] as HTMLElement | undefined)?.focus();
-    }
-  }, [props.parts]);
-  const go = (event: React.KeyboardEvent<HTMLElement>): void => {
-    const all = event.currentTarget.parentElement?.children;
-    const next = {
-      ArrowRight: at + 1,
-      ArrowLeft: at - 1,
-      Home: 0,
-      End: all?.length ?? 0
-    }[event.key];
-    const kernel = kernelOf(props.parts[at]);
-    if (next !== undefined && all) {
-      const to = Math.min(Math.max(next, 0), all.length - 1);
-      (all[to] as HTMLElement).focus();
-      event.preventDefault();
-    } else if (event.key === 'Enter' && kernel) {
-      open(kernel);
-    }
-  };
+/** The parts in a row, to scale: a picture. The lines below say the same in words. */
+function Bar(props: {
+  readonly label: string;
+  readonly parts: readonly IPart[];
+}): React.ReactElement {
+  const { trans } = useTools();
+  const label = [props.label, ...props.parts.map(part => partText(trans, part))];
   return (
     <div
-      ref={bar}
       className="jp-gpupool-bar"
-      role="listbox"
-      aria-orientation="horizontal"
-      aria-label={props.label}
+      role="img"
+      aria-label={label.reduce((list, entry) => trans.__('%1; %2', list, entry))}
     >
-      {props.parts.map((part, i) => {
-        const text = partText(trans, part);
-        const kernel = kernelOf(part);
-        return (
-          <span
-            key={part.key}
-            className={classes(part)}
-            style={{ width: percent(part.share) }}
-            role="option"
-            aria-selected={part.key === stop}
-            aria-label={text}
-            title={text}
-            tabIndex={i === at ? 0 : -1}
-            onKeyDown={go}
-            onFocus={() => {
-              last.current = { key: part.key, at: i };
-              setStop(part.key);
-              props.onPointed(part.key);
-            }}
-            onBlur={() => {
-              last.current = null;
-              props.onPointed(null);
-            }}
-            onDoubleClick={kernel ? () => open(kernel) : undefined}
-          >
-            <Used part={part} />
-            {part.kind === 'mine' && part.slice && part.share >= ROOM && (
-              <span className="jp-gpupool-number" aria-hidden="true">
-                {part.slice.number}
-              </span>
-            )}
-          </span>
-        );
-      })}
+      {props.parts.map(part => (
+        <span
+          key={part.key}
+          className={classes(part)}
+          style={{ width: percent(part.share) }}
+          title={partText(trans, part)}
+          aria-hidden="true"
+        >
+          <Used part={part} />
+          {part.kind === 'mine' && part.slice && part.share >= ROOM && (
+            <span className="jp-gpupool-number">{part.slice.number}</span>
+          )}
+        </span>
+      ))}
     </div>
   );
 }

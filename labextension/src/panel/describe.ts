@@ -6,21 +6,22 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IAnySession, IDevice } from '../api';
 import { bytes, part } from '../words';
+import type { ISlice } from './arrange';
 import type { IPart } from './geometry';
 
-/** `12 of 15.5 GiB granted`. */
+/** `12 of 15.5 GiB in slices`. */
 export function granted(trans: TranslationBundle, device: IDevice): string {
   return trans.__(
-    '%1 granted',
+    '%1 in slices',
     part(trans, device.memory_granted, device.memory_capacity)
   );
 }
 
-/** `utilisation 43 %`, as NVML reports it; `utilisation ?` if not known. */
+/** `43 % busy`, as the driver reports it. */
 export function utilisation(trans: TranslationBundle, device: IDevice): string {
   return device.utilisation === null
-    ? trans.__('utilisation ?')
-    : trans.__('utilisation %1 %', device.utilisation);
+    ? trans.__('busy: not known')
+    : trans.__('%1 % busy', device.utilisation);
 }
 
 /** Whether a device must be marked as emulated besides its name. */
@@ -35,10 +36,10 @@ export function notes(trans: TranslationBundle, device: IDevice): string[] {
   }
   const said: string[] = [];
   if (device.tier === 'unguarded') {
-    said.push(trans.__('Unguarded: the size of a slice is not enforced'));
+    said.push(trans.__('The pool does not enforce the size of a slice here.'));
   }
   if (!device.can_suspend) {
-    said.push(trans.__('Slices cannot be moved off it'));
+    said.push(trans.__('A kernel here keeps its slice until it frees its memory.'));
   }
   return said;
 }
@@ -50,9 +51,7 @@ export function summary(trans: TranslationBundle, device: IDevice): string {
     device.name,
     ...(unsaid(device) ? [trans.__('EMULATED')] : []),
     granted(trans, device),
-    device.utilisation === null
-      ? trans.__('utilisation not known')
-      : utilisation(trans, device),
+    utilisation(trans, device),
     ...notes(trans, device)
   ];
   return said.reduce((list, entry) => trans.__('%1, %2', list, entry));
@@ -65,11 +64,11 @@ export function partText(trans: TranslationBundle, shown: IPart): string {
     case 'free':
       return trans.__('Free: %1', size);
     case 'shut':
-      return trans.__('Not granted to any kernel now: %1', size);
+      return trans.__('Out of service: %1', size);
     case 'reserved':
-      return trans.__('Reserved, never granted: %1', size);
+      return trans.__('Reserved for the driver: %1', size);
     case 'foreign':
-      return trans.__('Used outside every slice: %1', size);
+      return trans.__('Used outside the pool: %1', size);
     default:
   }
   const slice = shown.slice;
@@ -77,41 +76,43 @@ export function partText(trans: TranslationBundle, shown: IPart): string {
     return size;
   }
   const doing = activity(trans, slice.session);
+  const amount = sizeText(trans, slice);
   if (!slice.session.mine) {
-    return trans.__(
-      '%1: %2, %3',
-      somebody(trans, slice.session),
-      bytes(slice.bytes),
-      doing
-    );
+    return trans.__('%1: %2, %3', somebody(trans, slice.session), amount, doing);
   }
-  const amount =
-    slice.used === null
-      ? trans.__('%1, used: ?', bytes(slice.bytes))
-      : trans.__('%1 used', part(trans, slice.used, slice.bytes));
   const said = trans.__('%1 %2: %3, %4', slice.number, slice.name, amount, doing);
   if (!slice.session.here) {
-    return trans.__('%1 (yours on another server)', said);
+    return trans.__('%1 (yours, on another server)', said);
   }
   return slice.active ? trans.__('%1 (the open document)', said) : said;
 }
 
-/** `somebody (batch)`: the description of other people's sessions. */
-export function somebody(trans: TranslationBundle, session: IAnySession): string {
-  return session.priority
-    ? trans.__('Somebody (%1)', session.priority)
-    : trans.__('Somebody');
+/** `6 of 8 GiB used`: a slice and its use, if that is known here. */
+export function sizeText(trans: TranslationBundle, slice: ISlice): string {
+  return slice.used === null
+    ? bytes(slice.bytes)
+    : trans.__('%1 used', part(trans, slice.used, slice.bytes));
 }
 
-function activity(trans: TranslationBundle, session: IAnySession): string {
+/** `fit.ipynb (bob)` for an admin; else `Another user (batch)`. */
+export function somebody(trans: TranslationBundle, session: IAnySession): string {
+  const { owner, label, priority } = session;
+  if (owner !== undefined && owner !== 'other') {
+    return label ? trans.__('%1 (%2)', label, owner) : owner;
+  }
+  return priority ? trans.__('Another user (%1)', priority) : trans.__('Another user');
+}
+
+/** What a session does with its slice. */
+export function activity(trans: TranslationBundle, session: IAnySession): string {
   switch (session.state) {
     case 'attaching':
-      return trans.__('attaching');
+      return trans.__('moving to the GPU');
     case 'idle':
       return trans.__('idle');
     case 'detaching':
       return trans.__('moving to host memory');
     default:
-      return trans.__('at work');
+      return trans.__('in use');
   }
 }

@@ -123,8 +123,8 @@ interface ICellProps {
 const Cell = React.memo(function Cell(props: ICellProps): React.ReactElement {
   const { trans } = useTools();
   const { device, slices } = props.row;
-  const mine = parts(device, slices).filter(part => part.kind === 'mine');
-  const label = [summary(trans, device), ...mine.map(part => partText(trans, part))];
+  const on = parts(device, slices).filter(part => part.slice !== null);
+  const label = [summary(trans, device), ...on.map(part => partText(trans, part))];
   return (
     <li>
       <button
@@ -177,7 +177,7 @@ const Legend = React.memo(function Legend(): React.ReactElement {
     [`${mine} jp-mod-active`, trans.__('Yours, in use'), true],
     [`${mine} jp-mod-active`, trans.__('Yours, not in use'), false],
     [`${mine} jp-mod-idle`, trans.__('Idle'), true],
-    ['jp-mod-other jp-mod-active', trans.__("Somebody's"), false],
+    ['jp-mod-other jp-mod-active', trans.__('Of another user'), false],
     ['jp-mod-foreign', trans.__('Outside the pool'), false],
     ['jp-mod-reserved', trans.__('Reserved'), false],
     ['jp-mod-free', trans.__('Free'), false]

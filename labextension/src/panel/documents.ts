@@ -16,6 +16,8 @@ export interface IDocuments {
   /** The kernel of the document in front; null if there is none. */
   readonly active: string | null;
   open(kernelId: string): void;
+  /** End a kernel of this server; its document may stay open. */
+  shutDown(kernelId: string): Promise<void>;
   readonly changed: ISignal<unknown, unknown>;
 }
 
@@ -51,7 +53,8 @@ export class Documents implements IDocuments {
     return (
       session && {
         name: session.name || PathExt.basename(session.path),
-        path: this._widget(kernelId) || this._opener(session) ? session.path : ''
+        path: this._widget(kernelId) || this._opener(session) ? session.path : '',
+        closed: this._widget(kernelId) === null
       }
     );
   }
@@ -72,6 +75,12 @@ export class Documents implements IDocuments {
     if (opener) {
       void commands.execute(opener, { path: session.path });
     }
+  }
+
+  async shutDown(kernelId: string): Promise<void> {
+    const { sessions, kernels } = this._app.serviceManager;
+    const session = this._session(kernelId);
+    await (session ? sessions.shutdown(session.id) : kernels.shutdown(kernelId));
   }
 
   private _session(kernelId: string): Session.IModel | null {

@@ -39,6 +39,7 @@ export function Header(props: IHeaderProps): React.ReactElement {
           {trans.__('EMULATED')}
         </span>
       )}
+      <Links />
       {away && <Away broker={broker} live={live} />}
       {asleep && (
         <p className="jp-gpupool-plain" role="status">
@@ -127,5 +128,25 @@ function Refresh(): React.ReactElement {
     >
       {asking ? trans.__('Asking…') : trans.__('Refresh')}
     </button>
+  );
+}
+
+/** The same in a tab, and the page of admins. */
+function Links(): React.ReactElement | null {
+  const { links } = useTools();
+  const found = links();
+  return found.length === 0 ? null : (
+    <span className="jp-gpupool-links">
+      {found.map(link => (
+        <button
+          key={link.label}
+          type="button"
+          className="jp-gpupool-button"
+          onClick={link.go}
+        >
+          {link.label}
+        </button>
+      ))}
+    </span>
   );
 }

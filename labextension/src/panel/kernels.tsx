@@ -66,8 +66,9 @@ interface IKernelProps {
 }
 
 const Kernel = React.memo(function Kernel(props: IKernelProps): React.ReactElement {
-  const { trans, open } = useTools();
-  const { session, name, path, number, active } = props.row;
+  const { trans, open, model } = useTools();
+  const { session, name, path, number, active, closed } = props.row;
+  const recall = session.recall_at ?? null;
   return (
     <li className={`jp-gpupool-kernel${active ? ' jp-mod-front' : ''}`}>
       <div className="jp-gpupool-line">
@@ -85,6 +86,7 @@ const Kernel = React.memo(function Kernel(props: IKernelProps): React.ReactEleme
         ) : (
           <span className="jp-gpupool-grow jp-gpupool-strong">{name}</span>
         )}
+        {closed && <span className="jp-gpupool-figure">{trans.__('tab closed')}</span>}
       </div>
       <StateWords {...props} />
       {goesBack(session) && (
@@ -92,19 +94,30 @@ const Kernel = React.memo(function Kernel(props: IKernelProps): React.ReactEleme
           {goingBack(trans, session)} {trans.__('Keeping it cancels that.')}
         </div>
       )}
+      {recall !== null && (
+        <div className="jp-gpupool-why">
+          {trans.__(
+            'The administrator takes its slice back at %1. Nothing is lost.',
+            dayAndTime(trans, localTime(model, recall))
+          )}
+        </div>
+      )}
       {session.preempted && (
         <div className="jp-gpupool-why">
-          {trans.__('Preempted: %1', session.preempted)}
+          {trans.__(
+            'Its slice was taken in the middle of its work: %1',
+            session.preempted
+          )}
         </div>
       )}
       {session.pinned_reason && (
         <div className="jp-gpupool-why">
-          {trans.__('Pinned: %1', session.pinned_reason)}
+          {trans.__('Its state cannot leave the GPU: %1', session.pinned_reason)}
         </div>
       )}
       {session.state === 'idle' && session.stays_reason && (
         <div className="jp-gpupool-why">
-          {trans.__('Stays: %1', session.stays_reason)}
+          {trans.__('It keeps its slice: %1', session.stays_reason)}
         </div>
       )}
       <Lines
@@ -149,7 +162,7 @@ const Lines = React.memo(function Lines(props: ILinesProps): React.ReactElement 
         say={bytes}
       />
       <Sparkline
-        name={trans.__('CUDA use')}
+        name={trans.__('Busy')}
         full={trans.__('Share of time in which it used CUDA')}
         time={of.time}
         values={of.busy}
@@ -167,7 +180,7 @@ interface IActionsProps {
 }
 
 function Actions(props: IActionsProps): React.ReactElement {
-  const { trans, model, ticker } = useTools();
+  const { trans, model, ticker, shutDown } = useTools();
   const minutes = useKeepMinutes();
   const { kernel_id: kernel, keep_until: until, state } = props.session;
   const kept = until !== null && until > model.now();
@@ -181,8 +194,9 @@ function Actions(props: IActionsProps): React.ReactElement {
     run
   } = useAnswer(trans, truth(props.session, up), up);
   const leaving = goesBack(props.session);
+  const none = trans.__('This kernel has no slice of a GPU now.');
   const nothing = !HAS_SLICE.has(state)
-    ? trans.__('This kernel has no slice of a GPU now.')
+    ? none
     : leaving
       ? goingBack(trans, props.session)
       : '';
@@ -210,17 +224,31 @@ function Actions(props: IActionsProps): React.ReactElement {
         <button
           type="button"
           className="jp-gpupool-button"
-          aria-disabled={busy}
+          aria-disabled={busy || (!kept && !HAS_SLICE.has(state))}
+          title={kept || HAS_SLICE.has(state) ? undefined : none}
           aria-label={
             kept
               ? trans.__('Stop keeping the slice of %1', props.name)
               : trans.__('Keep for %1 min the slice of %2', minutes, props.name)
           }
-          onClick={() =>
-            void run(() => model.client.keep(kernel, kept ? 0 : minutes * 60))
-          }
+          onClick={() => {
+            if (!kept && !HAS_SLICE.has(state)) {
+              tell({ text: none, refused: false });
+            } else {
+              void run(() => model.client.keep(kernel, kept ? 0 : minutes * 60));
+            }
+          }}
         >
           {kept ? trans.__('Stop keeping') : trans.__('Keep for %1 min', minutes)}
+        </button>
+        <button
+          type="button"
+          className="jp-gpupool-button"
+          aria-disabled={busy}
+          aria-label={trans.__('Shut down the kernel of %1', props.name)}
+          onClick={() => void run(() => shutDown(kernel, props.name))}
+        >
+          {trans.__('Shut down…')}
         </button>
       </div>
       {kept && (

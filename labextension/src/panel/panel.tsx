@@ -11,6 +11,7 @@ import type { IArranged } from './arrange';
 import { Devices } from './devices';
 import { Header } from './header';
 import { Kernels } from './kernels';
+import { LastHour } from './lasthour';
 import { Notices } from './notices';
 import { Queue } from './queue';
 import { Section } from './section';
@@ -78,6 +79,11 @@ export function Panel(props: IPanelProps): React.ReactElement {
           {own?.standing && (
             <Section name="share" title={trans.__('My share')}>
               <Share lines={own.standing} budgets={own.budgets ?? []} />
+            </Section>
+          )}
+          {arranged.rows.length > 0 && (
+            <Section name="hour" title={trans.__('Last hour')}>
+              <LastHour rows={arranged.rows} />
             </Section>
           )}
           <Section name="host" title={trans.__('Host memory')}>

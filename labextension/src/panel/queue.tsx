@@ -2,8 +2,10 @@
 // Distributed under the terms of the Modified BSD License.
 
 /** The waiting kernels, in order. */
+import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
+import type { IAnySession } from '../api';
 import { isMine } from '../tokens';
 import { useTick } from '../ticker';
 import { bytes, ordinal, waitTime } from '../words';
@@ -53,13 +55,11 @@ const Waiting = React.memo(function Waiting(props: {
       <li className="jp-gpupool-line">
         <span className="jp-gpupool-place">{place}</span>
         <span className="jp-gpupool-grow">{somebody(trans, session)}</span>
+        <span className="jp-gpupool-figure">{size(trans, session.asks)}</span>
       </li>
     );
   }
-  const { memory, devices } = session.request;
-  const size =
-    devices > 1 ? trans.__('%1 on each of %2', bytes(memory), devices) : bytes(memory);
-  const figures = memory > 0 ? [size] : [];
+  const figures = [size(trans, session.asks ?? session.request)].filter(Boolean);
   const time = waitTime(trans, session, model.now());
   if (time) {
     figures.push(time);
@@ -78,3 +78,13 @@ const Waiting = React.memo(function Waiting(props: {
     </li>
   );
 });
+
+/** `6 GiB`, `6 GiB on each of 2`: what a session asks for; empty if that is not known. */
+function size(trans: TranslationBundle, asks: IAnySession['asks']): string {
+  if (!asks || asks.memory <= 0) {
+    return '';
+  }
+  return asks.devices > 1
+    ? trans.__('%1 on each of %2', bytes(asks.memory), asks.devices)
+    : bytes(asks.memory);
+}

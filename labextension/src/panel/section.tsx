@@ -7,7 +7,7 @@ import * as React from 'react';
 import { useTools } from './tools';
 
 export interface ISectionProps {
-  /** Part of the ids in the page. */
+  /** Under which a folded section is remembered. */
   readonly name: string;
   readonly title: string;
   /** A few words beside the heading, also visible when folded. */
@@ -18,7 +18,8 @@ export interface ISectionProps {
 export function Section(props: ISectionProps): React.ReactElement {
   const { folded } = useTools();
   const [open, setOpen] = React.useState(!folded.has(props.name));
-  const id = `jp-gpupool-panel-${props.name}`;
+  // Two panels may be open: in the side bar and in a tab.
+  const id = React.useId();
   return (
     <section className="jp-gpupool-section" aria-labelledby={id}>
       <details

@@ -19,18 +19,19 @@ export function path(
   time: readonly number[],
   values: Values,
   now: number,
-  top: number
+  top: number,
+  span = SPAN
 ): string {
   let drawn = '';
   let pen = false;
   let last = -1;
   values.forEach((value, i) => {
     const at = time[i];
-    if (value === null || at === undefined || at < now - SPAN) {
+    if (value === null || at === undefined || at < now - span) {
       pen = false;
       return;
     }
-    const x = Math.round(((at - now + SPAN) / SPAN) * WIDTH);
+    const x = Math.round(((at - now + span) / span) * WIDTH);
     const share = Math.min(1, Math.max(0, value / (top || 1)));
     const y = (HEIGHT - 1 - share * (HEIGHT - 2)).toFixed(1);
     const next = values[i + 1];
@@ -57,21 +58,26 @@ export interface ISparklineProps {
   /** The value at the upper edge, unless there are higher ones. */
   readonly top: number;
   readonly say: (value: number) => string;
+  /** Seconds from the left edge to the right one, and the same in words. */
+  readonly span?: number;
+  readonly during?: string;
 }
 
 export function Sparkline(props: ISparklineProps): React.ReactElement {
   const { trans } = useTools();
   const { name, full = name, time, values, now, say } = props;
+  const during = props.during ?? trans.__('in the last 5 minutes');
   const known = values.filter(value => value !== null);
   const least = known.reduce((a, b) => Math.min(a, b), Infinity);
   const most = known.reduce((a, b) => Math.max(a, b), -Infinity);
   const current = values[values.length - 1] ?? null;
   const label =
     known.length === 0
-      ? trans.__('%1 in the last 5 minutes: not known', full)
+      ? trans.__('%1 %2: not known', full, during)
       : trans.__(
-          '%1 in the last 5 minutes: least %2, most %3, now %4',
+          '%1 %2: least %3, most %4, now %5',
           full,
+          during,
           say(least),
           say(most),
           current === null ? trans.__('not known') : say(current)
@@ -88,7 +94,7 @@ export function Sparkline(props: ISparklineProps): React.ReactElement {
         preserveAspectRatio="none"
       >
         <title>{label}</title>
-        <path d={path(time, values, now, Math.max(props.top, most))} />
+        <path d={path(time, values, now, Math.max(props.top, most), props.span)} />
       </svg>
       <span className="jp-gpupool-sparkNow" aria-hidden="true">
         {current === null ? '?' : say(current)}

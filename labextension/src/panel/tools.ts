@@ -7,15 +7,22 @@ import type { IDisposable } from '@lumino/disposable';
 import type { ISignal } from '@lumino/signaling';
 import * as React from 'react';
 
-import type { IHistory } from '../api';
+import type { IHistory, IHour } from '../api';
 import type { IPoolModel, IPoolSettings } from '../tokens';
 import type { Ticker } from '../ticker';
 
 /** The last minutes; fetched while a component uses it. */
 export interface IPast {
   readonly latest: IHistory | null;
+  /** The last hour of the devices and the queue; null before, and from older servers. */
+  readonly hour: IHour | null;
   readonly changed: ISignal<unknown, unknown>;
   hold(): IDisposable;
+}
+
+export interface ILink {
+  readonly label: string;
+  readonly go: () => void;
 }
 
 export interface ITools {
@@ -28,6 +35,10 @@ export interface ITools {
   readonly folded: Set<string>;
   /** Bring the document of a kernel to the front. */
   readonly open: (kernelId: string) => void;
+  /** Ask, and then end a kernel of this server. */
+  readonly shutDown: (kernelId: string, name: string) => Promise<{ note: string }>;
+  /** Other places of this user interface, such as the admin's page. */
+  readonly links: () => readonly ILink[];
 }
 
 export const Tools = React.createContext<ITools | null>(null);
@@ -44,6 +55,12 @@ export function useTools(): ITools {
 export function useHistory(): IHistory | null {
   const { past } = useTools();
   return useTold(past.changed, () => past.latest);
+}
+
+/** The newest hour; renders when a new one comes. */
+export function useHour(): IHour | null {
+  const { past } = useTools();
+  return useTold(past.changed, () => past.hour);
 }
 
 /** For how long the user wants slices to be kept. */

@@ -113,7 +113,7 @@ export const Usage = React.memo(function Usage(): React.ReactElement {
   const { attached_seconds: attached, kernel_seconds: open } = history.usage;
   const share = open > 0 ? Math.min(1, attached / open) : null;
   const text = trans.__(
-    'Attached %1 h of %2 open kernel-hours since the server started (%3)',
+    'Your kernels had a GPU for %1 of %2 hours (%3) since the server started.',
     hours(attached),
     hours(open),
     share === null ? '?' : trans.__('%1 %', Math.round(share * 100))

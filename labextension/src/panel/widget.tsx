@@ -2,6 +2,7 @@
 // Distributed under the terms of the Modified BSD License.
 
 /** The panel in the side bar: draws, fetches and counts only while it is visible. */
+import { Dialog, showDialog } from '@jupyterlab/apputils';
 import { ReactWidget } from '@jupyterlab/ui-components';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IDisposable } from '@lumino/disposable';
@@ -14,7 +15,7 @@ import { Arranger } from './arrange';
 import type { IDocuments } from './documents';
 import { Panel } from './panel';
 import { Ticker } from '../ticker';
-import type { IPast, ITools } from './tools';
+import type { ILink, IPast, ITools } from './tools';
 
 export const PANEL_ID = 'jp-gpupool-panel';
 
@@ -25,6 +26,10 @@ export class PanelWidget extends ReactWidget {
     readonly settings: Pick<IPoolSettings, 'keepMinutes' | 'changed'>;
     readonly documents: IDocuments;
     readonly trans: TranslationBundle;
+    /** Other places of this user interface, as the header of the panel offers them. */
+    readonly links?: () => readonly ILink[];
+    /** Of the panel in a tab; by default the one of the side bar. */
+    readonly id?: string;
   }) {
     super();
     const { model, past, settings, documents, trans } = options;
@@ -36,9 +41,11 @@ export class PanelWidget extends ReactWidget {
       settings,
       ticker: this._ticker,
       folded: new Set(),
-      open: kernel => documents.open(kernel)
+      open: kernel => documents.open(kernel),
+      shutDown: (kernel, name) => shutDown(trans, documents, kernel, name),
+      links: options.links ?? (() => [])
     };
-    this.id = PANEL_ID;
+    this.id = options.id ?? PANEL_ID;
     this.addClass('jp-gpupool-panel');
     this.title.icon = logoIcon;
     this.title.caption = trans.__('GPU Pool');
@@ -140,4 +147,26 @@ export class PanelWidget extends ReactWidget {
   private readonly _ticker = new Ticker();
   private readonly _arranger = new Arranger();
   private _held: IDisposable | null = null;
+}
+
+/** Ask, and then end a kernel; the answer is for the line below its buttons. */
+async function shutDown(
+  trans: TranslationBundle,
+  documents: IDocuments,
+  kernelId: string,
+  name: string
+): Promise<{ note: string }> {
+  const { button } = await showDialog({
+    title: trans.__('Shut down the kernel of %1?', name),
+    body: trans.__('Its variables are lost. Its files are not.'),
+    buttons: [
+      Dialog.cancelButton({ label: trans.__('Cancel') }),
+      Dialog.warnButton({ label: trans.__('Shut it down') })
+    ]
+  });
+  if (!button.accept) {
+    return { note: trans.__('The kernel goes on.') };
+  }
+  await documents.shutDown(kernelId);
+  return { note: trans.__('The kernel has ended.') };
 }

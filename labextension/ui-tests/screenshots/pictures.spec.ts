@@ -97,6 +97,11 @@ test('pictures', async ({ browser }) => {
   await lab.theme('JupyterLab Dark');
   await shoot(lab, 'panel-dark', ['.jp-gpupool-panel']);
   await lab.theme('JupyterLab Light');
+  await page.sidebar.close('right');
+  await lab.execute('gpupool:show-admin');
+  await expect(lab.page.locator('.jp-gpupool-adminTable')).toBeVisible();
+  await page.sidebar.close('left');
+  await shoot(lab, 'admin', ['.jp-gpupool-admin']);
   await ask('kill');
   await chip(late, 'away', /^GPU pool away$/);
   await ask('start');

@@ -6,7 +6,9 @@ import { faults } from '../axe';
 import { expect, test } from '../lab';
 import { ask, neighbour, session, uses } from '../pool';
 
-test('devices, queue, kernels, host memory; no names; accessible', async ({ lab }) => {
+test('devices, queue, kernels, host memory; names for root; accessible', async ({
+  lab
+}) => {
   await ask('fresh');
   const { page, panel } = lab;
   await neighbour('stranger', { alloc: 1 });
@@ -20,15 +22,19 @@ test('devices, queue, kernels, host memory; no names; accessible', async ({ lab 
   await expect(panel.getByRole('heading', { name: 'GPU Pool' })).toBeVisible();
   await expect(panel.locator('.jp-gpupool-emulated').first()).toHaveText('EMULATED');
 
-  const devices = panel.getByRole('listbox');
+  const devices = panel.getByRole('img', { name: / in slices, / });
   await expect(devices).toHaveCount(2);
-  await expect(
-    panel.getByRole('option', { name: /^Somebody \(.*\): 6 GiB, at work$/ })
-  ).toHaveCount(1);
+  // Nothing must be pointed at to know who has what: a line for each slice. The server is root's.
+  const on = (text: RegExp) =>
+    panel
+      .getByRole('list', { name: /^On GPU/ })
+      .getByRole('listitem')
+      .filter({
+        hasText: text
+      });
+  await expect(on(/^stranger \(uid-21001\)6 GiB · in use$/)).toHaveCount(1);
   await expect(mine.chip).toHaveText(/^In host memory 1\.\d GiB$/);
-  await expect(
-    panel.getByRole('option', { name: /^Somebody \(.*\): 7 GiB, at work$/ })
-  ).toHaveCount(1);
+  await expect(on(/^batch \(uid-21001\)7 GiB · in use$/)).toHaveCount(1);
   await expect(panel).toContainText('2 GPUs · 2 kernels have one · 0 wait');
   await expect(panel.getByRole('meter', { name: /^Host memory/ })).toHaveAttribute(
     'aria-valuetext',
@@ -41,11 +47,10 @@ test('devices, queue, kernels, host memory; no names; accessible', async ({ lab 
   const queue = panel.getByRole('region', { name: 'Queue' });
   await expect(queue.getByRole('listitem')).toHaveCount(1);
   await expect(queue).toContainText('mine.ipynb');
+  await expect(queue).toContainText('6 GiB');
   await ask('leave', { name: 'batch' });
   await expect(queue).toContainText('Nobody waits for a GPU.');
-  await expect(
-    panel.getByRole('option', { name: /mine\.ipynb: 1\.\d of 6 GiB used, idle/ })
-  ).toHaveCount(1);
+  await expect(on(/mine\.ipynb1\.\d of 6 GiB used · idle$/)).toHaveCount(1);
 
   const kernels = panel.getByRole('region', { name: 'My kernels on this server' });
   await expect(
@@ -59,10 +64,15 @@ test('devices, queue, kernels, host memory; no names; accessible', async ({ lab 
     kernels.getByRole('img', { name: /^Share of time in which it used CUDA/ })
   ).toBeVisible();
   await expect(panel.getByRole('region', { name: 'Use' })).toContainText(
-    /Attached \d.* h of \d.* open kernel-hours/
+    /Your kernels had a GPU for \d.* of \d.* hours/
   );
-  await expect(panel).not.toContainText('21001');
-  await expect(panel).not.toContainText('stranger');
+  const hour = panel.getByRole('region', { name: 'Last hour' });
+  await expect(
+    hour.getByRole('img', { name: /^GPU 0, memory in slices in the last hour: least/ })
+  ).toBeVisible();
+  await expect(
+    hour.getByRole('img', { name: /^Kernels that waited in the last hour: .*most 1/ })
+  ).toBeVisible();
 
   await page.evaluate(() => document.fonts.ready);
   for (const theme of ['JupyterLab Light', 'JupyterLab Dark']) {
@@ -94,6 +104,109 @@ test('devices, queue, kernels, host memory; no names; accessible', async ({ lab 
   await kernels.getByRole('button', { name: /^Release the slice of/ }).click();
   await expect(mine.chip).toHaveText(/^In host memory/);
   expect((await session(mine.kernelId))?.device).toBeNull();
+
+  // The same in a tab, beside the side bar: each element keeps a name of its own.
+  await panel.getByRole('button', { name: 'Open in a tab' }).click();
+  const tab = page.locator('#jp-gpupool-panel-tab');
+  await expect(tab.getByRole('img', { name: / in slices, / })).toHaveCount(2);
+  await expect(tab.getByRole('region', { name: 'Last hour' })).toBeVisible();
+  expect(await faults(page, '#jp-gpupool-panel-tab')).toEqual([]);
+
+  await lab.execute('application:close');
+  await expect(tab).toHaveCount(0);
+
+  // A kernel whose tab is closed is shown as such, opens again, and can be shut down by keyboard.
+  await expect(kernels).not.toContainText('tab closed');
+  await mine.activate();
+  await lab.execute('application:close');
+  await expect(kernels).toContainText('tab closed');
+  const end = kernels.getByRole('button', {
+    name: 'Shut down the kernel of mine.ipynb'
+  });
+  await end.focus();
+  await page.keyboard.press('Enter');
+  const dialog = page.getByRole('dialog');
+  await expect(dialog).toContainText('Its variables are lost.');
+  await page.keyboard.press('Escape');
+  await expect(dialog).toHaveCount(0);
+  expect(await session(mine.kernelId)).toBeTruthy();
+  await end.click();
+  await dialog.getByRole('button', { name: 'Shut it down' }).click();
+  await expect.poll(() => session(mine.kernelId)).toBeUndefined();
+});
+
+test('an admin’s page: who wastes what, and orders that ask first', async ({ lab }) => {
+  await ask('fresh');
+  const { page } = lab;
+  await neighbour('hog', { gib: 7, alloc: 0.25 });
+  const mine = await lab.notebook('small');
+  await mine.run(uses(512));
+  await expect(mine.chip).toHaveText(/^Idle/);
+  await lab.execute('gpupool:show-admin');
+  const admin = page.locator('.jp-gpupool-admin');
+  const row = (name: string) =>
+    admin.getByRole('row').filter({ has: page.getByRole('rowheader', { name }) });
+  await expect(row('hog')).toContainText('uid-21001');
+  await expect(row('hog')).toContainText('7 GiB');
+  await expect(row('small.ipynb')).toContainText(/Idle/);
+  await page.evaluate(() => document.fonts.ready);
+  for (const theme of ['JupyterLab Light', 'JupyterLab Dark']) {
+    await lab.theme(theme);
+    expect(await faults(page, '.jp-gpupool-admin'), theme).toEqual([]);
+  }
+
+  // By keyboard alone. An empty field takes nothing: the button is dead, and Enter does nothing.
+  await admin
+    .getByRole('button', { name: 'Take the slice of small.ipynb back' })
+    .focus();
+  await page.keyboard.press('Enter');
+  const dialog = page.getByRole('dialog');
+  const minutes = dialog.getByLabel('Minutes until then');
+  await expect(minutes).toBeFocused();
+  expect(await faults(page, '.jp-Dialog')).toEqual([]);
+  for (const wrong of ['', '0', '-1']) {
+    await minutes.fill(wrong);
+    await expect(dialog).toContainText(
+      'Type a whole number of minutes from 1 to 10080.'
+    );
+    await page.keyboard.press('Enter');
+  }
+  await expect(dialog).toBeVisible();
+  expect((await session(mine.kernelId))?.recall_at).toBeNull();
+  await minutes.fill('30');
+  await dialog.getByLabel(/^Reason/).fill('a lecture');
+  await page.keyboard.press('Enter');
+  await expect(dialog).toHaveCount(0);
+  await expect(admin.getByRole('status')).toContainText(
+    'takes the slice back in 30 min'
+  );
+  expect((await session(mine.kernelId))?.recall_at).not.toBeNull();
+  await expect(page.locator('.Toastify__toast')).toContainText(
+    /small\.ipynb: The administrator .* takes the slice of this kernel back in 30 min: a lecture/
+  );
+  await expect(row('small.ipynb')).toContainText('Taken back at');
+  const rows = await ask<{ detail: { order: string } }[]>('rows', { kinds: ['admin'] });
+  expect(rows.map(found => found.detail.order)).toEqual(['recall']);
+
+  // Its owner reads it in the notebook, too.
+  await mine.activate();
+  await mine.run('print("still here")');
+  await expect(mine.output).toContainText(
+    'takes the slice of this kernel back in 30 min'
+  );
+  await lab.execute('gpupool:show-admin');
+  await admin.getByRole('button', { name: 'Let small.ipynb keep its slice' }).click();
+  await expect(admin.getByRole('status')).toHaveText('The slice stays.');
+
+  await admin.getByRole('button', { name: 'Shut down hog' }).click();
+  await dialog.getByRole('button', { name: 'Shut it down' }).click();
+  await expect(row('hog')).toHaveCount(0);
+  await admin.getByRole('button', { name: /^GPU 1: Empty/ }).click();
+  await dialog.getByRole('button', { name: 'Empty it' }).click();
+  await expect(admin).toContainText('drained by the administrator');
+  await admin.getByRole('button', { name: /^GPU 1: Put back/ }).click();
+  await dialog.getByRole('button', { name: 'Put it back' }).click();
+  await expect(admin).not.toContainText('drained by the administrator');
 });
 
 test('without a kernel of the pool it asks once, and when told to', async ({ lab }) => {
@@ -130,9 +243,15 @@ test('64 devices in 300 pixels', async ({ lab }) => {
   await expect(cells.last()).toBeFocused();
   await page.keyboard.press('Enter');
   await expect(cells.last()).toHaveAttribute('aria-expanded', 'true');
-  await expect(panel.getByRole('listbox')).toHaveCount(1);
+  await expect(panel.getByRole('img', { name: / in slices, / })).toHaveCount(1);
+  // The last hour: one graph for all, and each on demand.
+  const hour = panel.getByRole('region', { name: 'Last hour' });
+  await expect(hour.getByRole('img')).toHaveCount(3);
+  await hour.getByRole('button', { name: 'Each GPU' }).click();
+  await expect(hour.getByRole('img')).toHaveCount(2 * 64 + 1);
+  await hour.getByRole('button', { name: 'Each GPU' }).click();
   await panel.getByRole('button', { name: 'All in full' }).click();
-  await expect(panel.getByRole('listbox')).toHaveCount(64);
+  await expect(panel.getByRole('img', { name: / in slices, / })).toHaveCount(64);
   await expectNoScroll();
   expect(await faults(page, '.jp-gpupool-panel')).toEqual([]);
 

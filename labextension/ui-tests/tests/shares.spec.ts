@@ -44,7 +44,9 @@ test('a preempted cell says so, why, and when it goes on', async ({ lab }) => {
 
   await lab.execute('gpupool:show-panel');
   const kernels = panel.getByRole('region', { name: 'My kernels on this server' });
-  await expect(kernels).toContainText(`Preempted: ${why}`);
+  await expect(kernels).toContainText(
+    `Its slice was taken in the middle of its work: ${why}`
+  );
   expect(await faults(page, '.jp-gpupool-panel')).toEqual([]);
   expect(await faults(page, '.jp-NotebookPanel-toolbar .jp-gpupool-Chip')).toEqual([]);
   expect(await faults(page, '.jp-OutputArea')).toEqual([]);

@@ -58,7 +58,10 @@ describe('Documents', () => {
       [session, { ...session, name: '', kernel: null }],
       both
     );
-    expect(documents.name('k')).toEqual({ name: 'a.ipynb', path: 'x/a.ipynb' });
+    expect(documents.name('k')).toEqual({
+      ...{ name: 'a.ipynb', path: 'x/a.ipynb' },
+      closed: true
+    });
     expect(documents.name('other')).toBeNull();
   });
 
@@ -93,7 +96,10 @@ describe('Documents', () => {
 
   it('are opened by the command of their type; consoles are no files', () => {
     const { documents, executed } = made([], [prompt], both);
-    expect(documents.name('c')).toEqual({ name: 'Console 1', path: 'x/console-1' });
+    expect(documents.name('c')).toEqual({
+      ...{ name: 'Console 1', path: 'x/console-1' },
+      closed: true
+    });
     documents.open('c');
     expect(executed).toEqual([['console:open', { path: 'x/console-1' }]]);
   });

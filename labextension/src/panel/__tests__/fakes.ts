@@ -21,7 +21,9 @@ import type {
   IAnySession,
   IDevice,
   IHistory,
+  IHour,
   IIdleWarning,
+  INotice,
   IPool,
   ISession,
   PoolClient
@@ -72,6 +74,7 @@ export class FakeModel implements IPoolModel {
   answer: () => Promise<{ note: string }> = () => Promise.resolve({ note: 'Done.' });
   readonly changed: Signal<IPoolModel, Change> = new Signal(this);
   readonly warned: Signal<IPoolModel, IIdleWarning> = new Signal(this);
+  readonly noticed: Signal<IPoolModel, INotice> = new Signal(this);
   readonly isDisposed = false;
 
   readonly client = {
@@ -117,6 +120,7 @@ export class FakeModel implements IPoolModel {
 
 export class FakePast implements IPast {
   latest: IHistory | null = null;
+  hour: IHour | null = null;
   holders = 0;
   readonly changed = new Signal<FakePast, void>(this);
 
@@ -150,6 +154,11 @@ export class FakeDocuments implements IDocuments {
 
   open(kernelId: string): void {
     this.opened.push(kernelId);
+  }
+
+  shutDown(kernelId: string): Promise<void> {
+    this.opened.push(`shut down ${kernelId}`);
+    return Promise.resolve();
   }
 }
 

@@ -47,9 +47,21 @@ function show(
   ticker.shown = true;
   const open = (id: string) => void opened.push(id);
   const settings = new FakeSettings();
-  const tools = { trans, model, past, settings, ticker, open, folded };
+  const shutDown = (id: string) => {
+    opened.push(`shut down ${id}`);
+    return Promise.resolve({ note: 'The kernel has ended.' });
+  };
+  const gone: string[] = [];
+  const links = () => [{ label: 'All sessions', go: () => void gone.push('admin') }];
+  const tools = {
+    ...{ trans, model, past, settings, ticker, open, folded },
+    ...{ shutDown, links }
+  };
   const arranger = new Arranger();
-  const names = (id: string) => ({ name: `${id}.ipynb`, path: `a/${id}.ipynb` });
+  const names = (id: string) => ({
+    ...{ name: `${id}.ipynb`, path: `a/${id}.ipynb` },
+    closed: id === 'kernel-b'
+  });
   const element = () => (
     <Panel
       tools={tools}
@@ -64,6 +76,7 @@ function show(
   );
   const { rerender, container } = render(element());
   return {
+    gone,
     model,
     past,
     settings,
@@ -76,6 +89,8 @@ function show(
   };
 }
 
+/** The pictures of devices, among those of the last minutes. */
+const BARS = { name: /^GPU \d+, / };
 const region = (name: string) => within(screen.getByRole('region', { name }));
 /** The time on this machine's clock in so many seconds. */
 const clockAt = (seconds: number) =>
@@ -143,7 +158,7 @@ describe('the header', () => {
   it('marks emulated devices', () => {
     show(pool([device(0, { emulated: true })], [], { emulated: true }));
     expect(screen.getAllByText('EMULATED')).toHaveLength(2);
-    screen.getByRole('listbox', { name: /^GPU 0, NVIDIA A100, EMULATED, / });
+    screen.getByRole('img', { name: /^GPU 0, NVIDIA A100, EMULATED, / });
   });
 
   it('shows why the broker is away, what to do, and that it retries', () => {
@@ -158,7 +173,7 @@ describe('the header', () => {
     banner.getByText('Start it.');
     banner.getByText('Trying again by itself.');
     screen.getByText(`Shown as of ${clockAt(0)}.`);
-    screen.getByRole('listbox');
+    screen.getByRole('img', BARS);
     // The toolbar announces it.
     expect(banner.queryByRole('status')).toBeNull();
     expect(screen.queryByRole('alert')).toBeNull();
@@ -255,28 +270,28 @@ describe('the header', () => {
 describe('devices', () => {
   it.each([1, 2, 8])('are full bars if there are %d', count => {
     show(pool(Array.from({ length: count }, (_, i) => device(i))));
-    expect(screen.getAllByRole('listbox')).toHaveLength(count);
+    expect(screen.getAllByRole('img', BARS)).toHaveLength(count);
   });
 
   it.each([9, 16, 64])('are a grid that unfolds if there are %d', count => {
     const devices = Array.from({ length: count }, (_, i) => device(i));
     const { opened } = show(pool(devices, [mine('a', { devices: ['GPU-8'] })]));
-    expect(screen.queryByRole('listbox')).toBeNull();
+    expect(screen.queryByRole('img', BARS)).toBeNull();
     const cells = region('Devices').getAllByRole('button', { name: /^GPU \d+,/ });
     expect(cells).toHaveLength(count);
     expect(cells.map(cell => cell.tabIndex).filter(index => index === 0)).toHaveLength(
       1
     );
     expect(cells[8]!.getAttribute('aria-label')).toContain(
-      '1 kernel-a.ipynb: 6 of 8 GiB used, at work (the open document)'
+      '1 kernel-a.ipynb: 6 of 8 GiB used, in use (the open document)'
     );
     fireEvent.click(cells[8]!);
     expect(cells[8]!.getAttribute('aria-expanded')).toBe('true');
-    screen.getByRole('listbox', { name: /^GPU 8,/ });
+    screen.getByRole('img', { name: /^GPU 8,/ });
     fireEvent.click(cells[8]!);
-    expect(screen.queryByRole('listbox')).toBeNull();
+    expect(screen.queryByRole('img', BARS)).toBeNull();
     fireEvent.click(screen.getByRole('button', { name: 'All in full' }));
-    expect(screen.getAllByRole('listbox')).toHaveLength(count);
+    expect(screen.getAllByRole('img', BARS)).toHaveLength(count);
     expect(opened).toEqual([]);
   });
 
@@ -304,41 +319,47 @@ describe('devices', () => {
     expect([cells[0]!.tabIndex, cells[8]!.tabIndex]).toEqual([-1, 0]);
   });
 
-  it('name each part, reached by arrow keys', () => {
+  it('are pictures, and list below who has how much', () => {
     const on = device(0, { memory_granted: 12 * GIB, memory_foreign: GIB });
     const idle = { state: 'idle', granted_bytes: 4 * GIB } as const;
     const { opened } = show(pool([on], [mine('a'), other('b', idle)]));
-    const bar = screen.getByRole('listbox', {
-      name: 'GPU 0, NVIDIA A100, 12 of 15 GiB granted, utilisation 43 %'
-    });
-    const options = within(bar).getAllByRole('option');
-    expect(options.map(option => option.getAttribute('aria-label'))).toEqual([
-      '1 kernel-a.ipynb: 6 of 8 GiB used, at work (the open document)',
-      'Somebody (batch): 4 GiB, idle',
-      'Used outside every slice: 1 GiB',
-      'Free: 2 GiB',
-      'Reserved, never granted: 1 GiB'
-    ]);
-    expect(options.map(option => option.tabIndex)).toEqual([0, -1, -1, -1, -1]);
-    expect(options.map(option => option.style.width)).toEqual([
+    const bar = screen.getByRole('img', BARS);
+    expect(bar.getAttribute('aria-label')).toBe(
+      [
+        'GPU 0, NVIDIA A100, 12 of 15 GiB in slices, 43 % busy',
+        '1 kernel-a.ipynb: 6 of 8 GiB used, in use (the open document)',
+        'Another user (batch): 4 GiB, idle',
+        'Used outside the pool: 1 GiB',
+        'Free: 2 GiB',
+        'Reserved for the driver: 1 GiB'
+      ].join('; ')
+    );
+    expect([...bar.children].map(part => (part as HTMLElement).style.width)).toEqual([
       '50%',
       '25%',
       '6.25%',
       '12.5%',
       '6.25%'
     ]);
-    screen.getByText('12 of 15 GiB granted');
-    act(() => options[0]!.focus());
-    fireEvent.keyDown(options[0]!, { key: 'Enter' });
+    screen.getByText('12 of 15 GiB in slices');
+    const lines = within(screen.getByRole('list', { name: 'On GPU 0' }));
+    expect(lines.getAllByRole('listitem').map(line => line.textContent)).toEqual([
+      '1kernel-a.ipynb6 of 8 GiB used · in use',
+      'Another user (batch)4 GiB · idle',
+      'Used outside the pool: 1 GiB'
+    ]);
+    fireEvent.click(lines.getByRole('button', { name: 'kernel-a.ipynb' }));
     expect(opened).toEqual(['kernel-a']);
-    fireEvent.keyDown(options[0]!, { key: 'ArrowRight' });
-    expect(document.activeElement).toBe(options[1]);
-    expect(options.map(option => option.tabIndex)).toEqual([-1, 0, -1, -1, -1]);
-    // Other people's parts cannot be opened; the line below the bar describes the focused part.
-    fireEvent.keyDown(options[1]!, { key: 'Enter' });
-    expect(opened).toEqual(['kernel-a']);
-    screen.getByText('Somebody (batch): 4 GiB, idle');
-    expect(screen.queryByText('12 of 15 GiB granted')).toBeNull();
+  });
+
+  it('name the owners of others’ slices to an admin', () => {
+    const named = other('b', { owner: 'bob', label: 'fit.ipynb' });
+    show(pool([device(0)], [named, other('c', { owner: 'other' })]));
+    const lines = within(screen.getByRole('list', { name: 'On GPU 0' }));
+    expect(lines.getAllByRole('listitem').map(line => line.textContent)).toEqual([
+      'fit.ipynb (bob)4 GiB · in use',
+      'Another user (batch)4 GiB · in use'
+    ]);
   });
 
   it('show drains and limits', () => {
@@ -349,14 +370,10 @@ describe('devices', () => {
       ])
     );
     screen.getByText('Not used: The admin took it out.');
-    screen.getByText('Unguarded: the size of a slice is not enforced');
-    screen.getByText('Slices cannot be moved off it');
-    const options = (name: RegExp) =>
-      within(screen.getByRole('listbox', { name }))
-        .getAllByRole('option')
-        .map(option => option.getAttribute('aria-label'));
-    expect(options(/^GPU 0,/)[0]).toBe('Not granted to any kernel now: 15 GiB');
-    expect(options(/^GPU 1,/)[0]).toBe('Free: 15 GiB');
+    screen.getByText('The pool does not enforce the size of a slice here.');
+    screen.getByText('A kernel here keeps its slice until it frees its memory.');
+    screen.getByRole('img', { name: /^GPU 0,.*; Out of service: 15 GiB;/ });
+    screen.getByRole('img', { name: /^GPU 1,.*; Free: 15 GiB;/ });
   });
 
   it('show on each what a session has there', () => {
@@ -367,46 +384,19 @@ describe('devices', () => {
     show(
       pool([device(0), device(1)], [mine('a', { devices: ['GPU-0', 'GPU-1'], slices })])
     );
-    expect(
-      screen
-        .getAllByRole('option', { name: /^1 / })
-        .map(option => option.getAttribute('aria-label'))
-    ).toEqual([
-      '1 kernel-a.ipynb: 6 of 8 GiB used, at work (the open document)',
-      '1 kernel-a.ipynb: 2 GiB, used: ?, at work (the open document)'
-    ]);
+    screen.getByRole('img', {
+      name: /^GPU 0,.*; 1 kernel-a.ipynb: 6 of 8 GiB used, in use/
+    });
+    screen.getByRole('img', { name: /^GPU 1,.*; 1 kernel-a.ipynb: 2 GiB, in use/ });
   });
 
-  it('keep the focus when a part disappears, and never take it', () => {
-    const on = device(0, { memory_granted: 12 * GIB });
-    const { again } = show(pool([on], [mine('a'), other('b')]));
-    const option = (name: RegExp) => screen.getByRole('option', { name });
-    act(() => option(/^Somebody/).focus());
-    again(pool([device(0)], [mine('a')]));
-    expect(document.activeElement).toBe(option(/^Free/));
-    again(pool([on], [mine('a'), other('b')]));
-    expect(document.activeElement).toBe(option(/^Free/));
-    // The last part: no other one takes its place.
-    act(() => option(/^Reserved/).focus());
-    again(pool([device(0, { memory_capacity: 16 * GIB })]));
-    expect(document.activeElement).toBe(option(/^Free/));
-
-    again(pool([on], [other('b')]));
-    act(() => option(/^Somebody/).focus());
-    act(() => option(/^Somebody/).blur());
-    again(pool([device(0)]));
-    expect(document.activeElement).toBe(document.body);
-  });
-
-  it('show unknown figures as ?, never as 0', () => {
+  it('show no number for an unknown figure', () => {
     const { container } = show(
       pool([device(0, { utilisation: null })], [mine('a', { used_bytes: null })])
     );
-    screen.getByText('utilisation ?');
-    screen.getByRole('option', {
-      name: /^1 kernel-a.ipynb: 8 GiB, used: \?, at work/
-    });
-    expect(container.querySelector('[role="option"] .jp-gpupool-used')).toBeNull();
+    screen.getByText('busy: not known');
+    screen.getByRole('img', { name: /; 1 kernel-a.ipynb: 8 GiB, in use/ });
+    expect(container.querySelector('.jp-gpupool-bar .jp-gpupool-used')).toBeNull();
     expect(screen.queryByText(/\b0 %/)).toBeNull();
   });
 });
@@ -417,7 +407,11 @@ describe('the queue', () => {
       pool(
         [device(0)],
         [
-          other('b', { ...queued, queue_position: 1 }),
+          other('b', {
+            ...queued,
+            queue_position: 1,
+            asks: { memory: 12 * GIB, devices: 2 }
+          }),
           mine('a', {
             ...queued,
             queue_position: 2,
@@ -428,7 +422,7 @@ describe('the queue', () => {
       )
     );
     const items = region('Queue').getAllByRole('listitem');
-    expect(items[0]!.textContent).toBe('1stSomebody (batch)');
+    expect(items[0]!.textContent).toBe('1stAnother user (batch)12 GiB on each of 2');
     expect(items[1]!.textContent).toBe(
       '2nd1kernel-a.ipynb8 GiB · 20 to 60 s leftNo device has 8 GiB free.'
     );
@@ -462,7 +456,7 @@ describe('my kernels', () => {
     show(pool([device(0)], [mine('a', { ...queued, preempted, queue_position: 1 })]));
     const kernels = region('My kernels on this server');
     kernels.getByText('Preempted: 1st');
-    kernels.getByText(`Preempted: ${preempted}`);
+    kernels.getByText(`Its slice was taken in the middle of its work: ${preempted}`);
   });
 
   const kernels = () => region('My kernels on this server');
@@ -490,9 +484,10 @@ describe('my kernels', () => {
     kernels().getByText('6 of 8 GiB on GPU 0');
     kernels().getByText('Idle, back to the pool in 0:42');
     kernels().getByText('In host memory 6 GiB');
-    kernels().getByText('Pinned: it is shared memory');
+    kernels().getByText('Its state cannot leave the GPU: it is shared memory');
     kernels().getByText('Idle on GPU 0, stays');
-    kernels().getByText('Stays: Host memory is full.');
+    kernels().getByText('It keeps its slice: Host memory is full.');
+    expect(kernels().getAllByText('tab closed')).toHaveLength(1);
     kernels().getByText('Idle on GPU 0, about to leave');
     const link = kernels().getByRole('button', { name: 'kernel-b.ipynb' });
     expect(link.title).toBe('a/kernel-b.ipynb');
@@ -531,7 +526,7 @@ describe('my kernels', () => {
       '1kernel-a.ipynb6 of 8 GiB on GPU 0'
     );
     expect(kernels().queryByRole('button')).toBeNull();
-    screen.getByRole('option', { name: /at work \(yours on another server\)$/ });
+    screen.getByRole('img', { name: /in use \(yours, on another server\);/ });
   });
 
   it('have no timer if nothing counts down', () => {
@@ -649,9 +644,18 @@ describe('my kernels', () => {
     expect(kernels().getByRole('status').textContent).toBe(
       'This kernel has no slice of a GPU now.'
     );
-    // Keep is allowed for the slice that it will get.
     await press(/^Keep for 10 min/);
-    expect(model.asked).toEqual(['keep kernel-a 600']);
+    expect(model.asked).toEqual([]);
+  });
+
+  it('are shut down after a question, and say when an admin takes the slice', async () => {
+    const { opened } = show(pool([device(0)], [mine('a', { recall_at: NOW + 300 })]));
+    kernels().getByText(
+      `The administrator takes its slice back at ${clockAt(300)}. Nothing is lost.`
+    );
+    await press(/^Shut down the kernel of kernel-a/);
+    expect(opened).toEqual(['shut down kernel-a']);
+    expect(kernels().getByRole('status').textContent).toBe('The kernel has ended.');
   });
 
   it('show their last minutes if known', () => {
@@ -702,12 +706,70 @@ describe('the totals', () => {
     act(() => past.change(history()));
     expect(region('Use').getByRole('meter').getAttribute('aria-valuenow')).toBe('19');
     region('Use').getByText(
-      'Attached 0.40 h of 2.1 open kernel-hours since the server started (19 %)'
+      'Your kernels had a GPU for 0.40 of 2.1 hours (19 %) since the server started.'
     );
     const nothing = { since: NOW, attached_seconds: 0, kernel_seconds: 0 };
     act(() => past.change(history({ usage: nothing })));
-    region('Use').getByText(/started \(\?\)$/);
+    region('Use').getByText(/hours \(\?\) since/);
     expect(region('Use').queryByRole('meter')).toBeNull();
+  });
+});
+
+describe('the last hour', () => {
+  it('has a graph for each device and one for the queue', () => {
+    const { past } = show(pool([device(0)]));
+    region('Last hour').getByText('Known while a Pooled GPU kernel is open.');
+    past.hour = {
+      now: NOW,
+      step: 60,
+      devices: {
+        'GPU-0': { granted: [null, GIB, 2 * GIB], used: [], utilisation: [null, 3, 50] }
+      },
+      queue: [null, 0, 2]
+    };
+    act(() => past.changed.emit());
+    const names = region('Last hour')
+      .getAllByRole('img')
+      .map(image => image.getAttribute('aria-label'));
+    expect(names).toEqual([
+      'GPU 0, memory in slices in the last hour: least 1 GiB, most 2 GiB, now 2 GiB',
+      'GPU 0, busy in the last hour: least 3 %, most 50 %, now 50 %',
+      'Kernels that waited in the last hour: least 0, most 2, now 2'
+    ]);
+  });
+});
+
+describe('the last hour of many devices', () => {
+  it('is one graph for all, and each on demand', () => {
+    const devices = Array.from({ length: 9 }, (_, i) => device(i));
+    const { past } = show(pool(devices));
+    const one = { granted: [null, GIB], used: [], utilisation: [null, 50] };
+    past.hour = {
+      now: NOW,
+      step: 60,
+      devices: Object.fromEntries(devices.map(({ uuid }) => [uuid, one])),
+      queue: [null, 0]
+    };
+    act(() => past.changed.emit());
+    const names = () =>
+      region('Last hour')
+        .getAllByRole('img')
+        .map(image => image.getAttribute('aria-label'));
+    expect(names().slice(0, 2)).toEqual([
+      'All, memory in slices in the last hour: least 9 GiB, most 9 GiB, now 9 GiB',
+      'All, busy in the last hour: least 50 %, most 50 %, now 50 %'
+    ]);
+    expect(names()).toHaveLength(3);
+    fireEvent.click(region('Last hour').getByRole('button', { name: 'Each GPU' }));
+    expect(names()).toHaveLength(19);
+  });
+});
+
+describe('the links', () => {
+  it('lead to other places', () => {
+    const { gone } = show(pool([device(0)]));
+    fireEvent.click(screen.getByRole('button', { name: 'All sessions' }));
+    expect(gone).toEqual(['admin']);
   });
 });
 
@@ -789,7 +851,7 @@ describe('a section', () => {
     const details = screen.getByRole('region', { name: 'Devices' }).firstElementChild!;
     (details as HTMLDetailsElement).open = false;
     fireEvent(details, new Event('toggle'));
-    expect(screen.queryByRole('listbox')).toBeNull();
+    expect(screen.queryByRole('img', BARS)).toBeNull();
     screen.getByRole('heading', { name: 'Devices' });
   });
 
@@ -801,7 +863,7 @@ describe('a section', () => {
     fireEvent(details, new Event('toggle'));
     cleanup();
     show(pool([device(0)]), {}, folded);
-    expect(screen.queryByRole('listbox')).toBeNull();
+    expect(screen.queryByRole('img', BARS)).toBeNull();
     expect([...folded]).toEqual(['devices']);
   });
 });

@@ -66,7 +66,9 @@ describe('Sparkline', () => {
           settings: new FakeSettings(),
           ticker: new Ticker(),
           folded: new Set(),
-          open: () => undefined
+          open: () => undefined,
+          shutDown: () => Promise.resolve({ note: '' }),
+          links: () => []
         }}
       >
         <Sparkline

@@ -54,12 +54,12 @@ describe('PanelWidget', () => {
   it('draws the data of the model and the documents', () => {
     const { panel, model, documents } = made();
     attach(panel);
-    screen.getByText('label of a');
+    screen.getByRole('button', { name: 'Release the slice of label of a' });
     documents.names.set('kernel-a', { name: 'a.ipynb', path: 'a.ipynb' });
     drawn(() => documents.changed.emit());
-    screen.getByText('a.ipynb');
+    screen.getByRole('button', { name: 'Release the slice of a.ipynb' });
     drawn(() => model.change(pool([device(0), device(1)])));
-    expect(screen.getAllByRole('listbox')).toHaveLength(2);
+    expect(screen.getAllByRole('img', { name: / in slices, / })).toHaveLength(2);
   });
 
   it('draws, fetches and counts nothing while hidden', () => {
@@ -88,7 +88,7 @@ describe('PanelWidget', () => {
       expect(summary).toHaveBeenCalledTimes(1);
 
       drawn(() => panel.show());
-      expect(screen.getAllByRole('listbox')).toHaveLength(2);
+      expect(screen.getAllByRole('img', { name: / in slices, / })).toHaveLength(2);
     } finally {
       jest.useRealTimers();
     }
@@ -110,7 +110,7 @@ describe('PanelWidget', () => {
   it('does not show a kernel after the last one has ended', () => {
     const { panel, model } = made();
     attach(panel);
-    screen.getByText('label of a');
+    screen.getByRole('button', { name: 'Release the slice of label of a' });
     screen.getByText('1 GPU · 1 kernel has one · 0 wait');
     // Its end closes the connection, often before a message about it.
     model.live = false;

@@ -1,0 +1,38 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** A usual session and view of an admin: tests set only the fields that matter to them. */
+import { aDevice, GIB, NOW } from '../../__tests__/defaults';
+import type { IAdmin, IAdminSession } from '../../api';
+
+export const session = (more: Partial<IAdminSession> = {}): IAdminSession => ({
+  id: 'aa',
+  owner: 'ada',
+  group: '',
+  label: 'work.ipynb',
+  state: 'active',
+  priority: 'notebook',
+  devices: ['GPU-0'],
+  granted_bytes: 4 * GIB,
+  used_bytes: 3 * GIB,
+  footprint_bytes: null,
+  suspended_bytes: 0,
+  busy_seconds: 90,
+  counted_seconds: 100,
+  idle_since: null,
+  keep_until: null,
+  recall_at: null,
+  queued_at: null,
+  queue_position: null,
+  wait_reason: '',
+  pinned_reason: '',
+  ...more
+});
+
+export const view = (sessions: readonly IAdminSession[]): IAdmin => ({
+  now: NOW,
+  devices: [aDevice()],
+  priorities: ['batch', 'notebook'],
+  maintenance: [],
+  sessions
+});

@@ -1,0 +1,147 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import {
+  act,
+  fireEvent,
+  render,
+  screen,
+  waitFor,
+  within
+} from '@testing-library/react';
+import * as React from 'react';
+
+import { NOW, trans } from '../../__tests__/defaults';
+import type { PoolClient } from '../../api';
+import { PoolError } from '../../api';
+import { Orders } from '../orders';
+import { AdminPage } from '../table';
+import { session, view } from './sessions';
+
+/** A busy machine takes its time. */
+const PATIENCE = { timeout: 20_000 };
+jest.setTimeout(60_000);
+
+/** The dialog of JupyterLab, once it is in the page. */
+const dialog = () =>
+  waitFor(() => {
+    const found = document.querySelector<HTMLElement>('.jp-Dialog');
+    expect(found).not.toBeNull();
+    return found!;
+  }, PATIENCE);
+
+/** Press a button of the dialog, which then goes, unless it `stays`. */
+async function answer(accept: boolean, stays = false): Promise<void> {
+  const shown = await dialog();
+  const button = accept ? '.jp-mod-accept' : '.jp-mod-reject';
+  fireEvent.click(shown.querySelector(`.jp-Dialog-footer ${button}`)!);
+  if (!stays) {
+    await waitFor(() => expect(shown.isConnected).toBe(false), PATIENCE);
+  }
+}
+
+const told = (text: string) =>
+  waitFor(() => expect(screen.getByRole('status').textContent).toBe(text), PATIENCE);
+
+function show() {
+  const asked: string[] = [];
+  const note = (text: string) => {
+    asked.push(text);
+    return Promise.resolve({ note: `Done: ${text}` });
+  };
+  const client = {
+    adminRecall: (...args: unknown[]) => note(`recall ${args.join(' ')}`),
+    adminKeep: (id: string) => note(`keep ${id}`),
+    adminEnd: (...args: unknown[]) => note(`end ${args.join(' ')}`),
+    adminPriority: () =>
+      Promise.reject(new PoolError('Not allowed.', 'not-allowed', 'Ask root.', 403))
+  } as unknown as PoolClient;
+  let refreshed = 0;
+  render(
+    <AdminPage
+      trans={trans}
+      orders={new Orders(client, trans)}
+      view={view([
+        session(),
+        session({ id: 'bb', label: 'late.ipynb', recall_at: NOW + 60 })
+      ])}
+      fault=""
+      model={{ now: () => NOW }}
+      refresh={() => {
+        refreshed += 1;
+      }}
+    />
+  );
+  return { asked, refreshed: () => refreshed };
+}
+
+const press = async (name: string) => {
+  await act(async () => {
+    fireEvent.click(screen.getByRole('button', { name }));
+    await Promise.resolve();
+  });
+};
+
+describe('the page of admins', () => {
+  it('sorts by a click, and says so', () => {
+    show();
+    const header = (name: RegExp) => screen.getByRole('columnheader', { name });
+    expect(header(/^Not used/).getAttribute('aria-sort')).toBe('descending');
+    fireEvent.click(within(header(/^User/)).getByRole('button'));
+    expect(header(/^User/).getAttribute('aria-sort')).toBe('ascending');
+    fireEvent.click(within(header(/^User/)).getByRole('button'));
+    expect(header(/^User/).getAttribute('aria-sort')).toBe('descending');
+    expect(header(/^Not used/).getAttribute('aria-sort')).toBeNull();
+  });
+
+  it.each(['', '0', '-3'])('takes no slice for %p minutes', async typed => {
+    const { asked } = show();
+    await press('Take the slice of work.ipynb back');
+    const minutes = within(await dialog()).getByLabelText('Minutes until then');
+    fireEvent.input(minutes, { target: { value: typed } });
+    within(await dialog()).getByText(/^Type a whole number of minutes/);
+    await answer(true, true);
+    expect(asked).toEqual([]);
+    // It asks on, until there is a number or the admin gives up.
+    within(await dialog()).getByText(/^Type a whole number of minutes/);
+    await answer(false);
+    expect(asked).toEqual([]);
+  });
+
+  it('sends an order after the question, and shows the answer', async () => {
+    const { asked, refreshed } = show();
+    await press('Take the slice of work.ipynb back');
+    const fields = within(await dialog());
+    fireEvent.input(fields.getByLabelText('Minutes until then'), {
+      target: { value: '15' }
+    });
+    fireEvent.input(fields.getByLabelText(/^Reason/), { target: { value: 'a class' } });
+    fields.getByText('Take it back');
+    await answer(true);
+    await told('Done: recall aa 15 a class');
+    expect(asked).toEqual(['recall aa 15 a class']);
+    expect(refreshed()).toBe(1);
+  });
+
+  it('drops a recall, and shows a refusal', async () => {
+    const { asked } = show();
+    screen.getByText(/^Taken back at /);
+    await press('Let late.ipynb keep its slice');
+    await told('Done: keep bb');
+    expect(asked).toEqual(['keep bb']);
+    await press('Change the priority of work.ipynb');
+    within(await dialog()).getByText('Change it');
+    await answer(true);
+    await told('Not allowed. Ask root.');
+  });
+
+  it('ends no kernel by the enter key alone', async () => {
+    const { asked } = show();
+    await press('Shut down work.ipynb');
+    const shown = await dialog();
+    within(shown).getByText('The variables of the kernel are lost. Its files are not.');
+    expect(document.activeElement?.textContent).toBe('Cancel');
+    await answer(false);
+    expect(asked).toEqual([]);
+  });
+});

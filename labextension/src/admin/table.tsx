@@ -1,0 +1,315 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** The admin's page: GPUs, and all sessions in a table. */
+import type { TranslationBundle } from '@jupyterlab/translation';
+import * as React from 'react';
+
+import type { IAdmin, IDevice, INote } from '../api';
+import { refusal } from '../tell';
+import { bytes, dayAndTime, localTime, part } from '../words';
+import type { Orders } from './orders';
+import type { IRow, Sort } from './rows';
+import { duration, rows, stateText, wasteText } from './rows';
+
+export interface IAdminProps {
+  readonly trans: TranslationBundle;
+  readonly orders: Orders;
+  /** Null before the first answer. */
+  readonly view: IAdmin | null;
+  /** Why there is no newer view; empty if there is. */
+  readonly fault: string;
+  readonly model: { now(): number };
+  /** Ask again now. */
+  readonly refresh: () => void;
+}
+
+interface IColumn {
+  readonly sort: Sort | null;
+  readonly title: string;
+  /** What the figure means. */
+  readonly meaning?: string;
+}
+
+function columns(trans: TranslationBundle): readonly IColumn[] {
+  return [
+    { sort: 'name', title: trans.__('Notebook') },
+    { sort: 'owner', title: trans.__('User') },
+    { sort: null, title: trans.__('GPU') },
+    { sort: null, title: trans.__('State') },
+    { sort: 'slice', title: trans.__('Slice') },
+    { sort: 'used', title: trans.__('Used') },
+    {
+      sort: 'busy',
+      title: trans.__('Busy'),
+      meaning: trans.__('Part of its time with a slice in which it used CUDA')
+    },
+    {
+      sort: 'waste',
+      title: trans.__('Not used'),
+      meaning: trans.__(
+        'Its slice, and how long it had one without using CUDA. Sorted by both together.'
+      )
+    },
+    { sort: 'idle', title: trans.__('Idle for') },
+    { sort: 'kept', title: trans.__('Kept until') },
+    { sort: 'waits', title: trans.__('Waits for') }
+  ];
+}
+
+type Run = (order: Promise<INote | null>) => void;
+
+export function AdminPage(props: IAdminProps): React.ReactElement {
+  const { trans, view, fault, orders, refresh } = props;
+  const [sort, setSort] = React.useState<Sort>('waste');
+  const [inverted, setInverted] = React.useState(false);
+  const [answer, setAnswer] = React.useState({ text: '', refused: false });
+  const run: Run = React.useCallback(
+    order => {
+      order
+        .then(
+          done => {
+            if (done !== null) {
+              setAnswer({ text: done.note, refused: false });
+            }
+          },
+          (error: unknown) => setAnswer({ text: refusal(trans, error), refused: true })
+        )
+        .finally(refresh);
+    },
+    [trans, refresh]
+  );
+  const choose = (column: Sort) => {
+    setInverted(column === sort && !inverted);
+    setSort(column);
+  };
+  return (
+    <>
+      <h2>{trans.__('GPU Pool: all sessions')}</h2>
+      {fault && (
+        <p className="jp-gpupool-alert" role="alert">
+          {fault}
+        </p>
+      )}
+      <p
+        role="status"
+        className={`jp-gpupool-result${answer.refused ? ' jp-mod-bad' : ''}`}
+      >
+        {answer.text}
+      </p>
+      {view === null && !fault && <p>{trans.__('Asking the pool…')}</p>}
+      {view && (
+        <>
+          <Devices trans={trans} view={view} orders={orders} run={run} />
+          <Sessions
+            {...props}
+            view={view}
+            shown={rows(view, sort, inverted)}
+            sort={sort}
+            inverted={inverted}
+            choose={choose}
+            run={run}
+          />
+        </>
+      )}
+    </>
+  );
+}
+
+function Devices(props: {
+  readonly trans: TranslationBundle;
+  readonly view: IAdmin;
+  readonly orders: Orders;
+  readonly run: Run;
+}): React.ReactElement {
+  const { trans, view, orders, run } = props;
+  const ordered = (device: IDevice) =>
+    view.maintenance.find(order => order.device === device.uuid);
+  return (
+    <ul
+      className="jp-gpupool-list jp-gpupool-adminDevices"
+      aria-label={trans.__('GPUs')}
+    >
+      {view.devices.map(device => {
+        const order = ordered(device);
+        const out = order?.text ?? device.drained_reason;
+        const actions: ['drain' | 'pause' | 'resume', string][] = order
+          ? [['resume', trans.__('Put back…')]]
+          : [
+              ['drain', trans.__('Empty…')],
+              ['pause', trans.__('Pause…')]
+            ];
+        return (
+          <li key={device.uuid}>
+            <b>{trans.__('GPU %1', device.index)}</b>{' '}
+            {trans.__(
+              '%1 in slices',
+              part(trans, device.memory_granted, device.memory_capacity)
+            )}
+            {out && <span className="jp-gpupool-note"> {out}</span>}
+            <span className="jp-gpupool-actions">
+              {actions.map(([action, text]) => (
+                <button
+                  key={action}
+                  type="button"
+                  className="jp-gpupool-button"
+                  aria-label={trans.__('GPU %1: %2', device.index, text)}
+                  onClick={() => run(orders.device(device, action))}
+                >
+                  {text}
+                </button>
+              ))}
+            </span>
+          </li>
+        );
+      })}
+    </ul>
+  );
+}
+
+interface ISessionsProps extends IAdminProps {
+  readonly view: IAdmin;
+  readonly shown: readonly IRow[];
+  readonly sort: Sort;
+  readonly inverted: boolean;
+  readonly choose: (sort: Sort) => void;
+  readonly run: Run;
+}
+
+function Sessions(props: ISessionsProps): React.ReactElement {
+  const { trans, shown, sort, inverted, choose } = props;
+  if (shown.length === 0) {
+    return <p>{trans.__('No kernel is in the pool.')}</p>;
+  }
+  // Names are sorted from A to Z, figures from the largest.
+  const rising = (sort === 'owner' || sort === 'name') !== inverted;
+  return (
+    <div
+      className="jp-gpupool-adminScroll"
+      role="region"
+      aria-label={trans.__('All sessions')}
+      tabIndex={0}
+    >
+      <table className="jp-gpupool-adminTable">
+        <thead>
+          <tr>
+            {columns(trans).map(column => (
+              <th
+                key={column.title}
+                scope="col"
+                title={column.meaning}
+                aria-sort={
+                  column.sort === sort
+                    ? rising
+                      ? 'ascending'
+                      : 'descending'
+                    : undefined
+                }
+              >
+                {column.sort === null ? (
+                  column.title
+                ) : (
+                  <button
+                    type="button"
+                    className="jp-gpupool-link"
+                    onClick={() => column.sort && choose(column.sort)}
+                  >
+                    {column.title}
+                    {column.sort === sort && (
+                      <span aria-hidden="true"> {rising ? '↑' : '↓'}</span>
+                    )}
+                  </button>
+                )}
+              </th>
+            ))}
+            <th scope="col">{trans.__('Actions')}</th>
+          </tr>
+        </thead>
+        <tbody>
+          {shown.map(row => (
+            <SessionRow key={row.session.id} {...props} row={row} />
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function SessionRow(
+  props: ISessionsProps & { readonly row: IRow }
+): React.ReactElement {
+  const { trans, model, orders, run, row, view } = props;
+  const { session } = row;
+  const numbers = session.devices.map(
+    uuid => view.devices.find(device => device.uuid === uuid)?.index ?? '?'
+  );
+  const until = session.keep_until;
+  const recall = session.recall_at;
+  const time = (at: number) => dayAndTime(trans, localTime(model, at));
+  const button = (text: string, label: string, order: () => Promise<INote | null>) => (
+    <button
+      type="button"
+      className="jp-gpupool-button"
+      aria-label={label}
+      onClick={() => run(order())}
+    >
+      {text}
+    </button>
+  );
+  return (
+    <tr>
+      <th scope="row" title={session.id}>
+        {row.name}
+      </th>
+      <td>{row.owner}</td>
+      <td>{numbers.join(', ')}</td>
+      <td>
+        {stateText(trans, row)}
+        {session.pinned_reason && (
+          <div className="jp-gpupool-note">{session.pinned_reason}</div>
+        )}
+      </td>
+      <td className="jp-mod-number">{row.slice > 0 && bytes(row.slice)}</td>
+      <td className="jp-mod-number">
+        {row.slice > 0 && (row.used === null ? trans.__('not known') : bytes(row.used))}
+      </td>
+      <td className="jp-mod-number">
+        {row.busy !== null && trans.__('%1 %', Math.round(row.busy * 100))}
+      </td>
+      <td className="jp-mod-number">{wasteText(trans, row)}</td>
+      <td className="jp-mod-number">
+        {row.idle !== null && duration(trans, row.idle)}
+      </td>
+      <td>
+        {recall !== null
+          ? trans.__('Taken back at %1', time(recall))
+          : row.kept !== null && until !== null && time(until)}
+      </td>
+      <td className="jp-mod-number">
+        {row.waits !== null && duration(trans, row.waits)}
+      </td>
+      <td className="jp-gpupool-actions">
+        {row.slice > 0 &&
+          (recall === null
+            ? button(
+                trans.__('Take back…'),
+                trans.__('Take the slice of %1 back', row.name),
+                () => orders.recall(row)
+              )
+            : button(
+                trans.__('Let it stay'),
+                trans.__('Let %1 keep its slice', row.name),
+                () => orders.keep(row)
+              ))}
+        {button(
+          trans.__('Priority…'),
+          trans.__('Change the priority of %1', row.name),
+          () => orders.prioritise(row, view.priorities)
+        )}
+        {button(trans.__('Shut down…'), trans.__('Shut down %1', row.name), () =>
+          orders.end(row)
+        )}
+      </td>
+    </tr>
+  );
+}
