@@ -64,9 +64,7 @@ export function rows(view: IAdmin, sort: Sort, inverted: boolean): IRow[] {
       return (one === null ? 1 : 0) - (other === null ? 1 : 0) || byId(a, b);
     }
     const order =
-      typeof one === 'string'
-        ? one.localeCompare(String(other))
-        : Number(other) - Number(one);
+      typeof one === 'string' ? one.localeCompare(String(other)) : Number(other) - one;
     return sign * order || byId(a, b);
   });
 }

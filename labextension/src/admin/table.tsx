@@ -188,7 +188,6 @@ function Sessions(props: ISessionsProps): React.ReactElement {
       className="jp-gpupool-adminScroll"
       role="region"
       aria-label={trans.__('All sessions')}
-      tabIndex={0}
     >
       <table className="jp-gpupool-adminTable">
         <thead>
