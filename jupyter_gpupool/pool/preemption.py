@@ -93,6 +93,8 @@ def times(s: Session, facts: Facts) -> tuple[float, float]:
         yields = max(possible, idle + settings.reclaim_after, keep, stays_until(s, facts))
         asked = s.release_asked or paused(s, facts)
         leaves = possible if asked else max(possible, idle + settings.idle_timeout, keep)
+        if s.recall_at:  # an admin takes it back then, kept or not
+            leaves = min(leaves, max(possible, s.recall_at))
         s.times = facts.version, yields, leaves
     return s.times[1], s.times[2]
 
