@@ -52,8 +52,7 @@ function show() {
   const client = {
     adminRecall: (...args: unknown[]) => note(`recall ${args.join(' ')}`),
     adminKeep: (id: string) => note(`keep ${id}`),
-    adminEnd: (...args: unknown[]) => note(`end ${args.join(' ')}`),
-    adminPriority: () =>
+    adminEnd: () =>
       Promise.reject(new PoolError('Not allowed.', 'not-allowed', 'Ask root.', 403))
   } as unknown as PoolClient;
   let refreshed = 0;
@@ -129,8 +128,7 @@ describe('the page of admins', () => {
     await press('Let late.ipynb keep its slice');
     await told('Done: keep bb');
     expect(asked).toEqual(['keep bb']);
-    await press('Change the priority of work.ipynb');
-    within(await dialog()).getByText('Change it');
+    await press('Shut down work.ipynb');
     await answer(true);
     await told('Not allowed. Ask root.');
   });
