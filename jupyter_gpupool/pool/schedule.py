@@ -197,13 +197,12 @@ def stopped(s: Session, shares: Shares) -> str:
     """Return why ``s`` must not run although it has a lease, or ""."""
     if s.state not in ATTACHED:
         return ""
-    if why := s.recalled(shares.facts.now):
-        return why
     allowed = shares.facts.settings.classes_allowed
     if allowed is not None and s.request.priority not in allowed:
         return CLOSED
     spent = shares.spent(s.owner) if shares.tree.stops else None
-    return SPENT if spent is not None and spent.daily.then == "stop" else ""
+    stops = spent is not None and spent.daily.then == "stop"
+    return SPENT if stops else s.recalled(shares.facts.now)
 
 
 def stops_at(s: Session, facts: Facts) -> float:
