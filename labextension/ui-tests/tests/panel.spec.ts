@@ -104,35 +104,6 @@ test('devices, queue, kernels, host memory; names for root; accessible', async (
   await kernels.getByRole('button', { name: /^Release the slice of/ }).click();
   await expect(mine.chip).toHaveText(/^In host memory/);
   expect((await session(mine.kernelId))?.device).toBeNull();
-
-  // The same in a tab, beside the side bar: each element keeps a name of its own.
-  await panel.getByRole('button', { name: 'Open in a tab' }).click();
-  const tab = page.locator('#jp-gpupool-panel-tab');
-  await expect(tab.getByRole('img', { name: / in slices, / })).toHaveCount(2);
-  await expect(tab.getByRole('region', { name: 'Last hour' })).toBeVisible();
-  expect(await faults(page, '#jp-gpupool-panel-tab')).toEqual([]);
-
-  await lab.execute('application:close');
-  await expect(tab).toHaveCount(0);
-
-  // A kernel whose tab is closed is shown as such, opens again, and can be shut down by keyboard.
-  await expect(kernels).not.toContainText('tab closed');
-  await mine.activate();
-  await lab.execute('application:close');
-  await expect(kernels).toContainText('tab closed');
-  const end = kernels.getByRole('button', {
-    name: 'Shut down the kernel of mine.ipynb'
-  });
-  await end.focus();
-  await page.keyboard.press('Enter');
-  const dialog = page.getByRole('dialog');
-  await expect(dialog).toContainText('Its variables are lost.');
-  await page.keyboard.press('Escape');
-  await expect(dialog).toHaveCount(0);
-  expect(await session(mine.kernelId)).toBeTruthy();
-  await end.click();
-  await dialog.getByRole('button', { name: 'Shut it down' }).click();
-  await expect.poll(() => session(mine.kernelId)).toBeUndefined();
 });
 
 test('an admin’s page: who wastes what, and orders that ask first', async ({ lab }) => {
