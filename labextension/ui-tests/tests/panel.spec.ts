@@ -106,6 +106,52 @@ test('devices, queue, kernels, host memory; names for root; accessible', async (
   expect((await session(mine.kernelId))?.device).toBeNull();
 });
 
+test('panel in a tab; a kernel without a tab is shut down by keyboard', async ({
+  lab
+}) => {
+  await ask('fresh');
+  const { page, panel } = lab;
+  const mine = await lab.notebook('alone');
+  await mine.run(uses(256));
+  await expect(mine.chip).toHaveText(/^Idle/);
+  await lab.execute('gpupool:show-panel');
+  // In a tab beside the side bar, each element keeps a name of its own.
+  await panel.getByRole('button', { name: 'Open in a tab' }).click();
+  const tab = page.locator('#jp-gpupool-panel-tab');
+  await expect(tab.getByRole('img', { name: / in slices, / })).toHaveCount(2);
+  await expect(tab.getByRole('region', { name: 'Last hour' })).toBeVisible();
+  expect(await faults(page, '#jp-gpupool-panel-tab')).toEqual([]);
+  const kernels = tab.getByRole('region', { name: 'My kernels on this server' });
+  await expect(kernels).toContainText('alone.ipynb');
+  await expect(kernels).not.toContainText('tab closed');
+
+  // Its document without a question whether to save it.
+  await page.evaluate(() => {
+    for (const widget of [...window.jupyterapp.shell.widgets('main')]) {
+      if (widget.node.classList.contains('jp-NotebookPanel')) {
+        widget.dispose();
+      }
+    }
+  });
+  await tab.getByRole('heading', { name: 'GPU Pool' }).click();
+  await expect(kernels).toContainText('tab closed');
+  const end = kernels.getByRole('button', {
+    name: 'Shut down the kernel of alone.ipynb'
+  });
+  await end.focus();
+  await page.keyboard.press('Enter');
+  const dialog = page.getByRole('dialog');
+  await expect(dialog).toContainText('Its variables are lost.');
+  await page.keyboard.press('Escape');
+  await expect(dialog).toHaveCount(0);
+  expect(await session(mine.kernelId)).toBeTruthy();
+  await end.focus();
+  await page.keyboard.press('Enter');
+  await dialog.getByRole('button', { name: 'Shut it down' }).focus();
+  await page.keyboard.press('Enter');
+  await expect.poll(() => session(mine.kernelId)).toBeUndefined();
+});
+
 test('an admin’s page: who wastes what, and orders that ask first', async ({ lab }) => {
   await ask('fresh');
   const { page } = lab;
