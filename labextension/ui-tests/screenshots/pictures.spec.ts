@@ -101,7 +101,8 @@ test('pictures', async ({ browser }) => {
   await lab.execute('gpupool:show-admin');
   await expect(lab.page.locator('.jp-gpupool-adminTable')).toBeVisible();
   await page.sidebar.close('left');
-  await shoot(lab, 'admin', ['.jp-gpupool-admin']);
+  await shoot(lab, 'admin', ['.jp-gpupool-admin h2', '.jp-gpupool-adminScroll']);
+  await late.activate();
   await ask('kill');
   await chip(late, 'away', /^GPU pool away$/);
   await ask('start');
