@@ -9,11 +9,12 @@ Unknown fields are dropped, so that either side may be newer. Unknown types, wro
 values outside the ranges below are errors, and so are ``NaN``, ``Infinity`` and numbers of more
 than 19 digits. Sizes are bytes, times seconds.
 
-``status``, ``why``, ``journal``, ``watch`` and ``ping`` are *reads*, all others are *acts*. Each
-has a price, and each user (by user id, over all connections) has one budget for reads and another
-for acts. The broker delays requests beyond the budget; it refuses a read that waited for 2 s with
-the code ``busy`` and the seconds until a retry in ``details.retry_after``. It never refuses acts
-for that reason. Acts of one connection are handled in their order; they may overtake one read.
+``status``, ``why``, ``hour``, ``journal``, ``watch`` and ``ping`` are *reads*, all others are
+*acts*. Each has a price, and each user (by user id, over all connections) has one budget for reads
+and another for acts. The broker delays requests beyond the budget; it refuses a read that waited
+for 2 s with the code ``busy`` and the seconds until a retry in ``details.retry_after``. It never
+refuses acts for that reason. Acts of one connection are handled in their order; they may overtake
+one read.
 
 ===========  =====================================================================================
 ``ok``       ``id`` and the fields of the answer

@@ -245,20 +245,31 @@ class Child:
             ) from None
 
     async def _execute(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            self._python,
-            str(SCRIPT),
-            self._module,
-            self.program,
-            str(os.getpid()),
-            *self._arguments,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=self._env,
-            cwd="/",
-            start_new_session=True,  # ^C in a terminal is for the broker alone
-            limit=_MAX_LINE,
+        making = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                self._python,
+                str(SCRIPT),
+                self._module,
+                self.program,
+                str(os.getpid()),
+                *self._arguments,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=self._env,
+                cwd="/",
+                start_new_session=True,  # ^C in a terminal is for the broker alone
+                limit=_MAX_LINE,
+            )
         )
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            # asyncio leaves pipes of a half-made process open: finish it, then end it.
+            process = await making
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await self._reap(process)
+            raise
 
     async def _read(
         self, process: asyncio.subprocess.Process, ready: asyncio.Future[dict[str, Any]]

@@ -31,5 +31,6 @@ def monitor_of(core, *, room=None, samples=None, foreign_processes="count"):
         overuse=None,
         homes=None,
         rooms=None,
+        looked=lambda: None,
         log=logging.getLogger("test"),
     )

@@ -318,10 +318,15 @@ def requests(draw):
 @given(st.lists(requests(), min_size=1, max_size=12))
 def test_no_input_causes_an_internal_error(attacked, messages):
     """The requests of a living session come in any order; an integer of 400 digits used to fail."""
-    with attacked.client() as server, Raw(attacked.socket) as raw:
+    with (
+        subprocess.Popen(["sleep", "600"], start_new_session=True) as kernel,
+        attacked.client() as server,
+        Raw(attacked.socket) as raw,
+    ):
         opened = server.call("open", kernel_id="k")
         names = {"SESSION": opened["session"], "TOKEN": opened["token"]}
-        server.call("launched", session=opened["session"], pid=os.getpid())
+        # Not this process: one of the requests ends it.
+        server.call("launched", session=opened["session"], pid=kernel.pid)
         # Too many invalid requests close the connection, which is an answer, too.
         with suppress(OSError):
             raw.say(type="hello", id=3, **{k.lower(): v for k, v in names.items()})
@@ -333,6 +338,7 @@ def test_no_input_causes_an_internal_error(attacked, messages):
             raw.socket.shutdown(socket.SHUT_WR)
         answers = raw.read_all()
         server.call("close", session=opened["session"])
+        kernel.kill()
     assert answers
     assert "internal" not in {a.get("code") for a in answers}, attacked.tail()
     assert "Traceback" not in attacked.log.read_text()

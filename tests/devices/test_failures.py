@@ -243,6 +243,26 @@ async def test_close_waits_for_a_child_that_was_replaced(monkeypatch):
     assert first.done()
 
 
+async def test_cancelled_start_ends_the_process_it_was_making(monkeypatch):
+    """asyncio left its pipes open, which was an error in the log of a broker that was ended."""
+    execute, begun, made = asyncio.create_subprocess_exec, asyncio.Event(), []
+
+    async def late(*command, **options):
+        begun.set()
+        made.append(await execute(*command, **options))
+        return made[0]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", late)
+    child = Child("worker", module=PROGRAMS, env=child_environment(None), log=logging.getLogger())
+    start = asyncio.create_task(child.start())
+    await begun.wait()
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert made[0].returncode == -signal.SIGKILL
+    await child.close()
+
+
 async def test_children_end_with_their_parent(emulated, waiting):
     until, _ = waiting
     code = (
