@@ -344,6 +344,13 @@ class GPUPool(Configurable):
         default="None (no limit; the user can interrupt)",
         example='max_wait = "30m"',
     )
+    max_keep = _option(
+        Seconds(_POOL.max_keep, zero=True),
+        "A user may keep an idle slice (%gpu keep) at most this long at a time.",
+        unit="seconds, or text such as '4h'",
+        default="14400 (4 h); 0: nobody keeps an idle slice",
+        example='max_keep = "1h"',
+    )
     reserve = _option(
         Size(_POOL.reserve, zero=True),
         "Memory of each GPU that is never granted, for use outside the pool.",

@@ -238,11 +238,20 @@ def _option(name: str, text: str, example: str = "") -> Any:
     return value
 
 
+#: A number without a unit, which is GiB; a comma before three digits may separate thousands.
+_GIB = re.compile(r"^\s*([0-9]+(?:\.[0-9]*|,[0-9]{0,2})?|\.[0-9]+)\s*$")
+_COMMA = re.compile(r"^\s*[0-9]+,[0-9]{0,2}(?![0-9])")
+
+
 def _bytes(text: str) -> int:
+    """Read a size as JupyterLab's popover does (``parseSize``): ``12`` is GiB, ``1,5`` is 1.5."""
+    read = text.replace(",", ".", 1) if _COMMA.match(text) else text
+    if _GIB.match(text):
+        read = read.strip().rstrip(".") + "GiB"
     try:
-        return parse_bytes(text)
+        return parse_bytes(read)
     except ValueError as error:
-        raise CommandError(str(error)) from None
+        raise CommandError(str(error).replace(repr(read), repr(text))) from None
 
 
 def _example(name: str) -> str:

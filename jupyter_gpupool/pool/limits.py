@@ -148,12 +148,13 @@ def never(
     capacities: Sequence[int],
     *,
     suspends: bool,
+    least: int = 0,
 ) -> Refusal | None:
     """Return why ``request`` can never be met on this machine by these rules, or None.
 
     ``capacities`` are the bytes that each device can give at most, largest first, drained devices
     included (they may come back). ``suspends``: some device can suspend; the host's budget only
-    matters then.
+    matters then. ``least``: a smaller slice is of no use.
     """
     refusal = check_form(request, settings)
     if refusal is not None:
@@ -172,6 +173,15 @@ def never(
             f"{request.devices} GPUs were asked for; this machine has {len(capacities)}.",
             f"Ask for at most {len(capacities)}.",
             {**numbers, "most": len(capacities)},
+        )
+    if request.memory < least:
+        enough = format_bytes(least, rounding="up")
+        return Refusal(
+            Code.UNDER_LEAST,
+            f"{format_bytes(request.memory)} was asked for; a process that uses CUDA needs at "
+            f"least {enough} on a GPU here.",
+            f"Ask for at least {enough}.",
+            {**numbers, "least": least},
         )
     quota = settings.quota_of(owner.name)
     bounds = _bounds(request.devices, quota, settings, capacities, suspends, group=owner.group)
@@ -272,7 +282,12 @@ def most_devices(owner: Owner, settings: PoolSettings, devices: int) -> int:
 # --------------------------------------------------------------------------- default sizes
 
 #: Codes of refusals about the requested amount of memory.
-_ABOUT_SIZE = frozenset({Code.OVER_KERNEL_LIMIT, Code.OVER_DEVICE, Code.OVER_QUOTA, Code.OVER_HOST})
+_ABOUT_SIZE = frozenset(
+    {
+        *(Code.OVER_KERNEL_LIMIT, Code.OVER_DEVICE, Code.OVER_QUOTA, Code.OVER_HOST),
+        Code.UNDER_LEAST,
+    }
+)
 
 
 def default_request(
@@ -336,6 +351,6 @@ def blame_default(refusal: Refusal, asked: Collection[str]) -> Refusal:
     return replace(
         refusal,
         message=f"{refusal.message} Nobody asked for that size: it is c.GPUPool.default_memory.",
-        next_step="Ask for less memory in the kernelspec, or have an admin lower "
+        next_step="Name another size in the kernelspec, or have an admin change "
         "c.GPUPool.default_memory.",
     )

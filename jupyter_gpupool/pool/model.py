@@ -223,6 +223,8 @@ class PoolSettings:
     reclaim_after: float = 0.0
     #: Longest wait of a hold in the queue; None: without end.
     max_wait: float | None = None
+    #: Seconds for which a user may keep an idle slice at a time; 0: not at all.
+    max_keep: float = 4 * 3600.0
     #: Seconds of waiting that raise a session by one priority point (bounds starvation).
     ageing: float = 60.0
     #: Bytes per device that are never granted.

@@ -334,7 +334,11 @@ def _impossible(needs: tuple[Need, ...], facts: Facts) -> Reason | None:
 
 def ever(request: Request, s: Session, facts: Facts) -> Refusal | None:
     """Return why ``request`` of ``s`` can never be met, by the rules or for lack of a device."""
-    refusal = never(request, s.owner, facts.settings, facts.capacities, suspends=facts.suspends)
+    refusal = never(
+        *(request, s.owner, facts.settings, facts.capacities),
+        suspends=facts.suspends,
+        least=facts.least,
+    )
     if refusal is not None or not s.bound or s.lease.slices or s.suspended:
         return refusal
     # A session with a lease or suspended state stays with the device of its state. Any other

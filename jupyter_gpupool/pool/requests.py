@@ -405,18 +405,32 @@ def _release_note(facts: Facts, s: Session) -> str:
 
 def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
     """Keep the idle slice until a time."""
+    left, most = event.until - facts.now, facts.settings.max_keep
+    if left > 0 and s.state not in HAS_LEASE:
+        refusal = Refusal(
+            Code.NOTHING_TO_KEEP,
+            "The kernel has no slice to keep.",
+            "Get one first: use the GPU in a cell, or type %gpu attach.",
+        )
+        return _answer(s, event.rid, refusal)
+    if left > most:
+        again = f"Keep it for {format_seconds(most)}, and again before that is over."
+        refusal = Refusal(
+            Code.OVER_KEEP,
+            f"{format_seconds(left)} was asked for; an idle slice is kept for at most "
+            f"{format_seconds(most)} at a time (c.GPUPool.max_keep).",
+            again if most > 0 else "Ask an admin for a longer time.",
+            {"seconds": left, "most": most},
+        )
+        return _answer(s, event.rid, refusal)
     s.keep_until = event.until
     s.release_asked = False
-    left = event.until - facts.now
     if left <= 0:
-        note = "The slice is no longer kept when idle."
-    elif s.state in HAS_LEASE:
-        note = f"The slice stays for {format_seconds(left)}, even when idle."
-        if facts.now < s.recall_at < event.until:
-            left = s.recall_at - facts.now
-            note += f" An administrator takes it back in {format_seconds(left)} all the same."
-    else:
-        note = f"Its next slice stays for {format_seconds(left)} from now, even when idle."
+        return _answer(s, event.rid, "The slice is no longer kept when idle.")
+    note = f"The slice stays for {format_seconds(left)}, even when idle."
+    if facts.now < s.recall_at < event.until:
+        left = s.recall_at - facts.now
+        note += f" An administrator takes it back in {format_seconds(left)} all the same."
     return _answer(s, event.rid, note)
 
 

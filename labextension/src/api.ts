@@ -149,6 +149,8 @@ export interface ILimits {
   readonly memory: number | null;
   readonly devices: number;
   readonly max_wait: number | null;
+  /** The longest time for which an idle slice is kept at once; older servers omit it. */
+  readonly max_keep?: number;
   readonly priorities: readonly string[];
 }
 

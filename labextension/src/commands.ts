@@ -10,14 +10,18 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import type { CommandRegistry } from '@lumino/commands';
 import type { ReadonlyPartialJSONObject } from '@lumino/coreutils';
 
+import { attachNow } from './attach';
+import { duration, keepSeconds } from './keeping';
 import { Documents } from './panel/documents';
 import { explain, noBroker, tell, tellCalmly, tellRefusal } from './tell';
 import { IPoolModel, IPoolSettings } from './tokens';
+import { hasSlice } from './toolbar/situation';
 import { editable, readSize } from './toolbar/sizes';
 import { bytes } from './words';
 
 export namespace CommandIDs {
   export const ask = 'gpupool:ask';
+  export const get = 'gpupool:get';
   export const release = 'gpupool:release';
   export const keep = 'gpupool:keep';
   export const why = 'gpupool:why';
@@ -33,6 +37,7 @@ export interface IOptions {
   readonly model: IPoolModel;
   readonly settings: Pick<IPoolSettings, 'keepMinutes'>;
   readonly sessions: Pick<ServiceManager.IManager['sessions'], 'running'>;
+  readonly kernels: Pick<ServiceManager.IManager['kernels'], 'connectTo'>;
   /** The kernel of the document in front. */
   readonly active: () => string | null;
   readonly trans: TranslationBundle;
@@ -59,21 +64,28 @@ export function addCommands(options: IOptions): void {
     }
     return model.session(id) !== null;
   };
-  const minutes = (args: Args): number =>
-    typeof args['minutes'] === 'number' ? args['minutes'] : settings.keepMinutes;
+  const seconds = (args: Args): number | null =>
+    keepSeconds(args['minutes'] ?? settings.keepMinutes, model.view);
+  const has = (kernelId: string): boolean => hasSlice(model.session(kernelId));
+  const waits = (kernelId: string): boolean =>
+    model.session(kernelId)?.state === 'queued';
 
-  /** A command for one kernel, enabled only if there is one. */
+  /** A command for one kernel, enabled only if there is one and it is in a state for it. */
   const add = (
     id: string,
     label: (args: Args) => string,
     caption: string,
     execute: (kernelId: string, args: Args) => Promise<boolean>,
+    fits: (kernelId: string) => boolean = () => true,
     more: Record<string, { type: string; description: string }> = {}
   ) =>
     commands.addCommand(id, {
       label,
       caption,
-      isEnabled: args => kernel(args) !== null,
+      isEnabled: args => {
+        const kernelId = kernel(args);
+        return kernelId !== null && fits(kernelId);
+      },
       execute: async args => {
         const kernelId = kernel(args);
         return kernelId === null ? false : execute(kernelId, args);
@@ -115,6 +127,23 @@ export function addCommands(options: IOptions): void {
     }
   );
   add(
+    CommandIDs.get,
+    () => trans.__('Get a GPU Now'),
+    trans.__('Get this kernel’s slice before a cell needs it'),
+    async kernelId => {
+      for (const { kernel: found } of options.sessions.running()) {
+        if (found?.id === kernelId) {
+          const connection = options.kernels.connectTo({ model: found });
+          const done = await tell(trans, kernelId, attachNow(trans, connection));
+          connection.dispose();
+          return done;
+        }
+      }
+      return false;
+    },
+    kernelId => !has(kernelId) && !waits(kernelId)
+  );
+  add(
     CommandIDs.release,
     () => trans.__('Release the GPU Now'),
     trans.__(
@@ -124,15 +153,30 @@ export function addCommands(options: IOptions): void {
   );
   add(
     CommandIDs.keep,
-    args =>
-      trans._n(
-        'Keep the GPU for %1 Minute',
-        'Keep the GPU for %1 Minutes',
-        minutes(args)
-      ),
+    args => {
+      const time = seconds(args);
+      return time === null
+        ? trans.__('Keep the GPU')
+        : trans.__('Keep the GPU for %1', titled(duration(trans, time)));
+    },
     trans.__('Keep this kernel’s slice even if the kernel is idle'),
-    (kernelId, args) =>
-      tell(trans, kernelId, client.keep(kernelId, minutes(args) * 60)),
+    async (kernelId, args) => {
+      const time = seconds(args);
+      if (time === null) {
+        // An empty or negative number keeps nothing, and is not sent: 0 would end a keep.
+        tellRefusal(
+          trans,
+          new Error(
+            model.view?.limits.max_keep === 0
+              ? trans.__('The pool keeps no idle slice (c.GPUPool.max_keep).')
+              : trans.__('Give a number of minutes above zero.')
+          )
+        );
+        return false;
+      }
+      return tell(trans, kernelId, client.keep(kernelId, time));
+    },
+    has,
     { minutes: { type: 'number', description: trans.__('For how long') } }
   );
   add(
@@ -150,7 +194,8 @@ export function addCommands(options: IOptions): void {
         tellRefusal(trans, error);
         return false;
       }
-    }
+    },
+    kernelId => has(kernelId) || waits(kernelId)
   );
   commands.addCommand(CommandIDs.refresh, {
     label: trans.__('Refresh the GPU Pool'),
@@ -167,6 +212,11 @@ export function addCommands(options: IOptions): void {
     },
     describedBy: { args: { type: 'object', properties: {} } }
   });
+}
+
+/** `10 Minutes`: as menus write it. */
+function titled(text: string): string {
+  return text.replace(/ (\p{L})/gu, (_, letter: string) => ` ${letter.toUpperCase()}`);
 }
 
 /** Bytes that the user types as GiB or with a unit; null if the user cancels. */
@@ -227,11 +277,25 @@ export const commandsPlugin: JupyterFrontEndPlugin<void> = {
       model,
       settings,
       sessions: app.serviceManager.sessions,
+      kernels: app.serviceManager.kernels,
       active: () => documents.active,
       trans
     });
-    const { ask, release, keep, why, refresh, showPanel } = CommandIDs;
-    for (const command of [ask, release, keep, why, refresh, showPanel]) {
+    const { ask, get, release, keep, why, refresh, showPanel } = CommandIDs;
+    let last = '';
+    const update = () => {
+      const id = documents.active;
+      const now = `${id} ${id === null ? '' : model.session(id)?.state}`;
+      if (now !== last) {
+        last = now;
+        [ask, get, release, keep, why].forEach(one =>
+          app.commands.notifyCommandChanged(one)
+        );
+      }
+    };
+    model.changed.connect(update);
+    documents.changed.connect(update);
+    for (const command of [get, ask, release, keep, why, refresh, showPanel]) {
       palette?.addItem({ command, category: trans.__('GPU Pool') });
     }
   }

@@ -1,19 +1,31 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Explains in the launcher why this machine has no GPU, and what to do. */
+/** The tile of a pooled kernel: what it does, what is free now; without a GPU, what to do. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ILauncher } from '@jupyterlab/launcher';
 import type { KernelSpec } from '@jupyterlab/services';
 import { ITranslator, nullTranslator } from '@jupyterlab/translation';
 import type { TranslationBundle } from '@jupyterlab/translation';
-import type { IDisposable } from '@lumino/disposable';
+import type { ReadonlyPartialJSONObject } from '@lumino/coreutils';
+import type { Signal } from '@lumino/signaling';
 
 import { logoIcon } from './icons';
 import { explain } from './tell';
 import { IPoolModel } from './tokens';
+import { bytes } from './words';
 
-export const NO_GPU = 'gpupool:no-gpu';
+/** Makes a notebook or a console with a pooled kernel, or says why it cannot. */
+export const NEW = 'gpupool:new';
+
+/** The kernelspec of this package; `jupyter gpupool wrap` makes others. */
+const OWN = 'gpupool-python3';
+
+/** JupyterLab's commands behind its tiles, which have the name of a kernel. */
+const CREATE: ReadonlySet<string> = new Set(['notebook:create-new', 'console:create']);
+
+/** Milliseconds after which the pool is asked again what is free, if a launcher is drawn. */
+const AGAIN = 10_000;
 
 /** The text about a machine without a GPU. */
 export function explanation(trans: TranslationBundle, reason: string): string[] {
@@ -26,34 +38,86 @@ export function explanation(trans: TranslationBundle, reason: string): string[] 
     why.includes('gpupool doctor') ? why : `${why} ${doctor}`,
     trans.__('If this machine should have a GPU, ask its administrator.'),
     trans.__(
-      'To try the pool without one, start the server with emulated GPUs: GPUPOOL_EMULATE=2x8GiB in its environment.'
+      'To try the pool without one, start the server with emulated GPUs: `GPUPOOL_EMULATE=2x8GiB` in its environment.'
     ),
     trans.__('Until then, kernels of the pool do not start here; others do.')
   ];
 }
 
-/** The pool's kernels, and the best kernel without a GPU. */
-export function choose(
+type Pool = Pick<IPoolModel, 'found' | 'view' | 'broker'>;
+
+/** The text of a kernel's tile; JupyterLab shows the first two lines, and all as its tooltip. */
+export function tile(trans: TranslationBundle, name: string, model: Pool): string {
+  if (!model.found.found) {
+    return trans.__('%1: no GPU found. Choose it to see what to do.', name);
+  }
+  const what = trans.__('a GPU slice while a cell uses CUDA, and none before');
+  const parts = [trans.__('%1: %2.', name, what)];
+  const { view } = model;
+  if (view && model.broker.status === 'up') {
+    const free = view.devices.map(device => device.memory_free ?? 0);
+    const all = view.devices.reduce((sum, one) => sum + one.memory_capacity, 0);
+    parts.push(
+      trans.__(
+        '%1 of %2 is free now, at most %3 on one GPU.',
+        bytes(free.reduce((sum, one) => sum + one, 0)),
+        bytes(all),
+        bytes(Math.max(0, ...free))
+      )
+    );
+    if (view.emulated) {
+      parts.push(trans.__('EMULATED: no real GPU is used.'));
+    }
+  }
+  return parts.join(' ');
+}
+
+/** The best kernel without a GPU of the language of the pooled one. */
+export function otherKernel(
   model: Pick<IPoolModel, 'isPooled'>,
-  specs: KernelSpec.ISpecModels | null
-): { pooled: KernelSpec.ISpecModel; other: KernelSpec.ISpecModel | null } | null {
+  specs: KernelSpec.ISpecModels | null,
+  name: string
+): KernelSpec.ISpecModel | null {
   const all = Object.values(specs?.kernelspecs ?? {}).filter(
     spec => spec !== undefined
   );
-  const pooled = all.find(({ name }) => model.isPooled(name));
-  if (pooled === undefined) {
+  const language = specs?.kernelspecs[name]?.language;
+  const others = all.filter(
+    spec => !model.isPooled(spec.name) && spec.language === language
+  );
+  const usual = others.find(spec => spec.name === specs?.default);
+  return usual ?? others[0] ?? null;
+}
+
+function kernelOf(args: ReadonlyPartialJSONObject): string {
+  const name = args['gpupoolKernel'];
+  return typeof name === 'string' ? name : '';
+}
+
+type Item = ILauncher.IItemOptions;
+
+/** An item of JupyterLab for a pooled kernel becomes the pool's own, in the same place. */
+export function ownItem(model: Pick<IPoolModel, 'isPooled'>, item: Item): Item | null {
+  const name = item.args?.['kernelName'] ?? item.args?.['kernelPreference'];
+  const kernel =
+    typeof name === 'string' ? name : (name as { name?: unknown } | undefined)?.name;
+  if (
+    !CREATE.has(item.command) ||
+    typeof kernel !== 'string' ||
+    !model.isPooled(kernel)
+  ) {
     return null;
   }
-  const others = all.filter(
-    ({ name, language }) => !model.isPooled(name) && language === pooled.language
-  );
-  const usual = others.find(({ name }) => name === specs?.default);
-  return { pooled, other: usual ?? others[0] ?? null };
+  return {
+    ...item,
+    command: NEW,
+    args: { ...item.args, gpupoolCommand: item.command, gpupoolKernel: kernel }
+  };
 }
 
 export const launcherPlugin: JupyterFrontEndPlugin<void> = {
   id: '@jupyter-gpupool/labextension:launcher',
-  description: 'Explains in the launcher why there is no GPU.',
+  description: 'The tile of a pooled kernel: what it does, and why there is no GPU.',
   autoStart: true,
   requires: [IPoolModel],
   optional: [ILauncher, ITranslator],
@@ -66,68 +130,115 @@ export const launcherPlugin: JupyterFrontEndPlugin<void> = {
     const { commands } = app;
     const { kernelspecs } = app.serviceManager;
     const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
-    commands.addCommand(NO_GPU, {
-      label: trans.__('Pooled GPU (no GPU found)'),
-      caption: () => explanation(trans, model.found.reason)[0] ?? '',
-      icon: logoIcon,
-      isVisible: () => !model.found.found,
+    commands.addCommand(NEW, {
+      label: args => {
+        const name = kernelOf(args);
+        // The short name leaves room in the toolbar; here the language belongs to it.
+        const shown =
+          name === OWN
+            ? trans.__('Pooled GPU (Python 3)')
+            : kernelspecs.specs?.kernelspecs[name]?.display_name;
+        return tile(trans, shown ?? trans.__('Pooled GPU'), model);
+      },
+      // The launcher's section has the icon of its first tile.
+      icon: args => {
+        const create = args['gpupoolCommand'];
+        return typeof create === 'string' ? commands.icon(create, args) : logoIcon;
+      },
       execute: async args => {
-        const create = 'notebook:create-new';
-        const cwd = args['cwd'] ?? '';
+        const { gpupoolCommand } = args;
+        const rest = Object.fromEntries(
+          Object.entries(args).filter(([name]) => !name.startsWith('gpupool'))
+        );
+        const create =
+          typeof gpupoolCommand === 'string' ? gpupoolCommand : 'notebook:create-new';
+        const name = kernelOf(args);
         // The page was written before the broker answered, perhaps long ago.
-        await model.refresh();
-        const chosen = choose(model, kernelspecs.specs);
-        if (model.found.found && chosen && commands.hasCommand(create)) {
-          await commands.execute(create, { cwd, kernelName: chosen.pooled.name });
-          return;
+        if (!model.found.found) {
+          await model.refresh();
         }
-        const other = chosen?.other;
-        const can = other && commands.hasCommand(create);
+        if (model.found.found) {
+          return commands.execute(create, rest) as Promise<unknown>;
+        }
+        const other = otherKernel(model, kernelspecs.specs, name);
         const start = await explain(
           trans,
           trans.__('No GPU found'),
           explanation(trans, model.found.reason),
-          can ? trans.__('Start %1 without a GPU', other.display_name) : undefined
+          other ? trans.__('Start %1 without a GPU', other.display_name) : undefined
         );
-        if (start && can) {
-          await commands.execute(create, { cwd, kernelName: other.name });
-        }
+        return start && other
+          ? (commands.execute('notebook:create-new', {
+              cwd: args['cwd'] ?? '',
+              kernelName: other.name
+            }) as Promise<unknown>)
+          : undefined;
       },
       describedBy: {
         args: {
           type: 'object',
           properties: {
-            cwd: { type: 'string', description: trans.__('Where a notebook is made') }
+            cwd: { type: 'string', description: trans.__('Where a notebook is made') },
+            gpupoolKernel: {
+              type: 'string',
+              description: trans.__('The kernel, by its name')
+            },
+            gpupoolCommand: {
+              type: 'string',
+              description: trans.__('The command that makes the document')
+            }
           }
         }
       }
     });
-    if (!launcher) {
-      return;
+    if (launcher) {
+      replaceTiles(model, launcher as Model);
     }
-    let item: IDisposable | null = null;
-    const update = () => {
-      const pooled = model.found.found
-        ? undefined
-        : choose(model, kernelspecs.specs)?.pooled;
-      if (pooled && item === null) {
-        // JupyterLab's own translation: any other one would make a second category.
-        const category = (translator ?? nullTranslator)
-          .load('jupyterlab')
-          .__('Notebook');
-        item = launcher.add({
-          command: NO_GPU,
-          category,
-          rank: 1,
-          kernelIconUrl: pooled.resources['logo-svg'] ?? pooled.resources['logo-64x64']
-        });
-      } else if (!pooled && item !== null) {
-        item.dispose();
-        item = null;
-      }
-    };
-    model.changed.connect(update);
-    kernelspecs.specsChanged.connect(update);
-    update();
   }
 };
+
+/** The launcher's items, which it draws again when `stateChanged` is emitted. */
+type Model = ILauncher & {
+  items(): Iterable<Item>;
+  readonly stateChanged?: Signal<unknown, void>;
+};
+
+/**
+ * Show the pool's own tile in place of JupyterLab's: two tiles for one kernel would confuse, and
+ * JupyterLab's says nothing and fails on a machine without a GPU.
+ */
+export function replaceTiles(model: IPoolModel, launcher: Model): void {
+  const items = launcher.items.bind(launcher);
+  // An item keeps its identity, by which the launcher knows it again.
+  const own = new WeakMap<Item, Item>();
+  let asked = -Infinity;
+  launcher.items = () => {
+    const shown = [...items()].map(item => {
+      const known = own.get(item) ?? ownItem(model, item);
+      if (known) {
+        own.set(item, known);
+      }
+      return known ?? item;
+    });
+    // A page without a pooled kernel hears nothing of the pool.
+    if (!model.live && shown.some(item => item.command === NEW)) {
+      const now = performance.now();
+      if (now - asked > AGAIN) {
+        asked = now;
+        void model.refresh();
+      }
+    }
+    return shown[Symbol.iterator]();
+  };
+  let last = '';
+  const update = () => {
+    const free = model.view?.devices.map(device => device.memory_free);
+    const now = JSON.stringify([model.found, model.broker.status, free]);
+    if (now !== last) {
+      last = now;
+      launcher.stateChanged?.emit();
+    }
+  };
+  model.changed.connect(update);
+  launcher.stateChanged?.emit();
+}

@@ -10,6 +10,7 @@ import type { IDisposable } from '@lumino/disposable';
 import { Signal } from '@lumino/signaling';
 
 import type { IIdleWarning } from './api';
+import { duration, keepSeconds } from './keeping';
 import { Documents } from './panel/documents';
 import { followPool, tell } from './tell';
 import { IPoolModel, IPoolSettings } from './tokens';
@@ -77,7 +78,7 @@ export class IdleWarnings implements IDisposable {
     }
     const trans = this._trans;
     const { kernel_id: kernelId } = warned;
-    const minutes = this._settings.keepMinutes;
+    const seconds = keepSeconds(this._settings.keepMinutes, this._model.view);
     const { client } = this._model;
     const session = this._model.session(kernelId);
     const at = session?.leaves_at ?? this._model.now() + warned.seconds_left;
@@ -92,15 +93,19 @@ export class IdleWarnings implements IDisposable {
       {
         autoClose: Math.max(1000, warned.seconds_left * 1000),
         actions: [
-          {
-            label: trans.__('Keep %1 min', minutes),
-            caption: trans.__(
-              'Keep the slice for this long even if the kernel is idle'
-            ),
-            displayType: 'accent',
-            callback: () =>
-              void tell(trans, kernelId, client.keep(kernelId, minutes * 60))
-          },
+          ...(seconds === null
+            ? []
+            : [
+                {
+                  label: trans.__('Keep for %1', duration(trans, seconds)),
+                  caption: trans.__(
+                    'Keep the slice for this long even if the kernel is idle'
+                  ),
+                  displayType: 'accent' as const,
+                  callback: () =>
+                    void tell(trans, kernelId, client.keep(kernelId, seconds))
+                }
+              ]),
           {
             label: trans.__('Release now'),
             caption: trans.__('Give the slice back to the pool at once'),

@@ -74,14 +74,15 @@ function toast(
   text: string,
   options: Options
 ): void {
+  const message = unmarked(text);
   const shown = standing.get(cause);
   if (
     shown !== undefined &&
-    Notification.update({ id: shown, message: text, type, ...options })
+    Notification.update({ id: shown, message, type, ...options })
   ) {
     return;
   }
-  standing.set(cause, Notification.emit(text, type, options));
+  standing.set(cause, Notification.emit(message, type, options));
 }
 
 function takeBack(cause: string): void {
@@ -152,6 +153,21 @@ export function followPool(model: {
   });
 }
 
+/** The parts of a sentence of the server, which writes commands as `this`. */
+export function marked(
+  line: string
+): { readonly text: string; readonly code: boolean }[] {
+  return line
+    .split(/`([^`]*)`/)
+    .map((text, at) => ({ text, code: at % 2 === 1 }))
+    .filter(({ text }) => text !== '');
+}
+
+/** The same without marks, where only text is shown. */
+export function unmarked(line: string): string {
+  return line.replace(/`([^`]*)`/g, '$1');
+}
+
 /** Show paragraphs in a dialog; resolves to whether the user chose its `action`. */
 export async function explain(
   trans: TranslationBundle,
@@ -163,7 +179,11 @@ export async function explain(
   body.addClass('jp-gpupool-Explanation');
   for (const line of lines) {
     const paragraph = document.createElement('p');
-    paragraph.textContent = line;
+    for (const { text, code } of marked(line)) {
+      const node = code ? document.createElement('code') : null;
+      node?.append(text);
+      paragraph.append(node ?? text);
+    }
     body.node.append(paragraph);
   }
   const close = Dialog.cancelButton({ label: trans.__('Close') });

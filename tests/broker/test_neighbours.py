@@ -51,7 +51,7 @@ def attacked():
     """A broker to attack; it serves the whole machine if the tests are root."""
     folder = kit.short_folder()
     folder.chmod(0o755)
-    broker = kit.Broker(folder, max_sessions_per_user=40, default_memory=32 << 20)
+    broker = kit.Broker(folder, max_sessions_per_user=40, default_memory=64 << 20)
     if os.geteuid() == 0:
         broker.socket = Path("/run") / folder.name / "broker.sock"  # root's serves all users
     try:

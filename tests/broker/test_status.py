@@ -31,6 +31,7 @@ def test_limits_in_the_status_are_those_of_requests(make):
         "memory": 400 * MiB,
         "devices": 1,
         "max_wait": 60.0,
+        "max_keep": 14400.0,
         "priorities": ["batch", "notebook"],
     }
     kernel = Kernel(broker, "a")

@@ -251,7 +251,7 @@ def test_next_allocation_uses_the_new_size(pool):
         assert "352 MiB of 448 MiB" in shown, shown
         assert "on: CUDA calls wait" in shown
         # A size below the use is refused.
-        refused = await kernel.run("%gpu 64MiB")
+        refused = await kernel.run("%gpu 96MiB")
         assert not refused.ok
         assert "352 MiB" in said(refused), said(refused)
         (await kernel.run("block.verify(); more.verify(); more.free()")).check()

@@ -263,7 +263,8 @@ class Naive:
         elif isinstance(event, ev.RequestChanged):
             s.asked[event.rid] = event.request
         elif isinstance(event, ev.KeepAsked):
-            s.keep_until = event.until
+            if s.lease or event.until <= self.now:
+                s.keep_until = event.until
         elif isinstance(event, (ev.AttachDone, ev.AttachFailed)):
             if s.effect == "attach" and s.epoch == event.epoch:
                 s.effect = ""

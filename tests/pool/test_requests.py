@@ -353,6 +353,36 @@ def test_keep_postpones_the_idle_time_out(lab):
     assert suspends(lab.after(1)) == ["a"]
 
 
+def test_keep_needs_a_slice(lab):
+    lab.open("a")
+    assert got(lab.keep("a", 60), ev.Answer).refusal.code == "nothing-to-keep"
+    assert got(lab.keep("a", 0), ev.Answer).refusal is None
+    lab.hold("a")
+    lab.done("a")
+    lab.drop("a")
+    assert suspends(lab.after(300)) == ["a"], "the refused keep changes nothing"
+
+
+@pytest.mark.parametrize(("most", "asked"), [(3600.0, 3601), (0.0, 1)])
+def test_keep_for_longer_than_allowed_is_refused(make, most, asked):
+    lab = make(max_keep=most)
+    lab.idle("a")
+    refusal = got(lab.keep("a", asked), ev.Answer).refusal
+    assert (refusal.code, refusal.details["most"]) == ("over-keep", most)
+    assert got(lab.keep("a", most), ev.Answer).refusal is None
+
+
+def test_size_below_a_context_is_refused_with_the_least(make):
+    small = device(0, 16 * GiB, context_bytes=300 << 20)
+    other = dataclasses.replace(small, uuid="G1", index=1, context_bytes=400 << 20)
+    lab = make(small, other, host_memory=100 * GiB)
+    lab.open("a", GiB)
+    refusal = got(lab.change("a", 1 << 20), ev.Answer).refusal
+    assert refusal.code == "under-least"
+    assert refusal.next_step == "Ask for at least 302 MiB."
+    assert got(lab.change("a", 302 << 20), ev.Answer).refusal is None
+
+
 def test_keep_for_zero_seconds_ends_an_earlier_keep(lab):
     lab.idle("a")
     lab.keep("a", 1000)

@@ -199,7 +199,7 @@ SESSION: dict[str, Any] = {
 }  # fmt: skip
 
 COMMANDS = (
-    "atach", "help me", "memory", "memory twelve", "12", "0GiB", "12GiB --limt 20GiB",
+    "atach", "help me", "memory", "memory twelve", "1,500", "0GiB", "12GiB --limt 20GiB",
     "12GiB --limit", "12GiB --limit 8GiB", "devices two", "compute 101", "keep soon", "keep",
     "priority a b",
 )  # fmt: skip

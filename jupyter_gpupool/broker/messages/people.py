@@ -34,9 +34,6 @@ from .snapshot import Snapshots, StatusAnswers
 #: Connections of one user to which rows of the journal are pushed.
 MAX_WATCHERS = 64
 
-#: Seconds for which a slice may be kept idle at a time: 30 days.
-MAX_KEEP = 30 * 86400
-
 #: Requests that may wait for a new sample at once; for any more, the last sample counts.
 MAX_LOOKS = 16
 
@@ -130,11 +127,11 @@ class PeopleMessages:
     def keep(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
         seconds = float(message["seconds"])
-        if not 0 <= seconds <= MAX_KEEP:
+        if seconds < 0:
             raise RefusedError(
                 f"A slice cannot be kept for {seconds:g} seconds.",
                 code=Code.BAD_REQUEST,
-                next_step=f"Ask for at most {MAX_KEEP} (30 days).",
+                next_step="Write for example %gpu keep 10m.",
             )
         until = self._core.now() + seconds
         self._ask(

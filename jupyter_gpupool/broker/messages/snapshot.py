@@ -79,6 +79,7 @@ class Snapshots:
             "memory": MostMemory(settings, devices).of(owner, 1),
             "devices": most_devices(owner, settings, len(devices)),
             "max_wait": settings.max_wait,
+            "max_keep": settings.max_keep,
             "priorities": sorted(settings.priority_classes),
         }
 

@@ -7,7 +7,7 @@ import { CommandRegistry } from '@lumino/commands';
 import { addCommands, CommandIDs } from '../commands';
 import { PoolModel } from '../model';
 import { followPool, REFUSAL } from '../tell';
-import { aPool, aSession, trans } from './defaults';
+import { aPool, aSession, NOTHING, trans } from './defaults';
 import { answer, asked, FakeServices, FakeSocket, reset } from './fake';
 
 const WHY = {
@@ -20,6 +20,15 @@ describe('the commands', () => {
   let model: PoolModel;
   let commands: CommandRegistry;
   let active: string | null;
+  let reply: { status: string; evalue?: string };
+  const connection = {
+    info: Promise.resolve({ language_info: { name: 'python' } }),
+    dispose: jest.fn(),
+    requestExecute: jest.fn(() => ({
+      done: Promise.resolve({ content: reply }),
+      dispose: jest.fn()
+    }))
+  };
 
   const of = [
     CommandIDs.ask,
@@ -41,6 +50,7 @@ describe('the commands', () => {
       model,
       settings: { keepMinutes: 7 },
       sessions: services.all.sessions,
+      kernels: { connectTo: () => connection as never },
       active: () => active,
       trans
     });
@@ -73,9 +83,17 @@ describe('the commands', () => {
     services.start('a', 'python3');
     expect(enabled()).toEqual([false, false, false, false]);
     services.start('b');
+    expect(enabled({ kernelId: 'kernel-b' })).toEqual([true, true, false, false]);
+    FakeSocket.one.snapshot(aPool({ sessions: [aSession({ id: 'b' })] }));
     expect(enabled({ kernelId: 'kernel-b' })).toEqual([true, true, true, true]);
+    expect(commands.isEnabled(CommandIDs.get, { kernelId: 'kernel-b' })).toBe(false);
     active = 'kernel-b';
     expect(enabled()).toEqual([true, true, true, true]);
+    FakeSocket.one.snapshot(
+      aPool({ sessions: [aSession({ id: 'b', ...NOTHING, state: 'detached' })] })
+    );
+    expect(enabled()).toEqual([true, true, false, false]);
+    expect(commands.isEnabled(CommandIDs.get)).toBe(true);
     active = null;
     expect(enabled()).toEqual([false, false, false, false]);
   });
@@ -85,6 +103,47 @@ describe('the commands', () => {
       expect(await commands.execute(id)).toBe(false);
     }
     expect(asked).toEqual([]);
+  });
+
+  test('get a slice as %gpu attach does, and show why not', async () => {
+    services.start('a');
+    reply = { status: 'ok' };
+    expect(await commands.execute(CommandIDs.get)).toBe(true);
+    expect(connection.requestExecute).toHaveBeenLastCalledWith(
+      { code: '%gpu attach', store_history: false, stop_on_error: false },
+      false
+    );
+    expect(shown()).toEqual([['success', 'The kernel has its GPU.']]);
+    reply = { status: 'error', evalue: 'You stopped the wait.' };
+    expect(await commands.execute(CommandIDs.get)).toBe(false);
+    expect(shown()).toContainEqual(['error', 'You stopped the wait.']);
+    expect(connection.dispose).toHaveBeenCalledTimes(2);
+  });
+
+  test.each([['', 0, -3, NaN, Infinity, null]].flat())(
+    'send nothing for %p minutes',
+    async minutes => {
+      services.start('a');
+      expect(await commands.execute(CommandIDs.keep, { minutes })).toBe(
+        minutes === null
+      );
+      // Null is no number that was given: the setting counts.
+      expect(asked).toEqual(
+        minutes === null ? ['POST sessions/kernel-a/keep {"seconds":420}'] : []
+      );
+    }
+  );
+
+  test('keep for no longer than the pool allows', async () => {
+    services.start('a');
+    const limits = { ...aPool().limits, max_keep: 90 };
+    FakeSocket.one.snapshot(aPool({ limits }));
+    expect(commands.label(CommandIDs.keep)).toBe('Keep the GPU for 1 Minute');
+    await commands.execute(CommandIDs.keep);
+    expect(asked).toEqual(['POST sessions/kernel-a/keep {"seconds":90}']);
+    FakeSocket.one.snapshot(aPool({ limits: { ...limits, max_keep: 0 } }));
+    expect(await commands.execute(CommandIDs.keep)).toBe(false);
+    expect(asked).toHaveLength(1);
   });
 
   test('release and keep a slice, and show the answer', async () => {

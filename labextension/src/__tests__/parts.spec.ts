@@ -4,19 +4,20 @@
 import type { JupyterFrontEnd } from '@jupyterlab/application';
 import { Notification } from '@jupyterlab/apputils';
 import { PageConfig } from '@jupyterlab/coreutils';
+import { LauncherModel } from '@jupyterlab/launcher';
 import { CommandRegistry } from '@lumino/commands';
 import { Signal } from '@lumino/signaling';
 
 import type { IPool, ISession } from '../api';
 import { PoolClient } from '../api';
 import { History, INTERVAL } from '../history';
-import { choose, explanation, launcherPlugin, NO_GPU } from '../launcher';
+import { explanation, launcherPlugin, otherKernel, tile } from '../launcher';
 import { PoolModel } from '../model';
 import { IdleWarnings, warning } from '../notify';
 import { RunningSlices } from '../running';
 import { PoolSettings } from '../settings';
 import { localTime, timeOfDay } from '../words';
-import { aPool, aSession, GIB, trans } from './defaults';
+import { aDevice, aPool, aSession, GIB, trans } from './defaults';
 import { answer, asked, FakeServices, FakeSocket, reset, show } from './fake';
 
 let services: FakeServices;
@@ -88,7 +89,7 @@ describe('the idle warning', () => {
     ]);
     expect(shown()[0]!.options.autoClose).toBe(20_000);
     expect(shown()[0]!.options.actions?.map(a => a.label)).toEqual([
-      'Keep 10 min',
+      'Keep for 10 minutes',
       'Release now'
     ]);
   });
@@ -108,7 +109,7 @@ describe('the idle warning', () => {
   });
 
   test.each([
-    ['Keep 10 min', 'POST sessions/kernel-a/keep {"seconds":600}'],
+    ['Keep for 10 minutes', 'POST sessions/kernel-a/keep {"seconds":600}'],
     ['Release now', 'POST sessions/kernel-a/release {}']
   ])('%s is sent to the server, and its answer shown', async (label, request) => {
     await warn();
@@ -331,29 +332,57 @@ describe('the launcher', () => {
 
   test('offers the plain kernel of the same language', () => {
     const pooled = { isPooled: (kernel: string) => kernel.startsWith('gpupool') };
-    const of = (...kernels: [string, string?][]) => {
-      const found = choose(pooled, {
-        default: 'python3',
-        kernelspecs: Object.fromEntries(
-          kernels.map(([kernel, language = 'python']) => [
-            kernel,
-            { name: kernel, language } as never
-          ])
-        )
-      });
-      return found && [found.pooled.name, found.other?.name ?? null];
-    };
+    const of = (...kernels: [string, string?][]) =>
+      otherKernel(
+        pooled,
+        {
+          default: 'python3',
+          kernelspecs: Object.fromEntries(
+            kernels.map(([kernel, language = 'python']) => [
+              kernel,
+              { name: kernel, language } as never
+            ])
+          )
+        },
+        'gpupool-python3'
+      )?.name ?? null;
     const ours: [string] = ['gpupool-python3'];
-    expect(of(['conda'], ['python3'], ours)).toEqual(['gpupool-python3', 'python3']);
-    expect(of(['conda'], ['ir', 'R'], ours)).toEqual(['gpupool-python3', 'conda']);
-    expect(of(['ir', 'R'], ours)).toEqual(['gpupool-python3', null]);
-    expect(of(['python3'])).toBeNull();
-    expect(choose(pooled, null)).toBeNull();
+    expect(of(['conda'], ['python3'], ours)).toBe('python3');
+    expect(of(['conda'], ['ir', 'R'], ours)).toBe('conda');
+    expect(of(['ir', 'R'], ours)).toBeNull();
+    expect(otherKernel(pooled, null, 'gpupool-python3')).toBeNull();
+  });
+
+  test('has a tile that says what the kernel does and what is free now', () => {
+    const pool = (view: IPool | null, found = true) => ({
+      found: { found, reason: '' },
+      view,
+      broker: { status: 'up' as const, message: '', nextStep: '' }
+    });
+    const name = 'Pooled GPU (Python 3)';
+    const what = `${name}: a GPU slice while a cell uses CUDA, and none before.`;
+    expect(tile(trans, name, pool(null))).toBe(what);
+    const devices = [
+      aDevice({ memory_free: 3 * GIB }),
+      aDevice({ index: 1, memory_free: null })
+    ];
+    expect(tile(trans, name, pool(aPool({ devices })))).toBe(
+      `${what} 3 GiB of 30 GiB is free now, at most 3 GiB on one GPU.`
+    );
+    expect(tile(trans, name, pool(aPool({ emulated: true })))).toContain(
+      'EMULATED: no real GPU is used.'
+    );
+    expect(tile(trans, name, pool(aPool(), false))).toBe(
+      `${name}: no GPU found. Choose it to see what to do.`
+    );
+    const away = { ...pool(aPool()), broker: { ...pool(null).broker, status: 'away' } };
+    expect(tile(trans, name, away as never)).toBe(what);
   });
 
   describe('on a page that reported no GPU', () => {
     const created: unknown[] = [];
     let commands: CommandRegistry;
+    let launcher: LauncherModel;
 
     beforeEach(() => {
       jest.useRealTimers();
@@ -361,31 +390,44 @@ describe('the launcher', () => {
       created.length = 0;
       model.dispose();
       PageConfig.setOption('gpupool', JSON.stringify({ found: false, reason: 'No.' }));
-      const { specs } = services.kernelspecs;
-      const ours = { ...specs.kernelspecs['gpupool-python3'], name: 'gpupool-python3' };
-      specs.kernelspecs = { ...specs.kernelspecs, 'gpupool-python3': ours };
       model = new PoolModel(services.all, trans);
       commands = new CommandRegistry();
       commands.addCommand('notebook:create-new', {
         execute: args => created.push(args)
       });
       const app = { commands, serviceManager: services } as unknown as JupyterFrontEnd;
-      void launcherPlugin.activate(app, model, null, null);
+      launcher = new LauncherModel();
+      void launcherPlugin.activate(app, model, launcher, null);
+      for (const kernelName of ['gpupool-python3', 'python3']) {
+        launcher.add({
+          command: 'notebook:create-new',
+          category: 'Notebook',
+          args: { isLauncher: true, kernelName }
+        });
+      }
     });
 
     afterEach(() => PageConfig.setOption('gpupool', ''));
 
+    const choose = () => {
+      const [ours, other] = [...launcher.items()];
+      expect(other!.command).toBe('notebook:create-new');
+      expect([...launcher.items()][0]).toBe(ours);
+      expect(commands.label(ours!.command, ours!.args)).toContain('no GPU found');
+      return commands.execute(ours!.command, { ...ours!.args, cwd: 'work' });
+    };
+
     test('asks the pool, and starts a kernel on it if it has a GPU', async () => {
-      expect(commands.isVisible(NO_GPU)).toBe(true);
-      await commands.execute(NO_GPU, { cwd: 'work' });
-      expect(asked).toEqual(['GET pool']);
-      expect(created).toEqual([{ cwd: 'work', kernelName: 'gpupool-python3' }]);
-      expect(commands.isVisible(NO_GPU)).toBe(false);
+      await choose();
+      expect(asked).toContain('GET pool');
+      expect(created).toEqual([
+        { isLauncher: true, cwd: 'work', kernelName: 'gpupool-python3' }
+      ]);
     });
 
     test('shows the pool’s reason if it has none', async () => {
       answer.body = aPool({ devices: [], problem: 'They fell off the bus.' });
-      const done = commands.execute(NO_GPU);
+      const done = choose();
       let dialog: HTMLElement | null = null;
       while (dialog === null) {
         await new Promise(resolve => setTimeout(resolve, 5));

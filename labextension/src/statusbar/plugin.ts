@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Puts the item in the status bar and lets it follow the active notebook. */
+/** Puts the item in the status bar and lets it follow the notebook or console in front. */
 import {
   ILabShell,
   type JupyterFrontEnd,
@@ -12,13 +12,14 @@ import { IStatusBar } from '@jupyterlab/statusbar';
 import { ITranslator, nullTranslator } from '@jupyterlab/translation';
 import { Signal } from '@lumino/signaling';
 
+import { contextOf } from '../contexts';
 import { IPoolModel, IPoolSettings } from '../tokens';
 import { IPoolPopovers } from '../toolbar/popovers';
 import { StatusItem } from './item';
 
 export const statusbarPlugin: JupyterFrontEndPlugin<void> = {
   id: '@jupyter-gpupool/labextension:statusbar',
-  description: 'The GPU of the active notebook, in the status bar.',
+  description: 'The GPU of the notebook or console in front, in the status bar.',
   autoStart: true,
   requires: [IPoolModel, IPoolPopovers],
   optional: [IStatusBar, INotebookTracker, ILabShell, IPoolSettings, ITranslator],
@@ -37,11 +38,9 @@ export const statusbarPlugin: JupyterFrontEndPlugin<void> = {
     }
     const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
     const item = new StatusItem(model, popovers, trans);
-    const follow = () => {
-      const panel = notebooks.currentWidget;
-      const current = shell === null || shell.currentWidget === panel;
-      item.follow(panel && current ? panel.sessionContext : null);
-    };
+    // Consoles have no tracker here: whatever is in front and has a kernel is followed.
+    const follow = () =>
+      item.follow(contextOf(shell ? shell.currentWidget : notebooks.currentWidget));
     notebooks.currentChanged.connect(follow);
     shell?.currentChanged.connect(follow);
     follow();

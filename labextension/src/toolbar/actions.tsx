@@ -2,11 +2,14 @@
 // Distributed under the terms of the Modified BSD License.
 
 /** Buttons that release the slice, or keep it while idle. */
+import type { Kernel } from '@jupyterlab/services';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
 import type { ISession } from '../api';
 import type { IPoolModel } from '../tokens';
+import { attachNow } from '../attach';
+import { duration, keepSeconds } from '../keeping';
 import { dayAndTime, goesBack, goingBack, localTime } from '../words';
 import { Answer } from './answer';
 import { useAnswer } from './hooks';
@@ -21,6 +24,8 @@ interface IProps {
   readonly kernelId: string;
   readonly session: ISession;
   readonly keepMinutes: number;
+  /** The page's connection to the kernel; null if there is none. */
+  readonly kernel: Kernel.IKernelConnection | null;
 }
 
 export function Actions(props: IProps): React.JSX.Element {
@@ -36,10 +41,20 @@ export function Actions(props: IProps): React.JSX.Element {
       ? trans.__('The kernel waits for a slice and has none to give back.')
       : trans.__('The kernel has no slice to give back.');
   const until = session.keep_until;
-  const kept = useUntil(until, model);
-  const keep = (seconds: number) => run(() => model.client.keep(kernelId, seconds));
+  const has = hasSlice(session) && session.state !== 'detaching';
+  const kept = useUntil(until, model) && has;
+  const seconds = keepSeconds(keepMinutes, model.view);
+  // The new state says it all: a note would say it twice.
+  const keep = (time: number) =>
+    run(async () => {
+      await model.client.keep(kernelId, time);
+      return { note: '' };
+    });
   return (
     <div className="jp-gpupool-Popover-actions">
+      {session.state === 'detached' && props.kernel ? (
+        <GetNow trans={trans} kernel={props.kernel} up={up} />
+      ) : null}
       <div className="jp-gpupool-Popover-row">
         <button
           type="button"
@@ -57,19 +72,21 @@ export function Actions(props: IProps): React.JSX.Element {
         >
           {trans.__('Release now')}
         </button>
-        <button
-          type="button"
-          className="jp-gpupool-Popover-button"
-          aria-disabled={busy}
-          onClick={() => void keep(kept ? 0 : keepMinutes * 60)}
-        >
-          {kept
-            ? trans.__('Stop keeping')
-            : trans._n('Keep for %1 minute', 'Keep for %1 minutes', keepMinutes)}
-        </button>
+        {has && (kept || seconds !== null) ? (
+          <button
+            type="button"
+            className="jp-gpupool-Popover-button"
+            aria-disabled={busy}
+            onClick={() => void keep(kept ? 0 : (seconds ?? 0))}
+          >
+            {kept
+              ? trans.__('Stop keeping')
+              : trans.__('Keep for %1', duration(trans, seconds ?? 0))}
+          </button>
+        ) : null}
       </div>
       {kept && until !== null ? (
-        <p className="jp-gpupool-Popover-note">
+        <p className="jp-gpupool-Popover-note" role="status">
           {trans.__(
             'Kept until %1, even when idle.',
             dayAndTime(trans, localTime(model, until))
@@ -83,6 +100,31 @@ export function Actions(props: IProps): React.JSX.Element {
       ) : null}
       <Answer answer={answer} />
     </div>
+  );
+}
+
+/** Has an answer of its own: the wait for a slice must not stop the other buttons. */
+function GetNow(props: {
+  readonly trans: TranslationBundle;
+  readonly kernel: Kernel.IKernelConnection;
+  readonly up: boolean;
+}): React.JSX.Element {
+  const { trans, kernel, up } = props;
+  const { answer, busy, run } = useAnswer(trans, String(up), up);
+  return (
+    <>
+      <div className="jp-gpupool-Popover-row">
+        <button
+          type="button"
+          className="jp-gpupool-Popover-button"
+          aria-disabled={busy}
+          onClick={() => void run(() => attachNow(trans, kernel))}
+        >
+          {busy ? trans.__('Getting a GPU…') : trans.__('Get a GPU now')}
+        </button>
+      </div>
+      <Answer answer={answer} />
+    </>
   );
 }
 

@@ -3,7 +3,19 @@
 
 import * as React from 'react';
 
+import { marked } from '../tell';
 import type { IAnswer } from './hooks';
+
+/** A sentence of the server, with its commands as code. */
+export function Marked({ line }: { readonly line: string }): React.JSX.Element {
+  return (
+    <>
+      {marked(line).map(({ text, code }, at) =>
+        code ? <code key={at}>{text}</code> : text
+      )}
+    </>
+  );
+}
 
 /** The place for answers: always present, so that screen readers announce new text in it. */
 export function Answer(props: {
@@ -13,9 +25,11 @@ export function Answer(props: {
   const { answer, id } = props;
   return (
     <div id={id} className="jp-gpupool-Popover-answer">
-      <div role="status">{answer && !answer.refused ? answer.text : null}</div>
+      <div role="status">
+        {answer && !answer.refused ? <Marked line={answer.text} /> : null}
+      </div>
       <div role="alert" className="jp-mod-refused">
-        {answer?.refused ? answer.text : null}
+        {answer?.refused ? <Marked line={answer.text} /> : null}
       </div>
     </div>
   );

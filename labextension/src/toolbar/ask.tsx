@@ -24,6 +24,8 @@ interface IProps {
   readonly state: string;
   /** Whether the pool can be reached. */
   readonly up: boolean;
+  /** Whether the kernel waits for a slice. */
+  readonly waits: boolean;
 }
 
 /** The form; typed text stays until it is granted, even if the kernel changes meanwhile. */
@@ -34,6 +36,13 @@ export function Ask(props: IProps): React.JSX.Element {
   // Null: nothing was typed, and the field follows the kernel's request.
   const [typed, setTyped] = React.useState<string | null>(null);
   const [granted, setGranted] = React.useState<number | null>(null);
+  const { waits } = props;
+  React.useEffect(() => {
+    if (!waits) {
+      // What was said about the wait is not true any more.
+      say(now => (now && !now.refused ? null : now));
+    }
+  }, [waits, say]);
   React.useEffect(() => {
     if (granted !== null && granted === request.memory) {
       setTyped(null);

@@ -9,6 +9,7 @@ import type { ISession } from '../api';
 import { byAdmin, pauseOf } from '../maintenance';
 import { bytes } from '../words';
 import { Actions } from './actions';
+import { Marked } from './answer';
 import { Ask } from './ask';
 import { Bar } from './bar';
 import { useSituation } from './hooks';
@@ -60,8 +61,17 @@ export function Card(props: IProps): React.JSX.Element {
           </svg>
         </button>
       </div>
+      {it.nearlyFull ? (
+        <p className="jp-gpupool-Popover-full">
+          {trans.__(
+            'The slice is nearly full: ask for more, or free some in the kernel.'
+          )}
+        </p>
+      ) : null}
       {notes(trans, it).map(note => (
-        <p key={note}>{note}</p>
+        <p key={note}>
+          <Marked line={note} />
+        </p>
       ))}
       {it.kind === 'ours' && session && hasSlice(session) ? (
         <Bar trans={trans} session={session} devices={view?.devices ?? []} />
@@ -85,6 +95,7 @@ export function Card(props: IProps): React.JSX.Element {
           most={asks.most_bytes}
           state={truth(session, it.broker.status === 'up')}
           up={it.broker.status === 'up'}
+          waits={asks.state === 'queued'}
           room={room}
         />
       ) : null}
@@ -96,6 +107,7 @@ export function Card(props: IProps): React.JSX.Element {
           kernelId={kernelId}
           session={session}
           keepMinutes={keepMinutes}
+          kernel={watch.context.session?.kernel ?? null}
         />
       ) : null}
       {onShowPool || it.emulated ? (

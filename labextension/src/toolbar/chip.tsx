@@ -7,8 +7,10 @@ import type { Message } from '@lumino/messaging';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
+import { attachNow } from '../attach';
+import { tell } from '../tell';
 import { goesBack, goingBack } from '../words';
-import { Glyph } from './glyph';
+import { Glyph, GlyphOfGet } from './glyph';
 import type { IPlace, IPoolPopovers } from './popovers';
 import { preemptedReason, staysReason, type ISituation } from './situation';
 import type { KernelWatch } from './watch';
@@ -50,6 +52,17 @@ export class Chip extends ReactWidget {
             onClick={() => this._popovers.toggle(this._place)}
           />
         )}
+        {it?.kind === 'ours' && it.session?.state === 'detached' ? (
+          <button
+            type="button"
+            className="jp-gpupool-get"
+            title={trans.__('Get a GPU now')}
+            aria-label={trans.__('Get a GPU now')}
+            onClick={this._get}
+          >
+            <GlyphOfGet />
+          </button>
+        ) : null}
         {/* Outside the button: announced when the state changes, not each second. */}
         <span role="status" className="jp-gpupool-Chip-heard">
           {it?.news ?? ''}
@@ -81,6 +94,14 @@ export class Chip extends ReactWidget {
       button.tabIndex = 0; // better twice on the way than not at all
     }
   }
+
+  private readonly _get = (): void => {
+    const { trans, context, kernelId } = this._watch;
+    const kernel = context.session?.kernel;
+    if (kernel && kernelId !== null) {
+      void tell(trans, kernelId, attachNow(trans, kernel));
+    }
+  };
 
   private readonly _onChanged = (): void => {
     this.setHidden(this._watch.situation === null);
@@ -119,16 +140,20 @@ export function ChipButton(props: IButtonProps): React.JSX.Element {
   const { said, emulated } = situation;
   const session = situation.kind === 'ours' ? situation.session : null;
   const back = goesBack(session) ? goingBack(trans, session) : '';
+  const full = situation.nearlyFull
+    ? trans.__('The slice is nearly full: ask for more, or free some in the kernel.')
+    : '';
   const mark = (text: string) => (emulated ? trans.__('%1 (emulated)', text) : text);
   return (
     <button
       type="button"
-      className={`jp-gpupool-chip jp-mod-${said.tone} ${className ?? ''}`}
+      className={`jp-gpupool-chip jp-mod-${said.tone} ${full && 'jp-mod-full'} ${className ?? ''}`}
       title={[
         trans.__('GPU of this notebook: %1', mark(said.text)),
         preemptedReason(session),
         staysReason(session),
         back,
+        full,
         ...(session?.standing ?? [])
       ]
         .filter(Boolean)
@@ -152,6 +177,13 @@ export function ChipButton(props: IButtonProps): React.JSX.Element {
         />
         <span className="jp-gpupool-Chip-long">{said.text}</span>
       </span>
+      {emulated && situation.kind === 'ours' ? (
+        <span
+          className="jp-gpupool-Chip-badge"
+          data-text={trans.__('EMULATED')}
+          aria-hidden="true"
+        />
+      ) : null}
     </button>
   );
 }

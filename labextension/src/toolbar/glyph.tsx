@@ -101,3 +101,20 @@ function shape(tone: Tone, filled: number | null): React.JSX.Element {
       return CASE;
   }
 }
+
+/** The picture of getting a slice: the case with a plus. */
+export function GlyphOfGet(): React.JSX.Element {
+  return (
+    <svg
+      className="jp-gpupool-Glyph"
+      viewBox="0 0 16 16"
+      width="16"
+      height="16"
+      aria-hidden="true"
+      focusable="false"
+    >
+      {CASE}
+      <path d="M7 6v4M5 8h4" className="jp-gpupool-Glyph-line" />
+    </svg>
+  );
+}

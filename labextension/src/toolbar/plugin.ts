@@ -1,15 +1,19 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The chip in notebooks' toolbars, the popover, and the command that opens it. */
+/** The chip in the toolbars of notebooks and consoles, the popover, and the command that opens it. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
-import { ICommandPalette, IToolbarWidgetRegistry } from '@jupyterlab/apputils';
-import { INotebookTracker, type NotebookPanel } from '@jupyterlab/notebook';
+import {
+  ICommandPalette,
+  IToolbarWidgetRegistry,
+  type ISessionContext
+} from '@jupyterlab/apputils';
+import type { NotebookPanel } from '@jupyterlab/notebook';
 import { ITranslator, nullTranslator } from '@jupyterlab/translation';
 
+import { contextFor, contextOf } from '../contexts';
 import { IPoolModel, IPoolSettings } from '../tokens';
 import { Chip } from './chip';
-import { pooledNotebook } from './notebooks';
 import { IPoolPopovers, PoolPopovers } from './popovers';
 import { KernelWatch } from './watch';
 
@@ -21,43 +25,49 @@ export const popoverPlugin: JupyterFrontEndPlugin<IPoolPopovers> = {
   description: 'What can be done for the GPU of a notebook.',
   autoStart: true,
   requires: [IPoolModel],
-  optional: [INotebookTracker, IPoolSettings, ITranslator, ICommandPalette],
+  optional: [IPoolSettings, ITranslator, ICommandPalette],
   provides: IPoolPopovers,
   activate: (
     app: JupyterFrontEnd,
     model: IPoolModel,
-    notebooks: INotebookTracker | null,
     settings: IPoolSettings | null,
     translator: ITranslator | null,
     palette: ICommandPalette | null
   ): IPoolPopovers => {
     const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
     const popovers = new PoolPopovers(app.commands, settings);
-    if (notebooks) {
-      app.commands.addCommand(OPEN, {
-        label: trans.__('Show the GPU of This Notebook'),
-        caption: trans.__('What the kernel has, why it waits, and what you can do'),
-        isEnabled: args => pooledNotebook(model, notebooks, args['kernelId']) !== null,
-        execute: args => {
-          const panel = pooledNotebook(model, notebooks, args['kernelId']);
-          return panel !== null && popovers.openFor(panel.sessionContext);
-        },
-        describedBy: {
-          args: {
-            type: 'object',
-            properties: {
-              kernelId: {
-                type: 'string',
-                description: trans.__(
-                  'The kernel; by default that of the notebook in front'
-                )
-              }
+    /** The context of a kernel, by default of the widget in front; null if not in the pool. */
+    const find = (kernelId: unknown): ISessionContext | null => {
+      const found =
+        typeof kernelId === 'string'
+          ? contextFor(app.shell.widgets('main'), kernelId)
+          : contextOf(app.shell.currentWidget);
+      const kernel = found?.session?.kernel;
+      return kernel && model.isPooled(kernel.name) ? found : null;
+    };
+    app.commands.addCommand(OPEN, {
+      label: trans.__('Show the GPU of This Notebook'),
+      caption: trans.__('What the kernel has, why it waits, and what you can do'),
+      isEnabled: args => find(args['kernelId']) !== null,
+      execute: args => {
+        const context = find(args['kernelId']);
+        return context !== null && popovers.openFor(context);
+      },
+      describedBy: {
+        args: {
+          type: 'object',
+          properties: {
+            kernelId: {
+              type: 'string',
+              description: trans.__(
+                'The kernel; by default that of the document in front'
+              )
             }
           }
         }
-      });
-      palette?.addItem({ command: OPEN, category: trans.__('GPU Pool') });
-    }
+      }
+    });
+    palette?.addItem({ command: OPEN, category: trans.__('GPU Pool') });
     return popovers;
   }
 };
@@ -76,10 +86,13 @@ export const toolbarPlugin: JupyterFrontEndPlugin<void> = {
     translator: ITranslator | null
   ): void => {
     const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
-    toolbars.addFactory<NotebookPanel>(
-      'Notebook',
-      'gpupool',
-      panel => new Chip(new KernelWatch(model, panel.sessionContext, trans), popovers)
-    );
+    // A console's panel has the same part that matters here.
+    for (const factory of ['Notebook', 'ConsolePanel']) {
+      toolbars.addFactory<NotebookPanel>(
+        factory,
+        'gpupool',
+        panel => new Chip(new KernelWatch(model, panel.sessionContext, trans), popovers)
+      );
+    }
   }
 };

@@ -24,6 +24,8 @@ export interface ISituation {
   readonly emulated: boolean;
   /** Share of the slice in use, 0 to 1; null if not known or without a slice. */
   readonly filled: number | null;
+  /** Whether little is left of what it may have on some device. */
+  readonly nearlyFull: boolean;
 }
 
 /** Return the state of the kernel `kernelId` in words. */
@@ -39,7 +41,12 @@ export function situation(
   const emulated = own.length
     ? own.some(device => device.emulated)
     : (view?.emulated ?? false);
-  const common = { session, view, broker, emulated, filled: filled(session) };
+  const near = nearlyFull(session);
+  const common = {
+    ...{ session, view, broker, emulated },
+    filled: filled(session),
+    nearlyFull: near
+  };
   if (broker.status === 'away') {
     return {
       ...common,
@@ -99,10 +106,14 @@ export function situation(
       headline: trans.__('This notebook waits for a GPU: %1.', why)
     };
   }
+  const said = say(trans, session, devices, model.now());
   return {
     ...common,
     kind: 'ours',
-    said: say(trans, session, devices, model.now()),
+    said:
+      near && session?.state === 'active'
+        ? plain(trans.__('%1, nearly full', said.text), said.tone, said.short)
+        : said,
     news: news(trans, session, view),
     headline: headline(trans, session, view, emulated)
   };
@@ -154,6 +165,21 @@ export function truth(session: ISession | null, up: boolean): string {
         session.keep_until,
         session.release_asked ?? false
       ]);
+}
+
+/** The share of its limit from which a slice counts as nearly full. */
+const NEAR = 0.9;
+
+/** Whether the slice on some device is nearly as full as it may become. */
+export function nearlyFull(session: ISession | null): boolean {
+  return (
+    hasSlice(session) &&
+    (session?.slices ?? []).some(
+      ({ used_bytes: used, granted_bytes: granted }) =>
+        typeof used === 'number' &&
+        used >= NEAR * Math.max(granted, session?.request.limit ?? 0)
+    )
+  );
 }
 
 function filled(session: ISession | null): number | null {

@@ -111,6 +111,7 @@ function alike(one: ISituation | null, other: ISituation | null): boolean {
     one.headline === other.headline &&
     one.session === other.session &&
     one.emulated === other.emulated &&
+    one.nearlyFull === other.nearlyFull &&
     one.broker.message === other.broker.message &&
     one.view?.limits === other.view?.limits &&
     one.view?.problem === other.view?.problem &&

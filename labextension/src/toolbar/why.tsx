@@ -7,6 +7,7 @@ import * as React from 'react';
 
 import type { ISession } from '../api';
 import type { IPoolModel } from '../tokens';
+import { Marked } from './answer';
 import { WaitActions } from '../waits/actions';
 import { usePlan } from '../waits/hooks';
 
@@ -28,9 +29,15 @@ export function Why(props: IProps): React.JSX.Element {
         {waits ? trans.__('Why am I waiting?') : trans.__('Who may take this slice?')}
       </h3>
       {(plan.found?.lines ?? []).map((line, i) => (
-        <p key={i}>{line}</p>
+        <p key={i}>
+          <Marked line={line} />
+        </p>
       ))}
-      {plan.fault ? <p className="jp-mod-refused">{plan.fault}</p> : null}
+      {plan.fault ? (
+        <p className="jp-mod-refused">
+          <Marked line={plan.fault} />
+        </p>
+      ) : null}
       {waits ? (
         <WaitActions trans={trans} model={model} session={session} plan={plan.found} />
       ) : null}

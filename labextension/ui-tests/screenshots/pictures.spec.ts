@@ -114,7 +114,10 @@ test('pictures', async ({ browser }) => {
     scale: 2,
     url: await ask<string>('lab_without_gpu')
   });
-  await bare.page.getByText('Pooled GPU (no GPU found)').first().click();
+  await bare.page
+    .locator('.jp-LauncherCard', { hasText: 'no GPU found' })
+    .first()
+    .click();
   await expect(bare.page.locator('.jp-gpupool-Explanation')).toBeVisible();
   await shoot(bare, 'no-gpu', ['.jp-Dialog-content']);
   await bare.close();

@@ -35,6 +35,51 @@ test('another size: granted, or refused in the server’s words', async ({ lab }
   await expect(popover).toContainText('You may ask for up to 7.8 GiB per GPU.');
 });
 
+test('get a GPU now: from the toolbar and the popover, and nearly full', async ({
+  lab
+}) => {
+  const notebook = await lab.notebook('gets');
+  const { page, popover } = lab;
+  await expect(notebook.chip).toHaveText('No GPU');
+  const get = notebook.panel.getByRole('button', { name: 'Get a GPU now' });
+  expect(await faults(page, '.jp-gpupool-Chip')).toEqual([]);
+  await notebook.chip.click();
+  await expect(popover.getByRole('button', { name: /^Keep/ })).toHaveCount(0);
+  await popover.getByRole('button', { name: 'Get a GPU now' }).focus();
+  await page.keyboard.press('Enter');
+  await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
+  await expect(get).toHaveCount(0);
+  await expect(
+    popover.getByRole('button', { name: 'Keep for 10 minutes' })
+  ).toBeVisible();
+  await expect(notebook.output).toBeEmpty();
+  await page.keyboard.press('Escape');
+
+  await lab.execute('gpupool:release');
+  await expect(notebook.chip).toHaveText('No GPU');
+  await get.click();
+  await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
+
+  const work = new Work('gets');
+  await notebook.run(uses(5530) + work.code, false);
+  await expect(notebook.chip).toHaveText(/of 6 GiB on GPU [01], nearly full$/);
+  await notebook.chip.click();
+  await expect(popover).toContainText('The slice is nearly full: ask for more');
+  expect(await faults(page, '.jp-gpupool-Popover')).toEqual([]);
+  const field = popover.getByRole('textbox', { name: 'GPU memory' });
+  work.end();
+  await expect(notebook.chip).toHaveText(/^Idle/);
+  await field.fill('1 MiB');
+  await popover.getByRole('button', { name: 'Ask for it' }).click();
+  await expect(popover.getByRole('alert').first()).toContainText('at least 258 MiB');
+  await notebook.run('%gpu 1MiB');
+  await expect(notebook.output).toContainText('Ask for at least 258 MiB.');
+  await notebook.run('%gpu keep 5h');
+  await expect(notebook.output).toContainText(
+    'at most 4 h at a time (c.GPUPool.max_keep)'
+  );
+});
+
 test('keep an idle slice, and give it back', async ({ lab }) => {
   const notebook = await lab.notebook('keeps');
   await notebook.run(uses(64));

@@ -13,7 +13,7 @@ test('a toast before an idle slice leaves, with Keep', async ({ lab }) => {
     .locator('.Toastify__toast')
     .filter({ hasText: 'its GPU slice goes back to the pool at' });
   await expect(toast).toContainText('toast.ipynb');
-  await toast.getByRole('button', { name: 'Keep 10 min' }).click();
+  await toast.getByRole('button', { name: 'Keep for 10 minutes' }).click();
   await expect
     .poll(async () => (await session(notebook.kernelId))?.keep_until)
     .toBeGreaterThan(Date.now() / 1000 + 500);
@@ -35,6 +35,15 @@ test('commands, what runs, and the tile of the launcher', async ({ lab }) => {
   await expect(
     page.locator('.jp-LauncherCard', { hasText: 'no GPU found' })
   ).toHaveCount(0);
+  await expect(
+    page.locator('.jp-LauncherCard[data-category="Notebook"]:visible', {
+      hasText: 'Pooled GPU (Python 3)'
+    })
+  ).toHaveCount(1);
+  await expect(tile).toHaveAttribute(
+    'title',
+    /^Pooled GPU \(Python 3\): a GPU slice while a cell uses CUDA, and none before\. 15\.5 GiB of 15\.5 GiB is free now, at most 7\.8 GiB on one GPU\. EMULATED: no real GPU is used\.$/
+  );
 
   const notebook = await lab.notebook('lists');
   await notebook.run(uses(64));
@@ -44,6 +53,7 @@ test('commands, what runs, and the tile of the launcher', async ({ lab }) => {
   await page.locator('.lm-CommandPalette-input').fill('gpu pool');
   const items = page.locator('.lm-CommandPalette-itemLabel');
   for (const name of [
+    'Get a GPU Now',
     'Ask for GPU Memory…',
     'Release the GPU Now',
     'Keep the GPU for 10 Minutes',

@@ -22,10 +22,14 @@ import {
   trans
 } from './fakes';
 
-function card(model: FakeModel, onShowPool: (() => void) | null = null) {
+function card(
+  model: FakeModel,
+  onShowPool: (() => void) | null = null,
+  context = new FakeContext()
+) {
   const watch = new KernelWatch(
     model.asModel(),
-    new FakeContext().asContext(),
+    context.asContext(),
     trans,
     new Ticker()
   );
@@ -358,9 +362,9 @@ describe('a release or a keep', () => {
   it('removes an old answer', async () => {
     jest.useFakeTimers();
     const model = new FakeModel(session());
-    model.client.keep.mockResolvedValue({ note: 'It stays.' });
+    model.client.release.mockResolvedValue({ note: 'It stays.' });
     card(model);
-    press('Keep for 10 minutes');
+    press('Release now');
     await act(() => Promise.resolve());
     act(() => jest.advanceTimersByTime(OLD - 1));
     expect(status()).toContain('It stays.');
@@ -424,10 +428,9 @@ describe('a release or a keep', () => {
     model.client.keep.mockResolvedValue({ note: 'Kept.' });
     card(model);
     press('Keep for 10 minutes');
-    await waitFor(() => expect(status()).toContain('Kept.'));
-    expect(model.client.keep).toHaveBeenLastCalledWith('k1', 600);
+    await waitFor(() => expect(model.client.keep).toHaveBeenLastCalledWith('k1', 600));
     act(() => model.becomes({ keep_until: model.time + 600 }));
-    screen.getByText(/^Kept until .*, even when idle\.$/);
+    expect(status()).toMatch(/^Kept until [^.]*, even when idle\.$/);
     press('Stop keeping');
     await waitFor(() => expect(model.client.keep).toHaveBeenLastCalledWith('k1', 0));
     await waitFor(() =>
@@ -437,6 +440,54 @@ describe('a release or a keep', () => {
           .getAttribute('aria-disabled')
       ).toBe('false')
     );
+  });
+});
+
+describe('a kernel without a slice', () => {
+  it('cannot keep one, and shows no keep of an earlier one', () => {
+    card(new FakeModel(session({ ...detached, keep_until: 5000 })));
+    expect(screen.queryByRole('button', { name: /keep/i })).toBeNull();
+    expect(screen.queryByText(/^Kept until/)).toBeNull();
+  });
+
+  it('can get one now, and says why it did not', async () => {
+    const context = new FakeContext();
+    const requestExecute = jest.fn(() => ({
+      done: Promise.resolve({ content: { status: 'error', evalue: 'No GPU.' } }),
+      dispose: jest.fn()
+    }));
+    Object.assign(context.session!.kernel, {
+      info: Promise.resolve({ language_info: { name: 'python' } }),
+      requestExecute
+    });
+    card(new FakeModel(session(detached)), null, context);
+    press('Get a GPU now');
+    await waitFor(() => expect(alerted()).toBe('No GPU.'));
+    expect(requestExecute).toHaveBeenCalledTimes(1);
+  });
+
+  it('does not offer it while the kernel waits, or has one', () => {
+    const model = new FakeModel(session(queued));
+    card(model);
+    expect(screen.queryByRole('button', { name: 'Get a GPU now' })).toBeNull();
+    act(() => model.becomes({}));
+    expect(screen.queryByRole('button', { name: 'Get a GPU now' })).toBeNull();
+  });
+});
+
+describe('a slice that is nearly full', () => {
+  const text = 'The slice is nearly full: ask for more, or free some in the kernel.';
+
+  it.each([
+    [7.1, 8, false],
+    [7.2, 8, true],
+    [7.9, 12, false],
+    [10.8, 12, true]
+  ])('with %p GiB in use and a limit of %p GiB: %p', (used, limit, full) => {
+    const request = { ...session().request, limit: limit * GIB };
+    const granted_bytes = Math.max(8, used) * GIB;
+    card(new FakeModel(session({ request, granted_bytes, used_bytes: used * GIB })));
+    expect(screen.queryByText(text) !== null).toBe(full);
   });
 });
 
