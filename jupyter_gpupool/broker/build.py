@@ -198,8 +198,9 @@ async def build(
 
     usage = UsageBook(core)
     runner = Runner(
-        core, actions=actions, guard=guard, monitor=monitor, sudden_ends=sudden_ends, usage=usage
-    )
+        core, actions=actions, guard=guard, monitor=monitor, sudden_ends=sudden_ends, usage=usage,
+        hour=hour,
+    )  # fmt: skip
     recovery = Recovery(
         core, service, pages=pages, activity=activity, guard=guard, landings=landings,
         lifecycle=lifecycle, actions=actions, sudden_ends=sudden_ends, usage=usage,

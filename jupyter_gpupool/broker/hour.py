@@ -106,9 +106,15 @@ class HourBook:
 
     def look(self) -> None:
         """Count the pool as it is now; call this after each sample."""
-        waiting = sum(state == "queued" for state in self._core.busy.values())
         found = {view.device.uuid: self._seen(view) for view in self._core.pool.device_views()}
-        self._hour.take(self._core.now(), found, waiting)
+        self._hour.take(self._core.now(), found, self._waiting())
+
+    def count_queue(self) -> None:
+        """Count the queue when a session has come to wait: most waits are shorter than a look."""
+        self._hour.take(self._core.now(), {}, self._waiting())
+
+    def _waiting(self) -> int:
+        return sum(state == "queued" for state in self._core.busy.values())
 
     def _seen(self, view: DeviceView) -> DeviceLook:
         sample = self._samples.recent(view.device.uuid)

@@ -20,6 +20,7 @@ from .core import Core, refused
 from .gpu.actions import DeviceActions
 from .gpu.health import SuddenEnds
 from .gpu.monitor import Monitor
+from .hour import HourBook
 from .messages.guard import GuardMessages
 from .sessions import LiveSession
 from .store.records import slices_to_json
@@ -38,6 +39,7 @@ class Runner:
         monitor: Monitor,
         sudden_ends: SuddenEnds,
         usage: UsageBook,
+        hour: HourBook,
     ) -> None:
         self._core = core
         self._actions = actions
@@ -45,6 +47,7 @@ class Runner:
         self._monitor = monitor
         self._sudden_ends = sudden_ends
         self._usage = usage
+        self._hour = hour
         self._rows = TransitionRows(core)
         self._events: deque[e.Event] = deque()
         self._handling = False
@@ -89,7 +92,7 @@ class Runner:
         actions = self._core.pool.handle(event)
         if named := getattr(event, "session", ""):
             self._core.mark(named)
-        urgent = False
+        urgent = waits = False
         for action in actions:
             if action.session:
                 self._core.mark(action.session)
@@ -98,10 +101,13 @@ class Runner:
                 self._core.moved([piece.device for piece in action.slices])
                 self._rows.changed(action, event)
                 self._usage.changed(action)
+                waits |= action.new == "queued"
                 self._owed |= not steady(action)
                 if steady(action):
                     self._core.stirs.note(action.session)
             urgent |= _must_be_written_first(action)
+        if waits:
+            self._hour.count_queue()
         if urgent:
             self._commit()
         elif self._core.marked:

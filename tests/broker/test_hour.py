@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from jupyter_gpupool.broker.hour import KEPT, DeviceLook, Hour
 
+from .kit import Kernel
+
 
 def test_minute_is_the_mean_of_its_looks_and_its_longest_queue():
     hour = Hour()
@@ -37,3 +39,19 @@ def test_points_older_than_an_hour_are_gone():
     hour.take(6000.0, {}, 5)
     assert hour.shown(6000.0 + 3600 - 1, [])["queue"][0] == 5
     assert set(hour.shown(6000.0 + 3600, [])["queue"]) == {None}
+
+
+def test_wait_between_two_looks_counts(make_broker):
+    broker = make_broker(quotas={"*": {"leases": 1}}, sample_interval=60).started
+    first, second = Kernel(broker, "first"), Kernel(broker, "second")
+    try:
+        first.attach()
+        second.do("ask", hold="cell")
+        second.wait_state("queued")
+        first.do("drop", hold="cell")
+        second.wait_state("active")
+        with broker.client() as client:
+            assert max(n or 0 for n in client.call("hour")["queue"]) == 1
+    finally:
+        first.close()
+        second.close()
