@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -352,7 +353,19 @@ def alone(broker, place, size):
     return found[place]["memory_used"] == size and not foreign
 
 
-def test_process_sees_its_gpu_after_a_failed_first_context(broker, kernel):
+class UnmeasuredBroker(kit.Broker):
+    """Its pool does not know the size of a context, and so refuses no slice that is too small."""
+
+    module = "tests.broker.unmeasured_broker"
+
+
+def test_process_sees_its_gpu_after_a_failed_first_context(folder, parts, kernels):
+    with closing(UnmeasuredBroker(folder, **parts[2])) as broker:
+        assert broker.start()["ok"]
+        failed_first_context(broker, maker(kernels, broker))
+
+
+def failed_first_context(broker, kernel):
     k = kernel(memory=16 * MiB, limit=16 * MiB)
     (home,) = k.do("ask")
     (other,) = [uuid for uuid in devices(broker) if uuid != home]

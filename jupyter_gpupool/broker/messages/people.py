@@ -37,6 +37,9 @@ MAX_WATCHERS = 64
 #: Requests that may wait for a new sample at once; for any more, the last sample counts.
 MAX_LOOKS = 16
 
+#: Seconds of a ``keep`` above which the number is a mistake; ``max_keep`` is the rule.
+YEAR = 365 * 86400
+
 
 class PeopleMessages:
     """Handles the requests of people.
@@ -127,7 +130,7 @@ class PeopleMessages:
     def keep(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
         seconds = float(message["seconds"])
-        if seconds < 0:
+        if not 0 <= seconds <= YEAR:
             raise RefusedError(
                 f"A slice cannot be kept for {seconds:g} seconds.",
                 code=Code.BAD_REQUEST,
