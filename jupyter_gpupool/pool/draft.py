@@ -166,8 +166,7 @@ class Draft:
         self.rooms = {uuid: Room(ledger) for uuid, ledger in self.facts.devices.items()}
         self.host = self.facts.host_room
         for name in self.facts.tree.caps:
-            usage = self.facts.group_usage.get(name)
-            self._groups[name] = usage.memory if usage is not None else 0
+            self._groups[name] = self.facts.usage_in(name)
 
     # ------------------------------------------------------------------ free bytes
 
@@ -175,8 +174,7 @@ class Draft:
         """Return the owner's leases and promises in this draft, in all."""
         found = self._usage.get(owner)
         if found is None:
-            known = self.facts.usage.get(owner)
-            found = self._usage[owner] = OwnerUsage() if known is None else known.copy()
+            found = self._usage[owner] = self.facts.usage_of(owner)
         return found
 
     def count(self, owner: Owner, charge: Charge, sign: int = 1) -> None:

@@ -271,6 +271,26 @@ class Facts:
         for ledger in self.devices.values():
             ledger.allowed = max(ledger.capacity, min(ledger.allowed, ledger.granted))
 
+    def usage_of(self, owner: str) -> OwnerUsage:
+        """Return a copy of what counts in the owner's quota, that on other machines included."""
+        known = self.usage.get(owner)
+        found = OwnerUsage() if known is None else known.copy()
+        if elsewhere := self.settings.elsewhere.get(owner):
+            found.add(elsewhere)
+        return found
+
+    def usage_in(self, group: str) -> int:
+        """Return the bytes that count in the cap of ``group``, those on other machines included."""
+        known = self.group_usage.get(group)
+        elsewhere = self.settings.elsewhere_groups.get(group, 0)
+        return elsewhere if known is None else known.memory + elsewhere
+
+    def elsewhere_text(self, owner: str, group: str = "") -> str:
+        """Return why other machines keep a part of a quota, or (``group``) a cap; "" if none do."""
+        rules = self.settings
+        kept = rules.elsewhere_groups.get(group) if group else rules.elsewhere.get(owner)
+        return rules.elsewhere_reason if kept else ""
+
     def leases_of(self, owner: str) -> Iterable[Session]:
         """Return the owner's sessions that have a lease."""
         return [s for s in self.leased.values() if s.owner.name == owner]

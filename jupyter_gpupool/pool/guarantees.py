@@ -84,12 +84,10 @@ class _Limits:
 
     def _of(self, owner: str) -> OwnerUsage:
         if owner not in self._owners:
-            known = self._facts.usage.get(owner)
-            self._owners[owner] = OwnerUsage() if known is None else known.copy()
+            self._owners[owner] = self._facts.usage_of(owner)
         return self._owners[owner]
 
     def _in(self, group: str) -> int:
         if group not in self._groups:
-            known = self._facts.group_usage.get(group)
-            self._groups[group] = known.memory if known is not None else 0
+            self._groups[group] = self._facts.usage_in(group)
         return self._groups[group]

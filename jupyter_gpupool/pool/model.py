@@ -211,6 +211,12 @@ class PoolSettings:
     priority_classes: Mapping[str, int] = field(
         default_factory=lambda: {"interactive": 200, "notebook": 100, "batch": 0}
     )
+    #: What other machines of a cluster have, or may take, of the same quotas and caps, by owner and
+    #: by group. It counts as if sessions here had it, but none of these can give it back.
+    elsewhere: Mapping[str, Charge] = field(default_factory=dict)
+    elsewhere_groups: Mapping[str, int] = field(default_factory=dict)
+    #: Why this machine cannot have more of them, as the end of a sentence.
+    elsewhere_reason: str = "kernels on other machines use the rest"
     default_priority: str = "notebook"
     #: Priority classes that may have a slice; None: all. Sessions of other classes are suspended,
     #: in use or not, and wait.

@@ -118,7 +118,7 @@ def _stage(facts: Facts, s: Session, waiter: Session) -> Actions:
     )
     for group in facts.tree.capped(s.owner.group):
         if group in facts.tree.path(waiter.owner.group):
-            has, more = facts.group_usage[group].memory, asking(waiter, facts).charge[0]
+            has, more = facts.usage_in(group), asking(waiter, facts).charge[0]
             if has + more > facts.tree.caps[group]:
                 what = f"{size} within the cap of the group {group}"
     why = obstacle(s, facts)

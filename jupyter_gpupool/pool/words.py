@@ -71,6 +71,9 @@ def in_words(facts: Facts, why: Reason) -> str:
         nouns = {"devices": "GPU", "leases": "slice"}
         most, limit = why.most, why.limit
         size = format_bytes(most) if limit == "memory" else _count(most, nouns[limit])
+        if why.text:
+            here = f"{_others(why.count)} here" if why.count else "no kernel of yours here"
+            return f"your quota of {size} is in use by {here}, and {why.text}"
         if not why.count:
             return f"another waiting kernel of yours has reserved your quota of {size}"
         return f"your quota of {size} is in use by {_others(why.count)}"
@@ -82,6 +85,9 @@ def in_words(facts: Facts, why: Reason) -> str:
         return f"{size} is not free while processes outside the pool use the GPUs"
     if why.rule == "cap":
         size = format_bytes(why.most)
+        if why.text:
+            here = _count(why.count, "kernel") if why.count else "no kernel"
+            return f"your group {why.group} has its {size} in use by {here} here, and {why.text}"
         if not why.count:
             return f"another waiting kernel has reserved the {size} of your group {why.group}"
         kernels = _count(why.count, "kernel")

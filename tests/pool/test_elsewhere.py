@@ -1,0 +1,92 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Quotas and caps of which other machines have a part."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.model import Group, Owner, Portion, Quota
+
+from .builders import all_of, device, got
+
+ANN = Owner("ann", "lab")
+
+
+def attaches(actions):
+    return [action.session for action in all_of(actions, ev.Attach)]
+
+
+def elsewhere(lab, owner=(0, 0, 0), group=0, **rules):
+    """Let other machines have so much of ann's quota, and of the cap of her group."""
+    found = dataclasses.replace(
+        lab.pool.settings,
+        elsewhere={"ann": owner} if any(owner) else {},
+        elsewhere_groups={"lab": group} if group else {},
+        **rules,
+    )
+    return lab.send(ev.SettingsChanged, settings=found)
+
+
+@pytest.fixture
+def lab(make):
+    return make(
+        device(0, 32), quotas={"ann": Quota(memory=16, devices=2, leases=2)},
+        groups={"lab": Group(cap=Portion(bytes=20))},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("held", [(10, 0, 0), (0, 2, 0), (0, 0, 2)])
+def test_what_is_in_use_elsewhere_makes_a_session_wait(lab, held):
+    elsewhere(lab, held)
+    lab.open("a", 8, owner=ANN)
+    assert attaches(lab.hold("a")) == []
+    # It waits, even while all of its quota is elsewhere: what other machines have comes back.
+    elsewhere(lab, (16, 2, 2))
+    assert lab.state("a") == "queued"
+    assert attaches(elsewhere(lab)) == ["a"]
+
+
+def test_only_the_quota_itself_refuses_a_request(lab):
+    elsewhere(lab, (16, 0, 0))
+    assert all_of(lab.open("a", 16, owner=ANN), ev.Answer) == []
+    assert got(lab.open("b", 17, owner=ANN), ev.Answer).refusal.code == "over-quota"
+
+
+def test_the_reason_names_other_machines(lab):
+    elsewhere(lab, (10, 0, 0))
+    lab.open("a", 8, owner=ANN)
+    lab.hold("a")
+    rest = "and kernels on other machines use the rest"
+    assert lab.reason("a") == f"your quota of 16 B is in use by no kernel of yours here, {rest}"
+    lab.end("a")
+    elsewhere(lab, group=15)
+    lab.open("b", 8, owner=ANN)
+    lab.hold("b")
+    assert lab.reason("b") == f"your group lab has its 20 B in use by no kernel here, {rest}"
+
+
+def test_no_lease_here_is_suspended_when_more_is_elsewhere(lab):
+    lab.running("a", 8, owner=ANN)
+    assert elsewhere(lab, (16, 2, 2), 20) == []
+    assert lab.state("a") == "active"
+
+
+def test_growth_stops_where_other_machines_have_the_rest(lab):
+    lab.running("a", 8, owner=ANN, limit=16)
+    elsewhere(lab, (6, 0, 0))
+    refusal = got(lab.send(ev.GrowAsked, session="a", device="G0", bytes=4, rid="r"), ev.Answer)
+    assert refusal.refusal.code == "quota"
+    assert refusal.refusal.details["left"] == 2
+    elsewhere(lab, group=11)
+    refusal = got(lab.send(ev.GrowAsked, session="a", device="G0", bytes=4, rid="r"), ev.Answer)
+    assert refusal.refusal.details["left"] == 1
+
+
+def test_use_elsewhere_is_no_error_of_the_accounts(lab):
+    lab.running("a", 8, owner=ANN)
+    elsewhere(lab, (16, 2, 2), 20)
+    assert lab.pool.self_check() == []
