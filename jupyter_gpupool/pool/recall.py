@@ -59,8 +59,10 @@ def _refusal(facts: Facts, s: Session) -> Refusal | None:
 def end(facts: Facts, s: Session, event: ev.EndAsked, _plan: object) -> Actions:
     """End a session that an admin wants to end."""
     refusal = Refusal(Code.LOST, event.reason, "Start the kernel again.")
+    waits = [] if s.state in ATTACHED else refuse_holds(s, refusal)
+    s.holds.clear()  # an attached session waits for no answer: its holds are granted
     return [
-        *refuse_holds(s, refusal),
+        *waits,
         *move(facts, s, "ended", event.reason, lost=True),
         ev.EndSession(session=s.id, message=event.reason),
         ev.Answer(session=s.id, rid=event.rid, note="The pool ends the kernel."),

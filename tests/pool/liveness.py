@@ -180,6 +180,47 @@ def check_guarantees(look: Look) -> None:
                 assert not places, f"{name} is refused what {group} is guaranteed; {victim} has it"
 
 
+def check_recalls(look: Look, event: ev.Event) -> None:
+    """Check that every recall is carried out at its time, and where a recalled cell waits then.
+
+    Until its time, the pool asks for a ``Tick`` no later than that. After it, something holds the
+    session back. The naive model checks that no recall comes early, twice or without an order.
+    """
+    naive, now = look.naive, look.naive.now
+    wakeup = look.pool.next_wakeup()
+    for name, s in naive.sessions.items():
+        record = look.pool.record(name)
+        assert record.recall_at == (s.recall_at or 0.0), f"{name}: not the recall of its lease"
+        assert not record.recall_at or record.slices, f"{name}: no lease to recall"
+        if s.recall_at is None or s.state not in ("active", "idle"):
+            continue
+        if s.recall_at > now:
+            assert wakeup is not None, f"{name}: no Tick at the time of its recall"
+            assert wakeup <= s.recall_at, f"{name}: recalled too late"
+            continue
+        fixed = not all(naive.devices[u].can_suspend for u in s.lease)
+        busy = s.state == "active" and (not s.gated or now < s.began + LONG)
+        held = s.refused or busy or name in naive.pressed or fixed
+        reserved = look.reserved() if look.head and not naive.sessions[look.head].lease else {}
+        assert held or not _host(look, [s], reserved), f"{name} was recalled at {s.recall_at}"
+    if isinstance(event, ev.SuspendDone) and not naive.settings.groups:
+        _check_turn(look, event.session)
+
+
+def _check_turn(look: Look, name: str) -> None:
+    """Check that a recalled cell waits behind those of its owner and class that waited."""
+    s = look.naive.sessions.get(name)
+    if s is None or not s.recalled or s.state != "queued":
+        return
+    own = look.told[name].position
+    for other, o in look.naive.sessions.items():
+        if other != name and o.state == "queued" and o.owner == s.owner:
+            at = look.told[other].position
+            later = at is not None and own is not None and at > own
+            same = o.request.priority == s.request.priority
+            assert not (same and later), f"{name} was recalled, and is ahead of {other}"
+
+
 def _uncovered(look: Look, name: str, in_use: Sequence[str], everybody: Sequence[str]) -> bool:
     """Return whether no guarantee covers one of ``in_use``, in whatever order they all leave."""
     naive, groups = look.naive, look.naive.settings.groups

@@ -17,6 +17,9 @@ from jupyter_gpupool.pool.model import Device, Owner, PoolSettings, Quota, Reque
 from jupyter_gpupool.pool.schedule import CLOSED, SPENT
 from jupyter_gpupool.pool.transitions import TRANSITIONS
 
+#: How the reason of every recall begins.
+RECALL = "recall "
+
 
 @dataclass
 class NaiveSession:
@@ -55,12 +58,21 @@ class NaiveSession:
     #: A suspend was refused, or the broker restarted: the pool may leave it alone for a while.
     refused: bool = False
     asked: dict[str, Request] = field(default_factory=dict)
+    #: When an admin takes its slice back (None: no admin does), and why; and orders not answered.
+    recall_at: float | None = None
+    recall_reason: str = ""
+    recalls: dict[str, ev.RecallAsked] = field(default_factory=dict)
+    #: A recall suspends it in the middle of a cell.
+    recalled: bool = False
+    #: Its process has ended.
+    gone: bool = False
     position: int = 0
 
     def forget(self) -> None:
         """Forget what was known about a lease that has ended."""
         self.footprints, self.sampled_at, self.sampled = {}, float("-inf"), {}
         self.grown_at = self.resumed_at = float("-inf")
+        self.recall_at, self.recall_reason = None, ""
 
 
 def _mean(mean: float, seconds: float) -> float:
@@ -226,6 +238,7 @@ class Naive:
             if s is not None:
                 self.taken = max(0, self.taken - s.host)
                 s.lease, s.suspended, s.effect, s.host = {}, {}, "", 0
+                s.gone = True
         elif s is None or s.state == "ended":
             return
         elif isinstance(event, ev.HoldTaken):
@@ -262,6 +275,8 @@ class Naive:
             self._bind(s, event.cuda)
         elif isinstance(event, ev.RequestChanged):
             s.asked[event.rid] = event.request
+        elif isinstance(event, ev.RecallAsked):
+            s.recalls[event.rid] = event
         elif isinstance(event, ev.KeepAsked):
             if s.lease or event.until <= self.now:
                 s.keep_until = event.until
@@ -277,7 +292,7 @@ class Naive:
                         s.resume_mean = _mean(s.resume_mean, event.seconds)
                     s.suspended, s.aside = {}, False
                 elif not event.lost:
-                    s.lease = {}
+                    s.lease, s.recall_at = {}, None
                     s.immovable = s.immovable or event.stay
         elif s.effect == "suspend" and s.epoch == getattr(event, "epoch", None):
             s.effect = ""
@@ -361,6 +376,11 @@ class Naive:
                 del self.sessions[a.session]
             return
         s = self.sessions.get(a.session)
+        if s is not None and a.rid in s.recalls:
+            order = s.recalls.pop(a.rid)
+            if a.refusal is None:
+                assert s.lease or order.at is None, f"{a}: it has no slice"
+                s.recall_at, s.recall_reason = order.at, order.reason
         if s is not None and a.rid in s.asked:
             request = s.asked.pop(a.rid)
             if a.refusal is None:
@@ -370,6 +390,10 @@ class Naive:
         assert a.old == s.state, f"{a}, but it is {s.state}"
         assert (a.old, a.new) in TRANSITIONS, a
         s.state = a.new
+        if a.new == "ended":
+            s.effect = ""  # it keeps its bytes until the process is gone
+        if a.old == "detaching" and a.new in ("active", "idle"):
+            s.recalled = False  # refused
         if a.new == "idle" and a.old in ("active", "attaching"):
             s.idle_since = a.now
 
@@ -420,8 +444,14 @@ class Naive:
     def _suspend(self, s: NaiveSession, a: ev.Suspend) -> None:
         assert s.state == "detaching", a
         assert not s.effect, f"{a} during {s.effect}"
+        due = s.recall_at is not None and s.recall_at <= self.now
+        if a.reason.startswith(RECALL):
+            assert due, f"{a}: its recall is over, or comes later ({s.recall_at})"
+            assert a.reason == s.recall_reason, f"{a}: not the last recall"
+        s.recalled = a.busy and due
         if a.busy:
-            assert self.settings.preempt or self.stops(), f"{a}: no rule preempts what is in use"
+            rules = self.settings.preempt or self.stops() or due
+            assert rules, f"{a}: no rule preempts what is in use"
             assert any(s.holds.values()), f"{a} though no hold is granted"
             assert s.gated, f"{a}: nothing holds its calls back"
             s.holds = dict.fromkeys(s.holds, False)
@@ -442,6 +472,7 @@ class Naive:
             assert limit is None or have + size <= limit, f"{a}: {have} of {limit} suspended"
         if (
             a.busy
+            or due
             or a.reason in (SPENT, CLOSED)
             or (self.settings.preempt and self.now < self.stays_until(s))
         ):
@@ -492,6 +523,7 @@ class Naive:
                 assert not any(s.holds.values()), (name, s)
             if s.state in ("idle", "detached"):
                 assert not s.holds, f"{name}: a hold was not answered: {s}"
-            if s.state == "ended" and not s.lease:
+            if s.gone:
+                assert s.state == "ended", f"{name}: the pool does not know that it has ended"
                 del self.sessions[name]
         self.opening.clear()

@@ -28,7 +28,7 @@ def same(facts: Facts, short: Plan, whole: Plan) -> None:
 
 
 #: Seeds with long queues: each leaves out thousands of requests.
-@pytest.mark.parametrize("seed", [0, 1, 6, 15, 23, 36, 44])
+@pytest.mark.parametrize("seed", [1, 3, 6, 15, 46, 52, 55])
 def test_requests_left_out_change_no_plan(seed, monkeypatch):
     skipped = 0
     plan, hopeless = machine.plan, schedule._Pass._hopeless

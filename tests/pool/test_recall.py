@@ -124,6 +124,8 @@ def test_admin_ends_a_session_in_any_state(state):
     actions = lab.send(ev.EndAsked, session="a", reason="ended by ada", rid="x")
     got(actions, ev.EndSession, session="a", message="ended by ada")
     assert got(actions, ev.Answer, rid="x").refusal is None
+    refused = [a.hold for a in actions if isinstance(a, ev.HoldRefused)]
+    assert bool(refused) == (state in ("queued", "attaching")), "only a hold that waits is refused"
     lab.end("a")
     lab.open("c")
     lab.hold("c")

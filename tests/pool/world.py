@@ -28,8 +28,8 @@ from jupyter_gpupool.pool.model import (
 )
 
 from .checks import check_pool
-from .liveness import Look, check_backfill, check_guarantees, check_liveness
-from .naive import Naive
+from .liveness import Look, check_backfill, check_guarantees, check_liveness, check_recalls
+from .naive import RECALL, Naive
 
 T = TypeVar("T")
 
@@ -192,6 +192,7 @@ class World:
             look = Look.at(self.pool, self.naive, self.plans)
             check_liveness(look)
             check_guarantees(look)
+            check_recalls(look, event)
             if not isinstance(event, (ev.HostPressure, ev.Recovered)):
                 check_backfill(look, before, actions)
         if isinstance(event, ev.Tick):
@@ -440,6 +441,53 @@ class World:
         if s is not None:
             self.send(ev.KeepAsked(now=self.now, session=name, until=until, rid="x"))
 
+    def recall(self) -> None:
+        """Let an admin take a slice back after a while, in use or not."""
+        self.count += 1
+        name = self.c.choice([*(self._sessions("active", "idle") or self._sessions()), "nobody"])
+        at = self.now + self.c.choice([0.0, 5.0, 60.0, 600.0])
+        self._order(
+            ev.RecallAsked(
+                now=self.now, session=name, at=at, reason=f"{RECALL}{self.count}", rid="a"
+            )
+        )
+
+    def cancel(self) -> None:
+        """Let an admin drop a recall."""
+        living = {n: s for n, s in self.naive.sessions.items() if s.state != "ended"}
+        recalled = [n for n, s in living.items() if s.recall_at is not None]
+        name = self.c.choice(recalled or [*living, "nobody"])
+        self._order(ev.RecallAsked(now=self.now, session=name, at=None, reason="", rid="a"))
+        assert name == "nobody" or not self.pool.record(name).recall_at
+
+    def prioritise(self) -> None:
+        """Let an admin give a session another priority class; its request is the same otherwise."""
+        names = self._sessions()
+        if not names:
+            return
+        name = self.c.choice(names)
+        request = dataclasses.replace(
+            self.naive.sessions[name].request, priority=self.c.choice(CLASSES)
+        )
+        before = self.pool.record(name).request
+        answer = self._order(
+            ev.RequestChanged(now=self.now, session=name, request=request, rid="a")
+        )
+        expected = request if answer.refusal is None else before
+        assert self.pool.record(name).request == expected, answer
+
+    def dismiss(self) -> None:
+        """Let an admin end a session; its process ends later."""
+        name = self.c.choice([*self._sessions(), "nobody"])
+        known = name in self._sessions("detached", "queued", "attaching", "active", "idle")
+        answer = self._order(ev.EndAsked(now=self.now, session=name, reason="ended", rid="a"))
+        assert not known or answer.refusal is None
+        assert answer.refusal is not None or self.naive.sessions[name].state == "ended"
+
+    def _order(self, event: ev.Event) -> ev.Answer:
+        (answer,) = [a for a in self.send(event) if isinstance(a, ev.Answer) and a.rid == "a"]
+        return answer
+
     def sample(self) -> None:
         uuid = self.c.choice(sorted(self.naive.devices))
         prints = {}
@@ -522,10 +570,13 @@ class World:
             s.effect, s.host = "", 0
             s.state = "active" if attached and r.holds else "idle" if attached else "detached"
             s.idle_since = r.idle_since if attached and not r.holds else self.now
+            recall = s.recall_at, s.recall_reason
             s.forget()
+            s.recall_at, s.recall_reason = recall
             s.suspend_mean = s.resume_mean = 0.0
+            s.recalled = False
             if not attached:
-                s.lease = {}
+                s.lease, s.recall_at = {}, None
             s.holds = {h.id: True for h in r.holds}
             s.immovable = False  # a restarted broker asks the driver once more
             s.charge = self.naive.due(s)
@@ -557,6 +608,10 @@ _WEIGHTS = {
     "grow": 5,
     "release": 1,
     "keep": 1,
+    "recall": 2,
+    "cancel": 0,
+    "prioritise": 1,
+    "dismiss": 0,
     "sample": 4,
     "host": 1,
     "pressure": 1,
@@ -566,6 +621,8 @@ _WEIGHTS = {
     "unpause": 2,
 }
 WEIGHTED = [name for name, weight in _WEIGHTS.items() for _ in range(2 * weight)] + [
+    "cancel",
+    "dismiss",
     "drain",
     "pause",
     "configure",
