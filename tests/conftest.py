@@ -87,8 +87,8 @@ COSTS = {
 #: and no kernel. All take less than a minute on two cores: a slow file does not belong here.
 QUICK = {
     "pool", "config", "test_architecture", "test_client", "test_emulation", "test_endpoint",
-    "test_errors", "test_longruns", "test_local_machine", "test_protocol", "test_startrecord",
-    "test_text", "texts", "test_timeline", "test_units", "docs/test_docs",
+    "test_errors", "test_longruns", "test_local_machine", "test_marks", "test_protocol",
+    "test_startrecord", "test_text", "texts", "test_timeline", "test_units", "docs/test_docs",
     "cli/test_cli_app", "cli/test_cli_kernels", "cli/test_cli_picture", "cli/test_cli_status",
     "broker/test_connection", "broker/test_dispatch", "broker/test_history",
     "broker/test_journal", "broker/test_listener", "broker/test_loglimit",

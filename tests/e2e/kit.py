@@ -35,6 +35,7 @@ from jupyter_gpupool.guard.install import without_guard
 from jupyter_gpupool.starting import ensure_broker
 from tests.broker import forks
 from tests.broker.kit import as_new
+from tests.marks import MARK, command_of, marked
 
 KERNEL_NAME = "gpupool-python3"
 MiB = 1 << 20
@@ -45,9 +46,6 @@ PATIENCE = 60.0
 #: Seconds between two checks of a condition, at first and at last: most checks ask the broker. No
 #: test depends on this pause to be right.
 LOOK, SELDOM = 0.02, 0.1
-
-#: In the environment of every process that a test starts, so that the test finds all of them.
-MARK = "GPUPOOL_E2E_MARK"
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -107,29 +105,6 @@ async def until(
     while not (value := look()):
         await asyncio.sleep(next(pauses))
     return value
-
-
-def marked(mark: str) -> list[psutil.Process]:
-    """Return the living processes that were started below a test with this mark."""
-    entry = f"{MARK}={mark}".encode()
-    found = []
-    for process in psutil.process_iter():
-        if process.pid == os.getpid():
-            continue
-        try:
-            environ = Path(f"/proc/{process.pid}/environ").read_bytes()
-            if entry in environ.split(b"\0") and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (OSError, psutil.Error):
-            continue
-    return found
-
-
-def command_of(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())[:200]
-    except psutil.Error:
-        return "(ended)"
 
 
 @dataclass

@@ -13,7 +13,9 @@ import uuid
 import psutil
 import pytest
 
-from .kit import LOOK, MARK, marked, wait_for
+from tests.marks import MARK, marked
+
+from .kit import LOOK, wait_for
 
 #: The most resident bytes that all processes of the demo may take together.
 BUDGET = 4 << 30

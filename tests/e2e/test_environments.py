@@ -10,7 +10,6 @@ import sqlite3
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ import pytest
 from jupyter_gpupool import demo
 from jupyter_gpupool.devices.nvidia import interpreter
 from jupyter_gpupool.errors import GPUPoolError
+from tests import marks
 
 from .kit import KERNEL_NAME
 
@@ -91,8 +91,8 @@ print("all bytes are right")
 
 @pytest.fixture
 def folder():
-    with tempfile.TemporaryDirectory(prefix="gp") as name:  # sockets need a short path
-        yield Path(name)
+    with marks.short_folder() as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -105,6 +105,7 @@ def blocked(folder):
     paths = [str(folder / "block"), str(ROOT), env.get("PYTHONPATH", "")]
     env |= {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        marks.MARK: str(folder),
         "GPUPOOL_SOCKET": str(folder / "b.sock"),
         "JUPYTER_CONFIG_DIR": str(folder / "config"),
         "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),

@@ -7,12 +7,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
 from jupyter_gpupool.devices.nvidia import interpreter
+from tests import marks
 
 from . import frameworks
 from .kit import KERNEL_NAME
@@ -81,14 +80,14 @@ def test_pool_works_beside_the_pins_of_a_framework(tmp_path):
     command(*pip, "cuda-bindings==12.9.4", "cuda-core")
     found = json.loads(command(binaries / "jupyter", "kernelspec", "list", "--json").stdout)
     assert KERNEL_NAME in found["kernelspecs"]
-    with tempfile.TemporaryDirectory(prefix="gp") as name:  # sockets need a short path
-        folder = Path(name)
+    with marks.short_folder() as folder:
         config = {"emulate": "1x512MiB,context=32MiB", "default_memory": "320MiB", "linger": 0}
         config |= {"state_dir": str(folder / "state"), "resume_headroom": 0}
         (folder / "jupyter_server_config.json").write_text(json.dumps({"GPUPool": config}))
         env = {
             "PATH": f"{binaries}:/usr/bin:/bin",
             "HOME": str(folder),
+            marks.MARK: str(folder),
             "GPUPOOL_SOCKET": str(folder / "b.sock"),
             "JUPYTER_CONFIG_DIR": str(folder),
         }
@@ -116,14 +115,14 @@ def test_lowest_allowed_dependencies_work_together(uv, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     lowest = ["--resolution", "lowest-direct", "--python", str(venv / "bin" / "python")]
     command(*uv, "pip", "install", "--quiet", *lowest, f"{wheel}[devices]")
-    with tempfile.TemporaryDirectory(prefix="gp") as name:
-        folder = Path(name)
+    with marks.short_folder() as folder:
         config = {"emulate": "1x512MiB,context=32MiB", "default_memory": "320MiB", "linger": 0}
         config |= {"state_dir": str(folder / "state"), "resume_headroom": 0}
         (folder / "jupyter_server_config.json").write_text(json.dumps({"GPUPool": config}))
         env = {
             "PATH": f"{venv / 'bin'}:/usr/bin:/bin",
             "HOME": str(folder),
+            marks.MARK: str(folder),
             "GPUPOOL_SOCKET": str(folder / "b.sock"),
             "JUPYTER_CONFIG_DIR": str(folder),
         }

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -18,6 +17,7 @@ from traitlets.config import Config
 
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.starting import ensure_broker
+from tests import marks
 
 GiB = 1 << 30
 MiB = 1 << 20
@@ -92,11 +92,11 @@ class Pool:
 @pytest.fixture
 def pool_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pool]]:
     pools: list[Pool] = []
-    with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:
-        monkeypatch.setenv("GPUPOOL_SOCKET", str(Path(folder) / "broker.sock"))
+    with marks.short_folder() as folder:
+        monkeypatch.setenv("GPUPOOL_SOCKET", str(folder / "broker.sock"))
 
         def make(**settings: Any) -> Pool:
-            pools.append(Pool(Path(folder), **settings))
+            pools.append(Pool(folder, **settings))
             return pools[-1]
 
         yield make

@@ -1,0 +1,72 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Find all processes of one test by a variable of their environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+#: In the environment of every process that a test starts, so that the test finds all of them.
+MARK = "GPUPOOL_E2E_MARK"
+
+#: Deadline for the end of processes that end by themselves, a broker without sessions above all.
+PATIENCE = 60.0
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the living processes that were started below a test with this mark."""
+    entry = f"{MARK}={mark}".encode()
+    found = []
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
+        try:
+            environ = Path(f"/proc/{process.pid}/environ").read_bytes()
+            if entry in environ.split(b"\0") and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (OSError, psutil.Error):
+            continue
+    return found
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:200]
+    except psutil.Error:
+        return "(ended)"
+
+
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """Yield a folder for sockets and state, with ``MARK=folder`` in this process's environment.
+
+    A broker writes its state until it ends, and nothing waits for a broker that ends by itself. The
+    folder is removed when the last marked process has ended. One that does not end is a failure.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="gp"))  # sockets need a short path
+    before = os.environ.get(MARK)
+    os.environ[MARK] = str(folder)
+    try:
+        yield folder
+        deadline = time.monotonic() + PATIENCE
+        while left := marked(str(folder)):
+            shown = [f"{process.pid} {command_of(process)}" for process in left]
+            assert time.monotonic() < deadline, f"not ended within {PATIENCE:g} s: {shown}"
+            time.sleep(0.02)
+    finally:
+        os.environ.pop(MARK)
+        if before is not None:
+            os.environ[MARK] = before
+        for process in marked(str(folder)):
+            with suppress(psutil.Error):
+                process.kill()
+                process.wait(PATIENCE)
+        shutil.rmtree(folder)

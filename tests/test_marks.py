@@ -1,0 +1,40 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The folders of tests outlive the processes that write in them."""
+
+from __future__ import annotations
+
+import subprocess
+
+import psutil
+import pytest
+
+from . import marks
+
+#: Writes a file for a while after its start, as a broker does that ends by itself.
+WRITER = """
+mkdir "$0/state"
+for number in $(seq 200); do : > "$0/state/$number" || exit 1; sleep 0.002; done
+"""
+
+
+def test_folder_waits_for_processes_that_write_in_it():
+    with marks.short_folder() as folder:
+        writer = subprocess.Popen(["sh", "-c", WRITER, folder])
+        before = marks.marked(str(folder))
+    assert [process.pid for process in before] == [writer.pid]
+    assert writer.wait(60) == 0, "it could write to its end"
+    assert not folder.exists()
+
+
+def test_process_that_does_not_end_is_named_and_killed(monkeypatch):
+    monkeypatch.setattr(marks, "PATIENCE", 0.1)
+    with (
+        pytest.raises(AssertionError, match="sleep 1000"),
+        marks.short_folder() as folder,
+    ):
+        process = subprocess.Popen(["sleep", "1000"])
+    monkeypatch.undo()
+    process.wait(60)  # `marks` has reaped it, so that this code says nothing
+    assert not psutil.pid_exists(process.pid)
+    assert not folder.exists()
