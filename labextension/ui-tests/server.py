@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from jupyter_gpupool.client import Client  # noqa: E402
 from tests.broker import kit as brokers  # noqa: E402
+from tests.emulated import Faults  # noqa: E402
 from tests.server.kit import as_user, server_environment  # noqa: E402
 
 GiB = 1 << 30
@@ -241,8 +242,16 @@ class Stage:
             self.do_leave(name)
         self.do_kill()
         brokers.remove(self.folder / "state")
-        brokers.remove(self.folder / "broker.sock.emulated")
+        brokers.remove(self._emulated)
         self.do_start(**config)
+
+    @property
+    def _emulated(self):
+        return self.broker.socket.with_name(self.broker.socket.name + ".emulated")
+
+    def do_fault(self, name, **params):
+        """Have the emulated driver fail, or copy slowly, until the next ``fresh``."""
+        Faults(self._emulated).set(name, **params)
 
     # ------------------------------------------------------------------ neighbours
 
