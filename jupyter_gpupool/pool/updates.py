@@ -218,7 +218,7 @@ def _recovered(facts: Facts, event: ev.Recovered) -> Actions:
 
 def _opened(facts: Facts, event: ev.SessionOpened) -> Actions:
     rules = facts.settings, facts.capacities
-    refusal = never(event.request, event.owner, *rules, suspends=facts.suspends)
+    refusal = never(event.request, event.owner, *rules, suspends=facts.suspends, least=facts.least)
     if event.session in facts.sessions:
         refusal = Refusal(Code.SESSION_EXISTS, f"Session {event.session} exists already.")
     if refusal is None:

@@ -381,6 +381,8 @@ def test_size_below_a_context_is_refused_with_the_least(make):
     assert refusal.code == "under-least"
     assert refusal.next_step == "Ask for at least 302 MiB."
     assert got(lab.change("a", 302 << 20), ev.Answer).refusal is None
+    refusal = got(lab.open("b", 1 << 20, rid="1"), ev.Answer, rid="1").refusal
+    assert (refusal.code, "b" in lab.pool) == ("under-least", False)
 
 
 def test_keep_for_zero_seconds_ends_an_earlier_keep(lab):

@@ -98,6 +98,9 @@ def test_refused_command_is_not_run(broker, tmp_path):
     assert broker.status()["sessions"] == []
     done = run(broker, "run", "--memory", "12", "--", "touch", str(tmp_path / "ran"))
     assert (done.returncode, b"has no unit" in done.stderr) == (125, True)
+    done = run(broker, "run", "--memory", "1MiB", "--", "true")
+    assert done.returncode == 125
+    assert b"1 MiB was asked for; a process that uses CUDA needs at least" in done.stderr
 
 
 def test_zero_is_no_way_to_ask_for_the_default(broker):

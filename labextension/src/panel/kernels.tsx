@@ -5,6 +5,7 @@
 import * as React from 'react';
 
 import type { IDevice, ISession } from '../api';
+import { duration } from '../keeping';
 import { useAnswer } from '../toolbar/hooks';
 import { truth } from '../toolbar/situation';
 import { bytes, dayAndTime, goesBack, goingBack, localTime, say } from '../words';
@@ -12,7 +13,7 @@ import type { IKernelRow } from './arrange';
 import { Badge, hue } from './section';
 import { Sparkline } from './sparkline';
 import { useTick } from '../ticker';
-import { useHistory, useKeepMinutes, useTools, useUp } from './tools';
+import { useHistory, useKeepSeconds, useTools, useUp } from './tools';
 
 const HAS_SLICE: ReadonlySet<ISession['state']> = new Set([
   'attaching',
@@ -181,9 +182,10 @@ interface IActionsProps {
 
 function Actions(props: IActionsProps): React.ReactElement {
   const { trans, model, ticker, shutDown } = useTools();
-  const minutes = useKeepMinutes();
+  const seconds = useKeepSeconds();
   const { kernel_id: kernel, keep_until: until, state } = props.session;
   const kept = until !== null && until > model.now();
+  const time = duration(trans, seconds ?? 0);
   // Rendered again when the slice is no longer kept.
   useTick(ticker, kept);
   const up = useUp();
@@ -221,26 +223,28 @@ function Actions(props: IActionsProps): React.ReactElement {
         >
           {trans.__('Release')}
         </button>
-        <button
-          type="button"
-          className="jp-gpupool-button"
-          aria-disabled={busy || (!kept && !HAS_SLICE.has(state))}
-          title={kept || HAS_SLICE.has(state) ? undefined : none}
-          aria-label={
-            kept
-              ? trans.__('Stop keeping the slice of %1', props.name)
-              : trans.__('Keep for %1 min the slice of %2', minutes, props.name)
-          }
-          onClick={() => {
-            if (!kept && !HAS_SLICE.has(state)) {
-              tell({ text: none, refused: false });
-            } else {
-              void run(() => model.client.keep(kernel, kept ? 0 : minutes * 60));
+        {(kept || seconds !== null) && (
+          <button
+            type="button"
+            className="jp-gpupool-button"
+            aria-disabled={busy || (!kept && !HAS_SLICE.has(state))}
+            title={kept || HAS_SLICE.has(state) ? undefined : none}
+            aria-label={
+              kept
+                ? trans.__('Stop keeping the slice of %1', props.name)
+                : trans.__('Keep for %1 the slice of %2', time, props.name)
             }
-          }}
-        >
-          {kept ? trans.__('Stop keeping') : trans.__('Keep for %1 min', minutes)}
-        </button>
+            onClick={() => {
+              if (!kept && !HAS_SLICE.has(state)) {
+                tell({ text: none, refused: false });
+              } else {
+                void run(() => model.client.keep(kernel, kept ? 0 : (seconds ?? 0)));
+              }
+            }}
+          >
+            {kept ? trans.__('Stop keeping') : trans.__('Keep for %1', time)}
+          </button>
+        )}
         <button
           type="button"
           className="jp-gpupool-button"

@@ -1,13 +1,14 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The waiting kernels, in order. */
+/** The waiting kernels, in order, and what the user can do for its own. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
-import type { IAnySession } from '../api';
+import type { IAnySession, ISession } from '../api';
 import { isMine } from '../tokens';
 import { useTick } from '../ticker';
+import { Offered } from '../waits/offered';
 import { bytes, ordinal, waitTime } from '../words';
 import type { IWaitRow } from './arrange';
 import { somebody } from './describe';
@@ -16,6 +17,9 @@ import { useTools } from './tools';
 
 /** Others' places are listed up to this one; mine always. */
 export const LISTED = 20;
+
+/** So many of my kernels show at once what can be done; each asks the broker for its plan. */
+export const OPEN = 2;
 
 export const Queue = React.memo(function Queue(props: {
   readonly rows: readonly IWaitRow[];
@@ -26,11 +30,18 @@ export const Queue = React.memo(function Queue(props: {
   }
   const listed = props.rows.filter((row, i) => i < LISTED || row.session.mine);
   const more = props.rows.length - listed.length;
+  const open = new Set(
+    listed
+      .map(({ session }) => session)
+      .filter(session => isMine(session) && session.here)
+      .slice(0, OPEN)
+      .map(({ id }) => id)
+  );
   return (
     <>
       <ol className="jp-gpupool-list jp-gpupool-queue">
         {listed.map(row => (
-          <Waiting key={row.session.id} row={row} />
+          <Waiting key={row.session.id} row={row} open={open.has(row.session.id)} />
         ))}
       </ol>
       {more > 0 && (
@@ -44,6 +55,7 @@ export const Queue = React.memo(function Queue(props: {
 
 const Waiting = React.memo(function Waiting(props: {
   readonly row: IWaitRow;
+  readonly open: boolean;
 }): React.ReactElement {
   const { trans, model, ticker } = useTools();
   const { session, name, number } = props.row;
@@ -75,9 +87,39 @@ const Waiting = React.memo(function Waiting(props: {
       {session.wait_reason && (
         <div className="jp-gpupool-why">{session.wait_reason}</div>
       )}
+      {session.here && <Help session={session} name={name} open={props.open} />}
     </li>
   );
 });
+
+/** What the user can do for a waiting kernel: shown at once, or after a click. */
+function Help(props: {
+  readonly session: ISession;
+  readonly name: string;
+  readonly open: boolean;
+}): React.ReactElement {
+  const { trans, model } = useTools();
+  const { session, name, open } = props;
+  const [asked, setAsked] = React.useState(false);
+  return (
+    <>
+      {!open && (
+        <button
+          type="button"
+          className="jp-gpupool-button"
+          aria-expanded={asked}
+          aria-label={trans.__('What can I do? %1', name)}
+          onClick={() => setAsked(before => !before)}
+        >
+          {trans.__('What can I do?')}
+        </button>
+      )}
+      {(open || asked) && (
+        <Offered trans={trans} model={model} session={session} name={name} />
+      )}
+    </>
+  );
+}
 
 /** `6 GiB`, `6 GiB on each of 2`: what a session asks for; empty if that is not known. */
 function size(trans: TranslationBundle, asks: IAnySession['asks']): string {

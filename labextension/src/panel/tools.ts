@@ -8,6 +8,7 @@ import type { ISignal } from '@lumino/signaling';
 import * as React from 'react';
 
 import type { IHistory, IHour } from '../api';
+import { keepSeconds } from '../keeping';
 import type { IPoolModel, IPoolSettings } from '../tokens';
 import type { Ticker } from '../ticker';
 
@@ -64,9 +65,16 @@ export function useHour(): IHour | null {
 }
 
 /** For how long the user wants slices to be kept. */
-export function useKeepMinutes(): number {
+function useKeepMinutes(): number {
   const { settings } = useTools();
   return useTold(settings.changed, () => settings.keepMinutes);
+}
+
+/** The seconds for which a slice is kept, as the user wants and the pool allows; null if it is not. */
+export function useKeepSeconds(): number | null {
+  const { model } = useTools();
+  const minutes = useKeepMinutes();
+  return useTold(model.changed, () => keepSeconds(minutes, model.view));
 }
 
 /** Whether the pool can be reached. */

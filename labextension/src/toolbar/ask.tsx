@@ -15,6 +15,8 @@ interface IProps {
   readonly trans: TranslationBundle;
   readonly client: PoolClient;
   readonly kernelId: string;
+  /** The word for what uses the kernel. */
+  readonly what: string;
   readonly request: IRequest;
   /** The most bytes on each device that it may ask for; null if not known. */
   readonly most: number | null;
@@ -30,7 +32,7 @@ interface IProps {
 
 /** The form; typed text stays until it is granted, even if the kernel changes meanwhile. */
 export function Ask(props: IProps): React.JSX.Element {
-  const { trans, client, kernelId, request, most, room, state, up } = props;
+  const { trans, client, kernelId, what, request, most, room, state, up } = props;
   const id = React.useId();
   const { answer, busy, say, run } = useAnswer(trans, state, up);
   // Null: nothing was typed, and the field follows the kernel's request.
@@ -76,7 +78,7 @@ export function Ask(props: IProps): React.JSX.Element {
       setTyped(null);
       say({
         refused: false,
-        text: trans.__('This notebook already asks for %1.', exact(request.memory))
+        text: trans.__('This %1 already asks for %2.', what, exact(request.memory))
       });
       return;
     }

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The popover's content: a notebook's kernel in words, and actions. */
+/** The popover's content: a document's kernel in words, and actions. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
@@ -40,7 +40,9 @@ export function Card(props: IProps): React.JSX.Element {
   const asks = useLast(it?.session ?? null, kernelId);
   if (it === null || kernelId === null) {
     return (
-      <p id={labelId}>{trans.__('This notebook has no kernel of the GPU pool.')}</p>
+      <p id={labelId}>
+        {trans.__('This %1 has no kernel of the GPU pool.', watch.what)}
+      </p>
     );
   }
   const { session, view } = it;
@@ -91,6 +93,7 @@ export function Card(props: IProps): React.JSX.Element {
           trans={trans}
           client={model.client}
           kernelId={kernelId}
+          what={it.what}
           request={asks.request}
           most={asks.most_bytes}
           state={truth(session, it.broker.status === 'up')}

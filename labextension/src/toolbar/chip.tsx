@@ -137,7 +137,7 @@ interface IButtonProps {
 /** The button of the chip and of the status bar's item. */
 export function ChipButton(props: IButtonProps): React.JSX.Element {
   const { trans, situation, expanded, onClick, className } = props;
-  const { said, emulated } = situation;
+  const { said, emulated, what } = situation;
   const session = situation.kind === 'ours' ? situation.session : null;
   const back = goesBack(session) ? goingBack(trans, session) : '';
   const full = situation.nearlyFull
@@ -149,7 +149,7 @@ export function ChipButton(props: IButtonProps): React.JSX.Element {
       type="button"
       className={`jp-gpupool-chip jp-mod-${said.tone} ${full && 'jp-mod-full'} ${className ?? ''}`}
       title={[
-        trans.__('GPU of this notebook: %1', mark(said.text)),
+        trans.__('GPU of this %1: %2', what, mark(said.text)),
         preemptedReason(session),
         staysReason(session),
         back,
@@ -160,7 +160,7 @@ export function ChipButton(props: IButtonProps): React.JSX.Element {
         .join('\n')}
       // The visible text comes first, as voice control expects. But without seconds: a screen
       // reader would announce each.
-      aria-label={[trans.__('%1, GPU of this notebook', mark(said.still)), back]
+      aria-label={[trans.__('%1, GPU of this %2', mark(said.still), what), back]
         .filter(Boolean)
         .join('. ')}
       aria-haspopup="dialog"

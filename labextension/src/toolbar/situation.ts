@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The state of one notebook's kernel in words; pure: from the model's view to text. */
+/** The state of one document's kernel in words; pure: from the model's view to text. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IPool, ISession } from '../api';
@@ -26,13 +26,28 @@ export interface ISituation {
   readonly filled: number | null;
   /** Whether little is left of what it may have on some device. */
   readonly nearlyFull: boolean;
+  /** `notebook`, `console` or `kernel`, in the language of the user interface. */
+  readonly what: string;
+}
+
+/** The word for what uses a kernel, by the type of its session. */
+export function whatOf(trans: TranslationBundle, type: string): string {
+  switch (type) {
+    case 'notebook':
+      return trans.__('notebook');
+    case 'console':
+      return trans.__('console');
+    default:
+      return trans.__('kernel');
+  }
 }
 
 /** Return the state of the kernel `kernelId` in words. */
 export function situation(
   trans: TranslationBundle,
   model: IPoolModel,
-  kernelId: string
+  kernelId: string,
+  what: string
 ): ISituation {
   const { view, broker } = model;
   const session = model.session(kernelId);
@@ -43,7 +58,7 @@ export function situation(
     : (view?.emulated ?? false);
   const near = nearlyFull(session);
   const common = {
-    ...{ session, view, broker, emulated },
+    ...{ session, view, broker, emulated, what },
     filled: filled(session),
     nearlyFull: near
   };
@@ -103,7 +118,7 @@ export function situation(
         order.kind === 'pause' ? trans.__('Paused') : trans.__('Drained')
       ),
       news: trans.__('Waiting for a GPU: %1', why),
-      headline: trans.__('This notebook waits for a GPU: %1.', why)
+      headline: trans.__('This %1 waits for a GPU: %2.', what, why)
     };
   }
   const said = say(trans, session, devices, model.now());
@@ -115,7 +130,7 @@ export function situation(
         ? plain(trans.__('%1, nearly full', said.text), said.tone, said.short)
         : said,
     news: news(trans, session, view),
-    headline: headline(trans, session, view, emulated)
+    headline: headline(trans, session, view, emulated, what)
   };
 }
 
@@ -236,10 +251,11 @@ function headline(
   trans: TranslationBundle,
   session: ISession | null,
   view: IPool,
-  emulated: boolean
+  emulated: boolean,
+  what: string
 ): string {
   if (session === null) {
-    return trans.__('This notebook has no GPU.');
+    return trans.__('This %1 has no GPU.', what);
   }
   const name = gpus(trans, session.devices, view.devices);
   const where = emulated ? trans.__('%1 (emulated)', name) : name;
@@ -247,37 +263,41 @@ function headline(
   switch (session.state) {
     case 'queued':
       return session.preempted
-        ? trans.__('The GPU was taken from this notebook; it goes on by itself.')
-        : trans.__('This notebook waits for a GPU.');
+        ? trans.__('The GPU was taken from this %1; it goes on by itself.', what)
+        : trans.__('This %1 waits for a GPU.', what);
     case 'attaching':
       return session.suspended_bytes > 0
         ? trans.__(
-            '%1 of this notebook is moving from host memory to the GPU.',
-            bytes(session.suspended_bytes)
+            '%1 of this %2 is moving from host memory to the GPU.',
+            bytes(session.suspended_bytes),
+            what
           )
-        : trans.__('This notebook is getting a GPU.');
+        : trans.__('This %1 is getting a GPU.', what);
     case 'detaching':
-      return trans.__('This notebook is moving to host memory.');
+      return trans.__('This %1 is moving to host memory.', what);
     case 'active':
       return used === null
-        ? trans.__('This notebook has %1 on %2.', bytes(session.granted_bytes), where)
+        ? trans.__('This %1 has %2 on %3.', what, bytes(session.granted_bytes), where)
         : trans.__(
-            'This notebook has %1 on %2.',
+            'This %1 has %2 on %3.',
+            what,
             part(trans, used, session.granted_bytes),
             where
           );
     case 'idle':
       return trans.__(
-        'This notebook is idle with %1 on %2.',
+        'This %1 is idle with %2 on %3.',
+        what,
         bytes(session.granted_bytes),
         where
       );
     default:
       return session.suspended_bytes > 0
         ? trans.__(
-            '%1 of this notebook is in host memory.',
-            bytes(session.suspended_bytes)
+            '%1 of this %2 is in host memory.',
+            bytes(session.suspended_bytes),
+            what
           )
-        : trans.__('This notebook has no GPU.');
+        : trans.__('This %1 has no GPU.', what);
   }
 }

@@ -1,24 +1,29 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Follows one notebook's kernel through the pool. */
+/** Follows one document's kernel through the pool. */
 import type { ISessionContext } from '@jupyterlab/apputils';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IDisposable } from '@lumino/disposable';
 import { Signal, type ISignal } from '@lumino/signaling';
 
 import type { IPoolModel } from '../tokens';
-import { situation, type ISituation } from './situation';
+import { situation, whatOf, type ISituation } from './situation';
 import { ticker, type Ticker } from '../ticker';
 
 /** The parts of a session context that are followed. */
 export type Followed = Pick<
   ISessionContext,
-  'session' | 'kernelChanged' | 'statusChanged' | 'propertyChanged' | 'disposed'
+  | 'session'
+  | 'type'
+  | 'kernelChanged'
+  | 'statusChanged'
+  | 'propertyChanged'
+  | 'disposed'
 >;
 
 /**
- * The situation of a notebook's kernel; `changed` is emitted when its display changes.
+ * The situation of a notebook's or console's kernel; `changed` is emitted when its display changes.
  *
  * `situation` is null while the notebook has no kernel of the pool.
  */
@@ -39,6 +44,11 @@ export class KernelWatch implements IDisposable {
 
   get situation(): ISituation | null {
     return this._situation;
+  }
+
+  /** What the kernel belongs to, as a word. */
+  get what(): string {
+    return whatOf(this.trans, this.context.type);
   }
 
   /** The pooled kernel, or null. */
@@ -74,7 +84,7 @@ export class KernelWatch implements IDisposable {
     const kernel = this.context.session?.kernel;
     const pooled = kernel && !kernel.isDisposed && this.model.isPooled(kernel.name);
     const id = pooled ? kernel.id : null;
-    const now = id === null ? null : situation(this.trans, this.model, id);
+    const now = id === null ? null : situation(this.trans, this.model, id, this.what);
     const same = id === this._kernelId && alike(now, this._situation);
     this._count(now?.said.counts ?? false);
     if (!same) {

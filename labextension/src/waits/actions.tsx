@@ -23,10 +23,12 @@ interface IProps {
   readonly session: ISession;
   /** The broker's plan for it; null until it is known. */
   readonly plan: IExplanation | null;
+  /** The kernel's name for screen readers, where several wait. */
+  readonly name?: string;
 }
 
 export function WaitActions(props: IProps): React.JSX.Element {
-  const { trans, model, session, plan } = props;
+  const { trans, model, session, plan, name = '' } = props;
   const { client } = model;
   const { kernel_id: kernelId } = session;
   const up = model.broker.status === 'up';
@@ -52,7 +54,7 @@ export function WaitActions(props: IProps): React.JSX.Element {
       type="button"
       className={`jp-gpupool-Popover-button ${more.main ? 'jp-mod-main' : ''}`}
       aria-disabled={busy}
-      aria-label={more.label}
+      aria-label={more.label ?? (name ? trans.__('%1: %2', text, name) : undefined)}
       onClick={() => void run(action)}
     >
       {text}
@@ -62,7 +64,9 @@ export function WaitActions(props: IProps): React.JSX.Element {
     <div
       className="jp-gpupool-Wait-actions"
       role="group"
-      aria-label={trans.__('What you can do')}
+      aria-label={
+        name ? trans.__('What you can do for %1', name) : trans.__('What you can do')
+      }
       // Enter and Space are for the buttons, not for the notebook.
       data-lm-suppress-shortcuts="true"
     >

@@ -9,8 +9,7 @@ import * as React from 'react';
 
 import type { ISession } from '../api';
 import { isMine, type IPoolModel } from '../tokens';
-import { WaitActions } from './actions';
-import { usePlan } from './hooks';
+import { Offered } from './offered';
 
 /** The type of the agent's line; other front ends show its HTML or text. */
 export const WAIT_TYPE = 'application/vnd.gpupool.wait+json';
@@ -80,17 +79,6 @@ function Wait(props: {
       ) : null}
     </>
   );
-}
-
-function Offered(props: {
-  readonly model: IPoolModel;
-  readonly trans: TranslationBundle;
-  readonly session: ISession;
-}): React.JSX.Element {
-  const { model, trans, session } = props;
-  const length = model.view?.queue_length ?? 0;
-  const { found } = usePlan(trans, model.client, session.kernel_id, session, length);
-  return <WaitActions trans={trans} model={model} session={session} plan={found} />;
 }
 
 /** A session of this user by its id in the pool; renders again with each change of the pool. */

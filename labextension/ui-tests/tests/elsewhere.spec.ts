@@ -41,6 +41,9 @@ test('a console has the chip, the status item and the popover', async ({ lab }) 
   await expect(chip).toHaveText(/^Idle, back to the pool in/);
   await expect(lab.statusItem).toHaveText(/^Idle, back to the pool in/);
   await lab.execute('gpupool:open');
+  await expect(lab.popover.getByRole('heading').first()).toHaveText(
+    /^This console is idle with /
+  );
   await lab.popover.getByRole('button', { name: 'Release now' }).click();
   await expect(chip).toHaveText(/^In host memory/);
   expect(await faults(page, '.jp-ConsolePanel .jp-gpupool-Chip')).toEqual([]);

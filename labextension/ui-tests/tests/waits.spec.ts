@@ -62,6 +62,30 @@ test('start now with what is free, from the cell and by keyboard', async ({ lab 
   work.end();
 });
 
+test('the panel offers the same, by keyboard and at 300 px', async ({ lab }) => {
+  const [, beta, work] = await scene(lab);
+  const { page, panel } = lab;
+  await lab.execute('gpupool:show-panel');
+  await page.sidebar.setWidth(300, 'right');
+  const queue = panel.getByRole('region', { name: 'Queue' });
+  const start = queue.getByRole('button', {
+    name: 'Start now with 4 GiB: beta.ipynb'
+  });
+  await expect(start).toBeVisible();
+  await expect(queue).toContainText('alpha.ipynb (yours) holds 4 GiB');
+  expect(await faults(page, '.jp-gpupool-panel')).toEqual([]);
+  const [box, room] = [await start.boundingBox(), await panel.boundingBox()];
+  expect(box!.x + box!.width).toBeLessThanOrEqual(room!.x + room!.width);
+  await start.focus();
+  await page.keyboard.press('Tab');
+  await expect(queue.getByRole('button', { name: /^Stop waiting/ })).toBeFocused();
+  await page.keyboard.press('Enter');
+  await expect(beta.output).toContainText('you stopped the wait for a GPU slice');
+  await expect(queue).toContainText('Nobody waits for a GPU.');
+  work.end();
+  await page.sidebar.close('right');
+});
+
 test('release the other notebook, and be told when this one starts', async ({
   lab
 }) => {

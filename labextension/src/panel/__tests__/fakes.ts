@@ -20,6 +20,7 @@ import {
 import type {
   IAnySession,
   IDevice,
+  IExplanation,
   IHistory,
   IHour,
   IIdleWarning,
@@ -71,6 +72,8 @@ export class FakeModel implements IPoolModel {
   time = NOW;
   refreshed = 0;
   readonly asked: string[] = [];
+  /** The broker's plan for any waiting kernel; null: it does not answer. */
+  plan: IExplanation | null = null;
   answer: () => Promise<{ note: string }> = () => Promise.resolve({ note: 'Done.' });
   readonly changed: Signal<IPoolModel, Change> = new Signal(this);
   readonly warned: Signal<IPoolModel, IIdleWarning> = new Signal(this);
@@ -85,6 +88,18 @@ export class FakeModel implements IPoolModel {
     keep: (kernel: string, seconds: number) => {
       this.asked.push(`keep ${kernel} ${seconds}`);
       return this.answer();
+    },
+    change: (kernel: string, { memory }: { memory: number }) => {
+      this.asked.push(`change ${kernel} ${memory}`);
+      return this.answer();
+    },
+    interrupt: (kernel: string) => {
+      this.asked.push(`interrupt ${kernel}`);
+      return Promise.resolve();
+    },
+    why: (kernel: string) => {
+      this.asked.push(`why ${kernel}`);
+      return this.plan ? Promise.resolve(this.plan) : new Promise(() => undefined);
     }
   } as unknown as PoolClient;
 

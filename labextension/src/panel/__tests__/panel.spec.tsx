@@ -402,6 +402,47 @@ describe('devices', () => {
 });
 
 describe('the queue', () => {
+  const waits = (id: string, place: number) =>
+    mine(id, { ...queued, queue_position: place, label: `${id}.ipynb` });
+
+  it('offers what can be done for my kernels that wait', async () => {
+    const plan = {
+      ...{ lines: [], standing: [], starts_with_bytes: 4 * GIB },
+      holders: [{ session: 'a', own: true, bytes: 6 * GIB, use: 'busy' as const }]
+    };
+    const view = pool([device(0)], [mine('a', { label: 'a.ipynb' }), waits('w', 1)]);
+    const { model } = show(view, { plan });
+    const press = async (name: string) => {
+      fireEvent.click(await screen.findByRole('button', { name }));
+      await act(async () => Promise.resolve());
+    };
+    await press('Start now with 4 GiB: kernel-w.ipynb');
+    await press('Release the GPU of a.ipynb');
+    await press('Stop waiting: kernel-w.ipynb');
+    expect(model.asked.filter(text => !text.startsWith('why'))).toEqual([
+      `change kernel-w ${4 * GIB}`,
+      'release kernel-a',
+      'interrupt kernel-w'
+    ]);
+    region('Queue').getByRole('button', { name: /^Tell me when it starts/ });
+  });
+
+  it('asks for no plan of others, of other servers, and of many of mine', async () => {
+    const there = mine('x', { ...queued, queue_position: 6, here: false });
+    const many = ['a', 'b', 'c'].map((id, i) => waits(id, i + 1));
+    const { model } = show(
+      pool([device(0)], [...many, other('o', { ...queued, queue_position: 5 }), there])
+    );
+    await act(async () => Promise.resolve());
+    expect(model.asked).toEqual(['why kernel-a', 'why kernel-b']);
+    const more = region('Queue').getByRole('button', { name: /^What can I do\?/ });
+    expect(more.getAttribute('aria-expanded')).toBe('false');
+    fireEvent.click(more);
+    await act(async () => Promise.resolve());
+    expect(model.asked).toContain('why kernel-c');
+    expect(more.getAttribute('aria-expanded')).toBe('true');
+  });
+
   it('names my kernels, and the class of others', () => {
     show(
       pool(
@@ -424,14 +465,14 @@ describe('the queue', () => {
     const items = region('Queue').getAllByRole('listitem');
     expect(items[0]!.textContent).toBe('1stAnother user (batch)12 GiB on each of 2');
     expect(items[1]!.textContent).toBe(
-      '2nd1kernel-a.ipynb8 GiB · 20 to 60 s leftNo device has 8 GiB free.'
+      '2nd1kernel-a.ipynb8 GiB · 20 to 60 s leftNo device has 8 GiB free.Stop waitingTell me when it starts'
     );
   });
 
   it('shows an unknown place as ?, and leaves an unknown time out', () => {
     show(pool([device(0)], [mine('a', queued)]));
     expect(region('Queue').getByRole('listitem').textContent).toBe(
-      '?1kernel-a.ipynb8 GiB'
+      '?1kernel-a.ipynb8 GiBStop waitingTell me when it starts'
     );
   });
 
@@ -545,7 +586,7 @@ describe('my kernels', () => {
     expect(kernels().getByRole('status').textContent).toBe('Done.');
     model.answer = () =>
       Promise.reject(new PoolError('It is in use.', 'busy', 'Wait for the cell.', 409));
-    await press(/^Keep for 10 min/);
+    await press(/^Keep for 10 minutes/);
     expect(kernels().getByRole('status').textContent).toBe(
       'It is in use. Wait for the cell.'
     );
@@ -558,12 +599,12 @@ describe('my kernels', () => {
       const view = pool([device(0)], [mine('a')]);
       const { again, model, settings } = show(view);
       const button = () => kernels().getByRole('button', { name: /[Kk]eep/ });
-      expect(button().textContent).toBe('Keep for 10 min');
+      expect(button().textContent).toBe('Keep for 10 minutes');
       settings.keepMinutes = 25;
       act(() => settings.changed.emit());
-      expect(button().textContent).toBe('Keep for 25 min');
-      expect(button().getAttribute('aria-label')).toContain('Keep for 25 min');
-      await press(/^Keep for 25 min/);
+      expect(button().textContent).toBe('Keep for 25 minutes');
+      expect(button().getAttribute('aria-label')).toContain('Keep for 25 minutes');
+      await press(/^Keep for 25 minutes/);
       // The answer disappears, and its timer with it.
       act(() => jest.advanceTimersByTime(OLD));
 
@@ -571,12 +612,22 @@ describe('my kernels', () => {
       kernels().getByText(`Kept until ${clockAt(1500)}, even when idle.`);
       model.time = NOW + 1501;
       act(() => jest.advanceTimersByTime(1000));
-      expect(button().textContent).toBe('Keep for 25 min');
+      expect(button().textContent).toBe('Keep for 25 minutes');
       expect(kernels().queryByText(/^Kept until/)).toBeNull();
       expect(jest.getTimerCount()).toBe(0);
     } finally {
       jest.useRealTimers();
     }
+  });
+
+  it('are kept no longer than the pool allows', async () => {
+    const view = pool([device(0)], [mine('a')]);
+    const limits = { ...view.limits, max_keep: 300 };
+    const { model } = show({ ...view, limits });
+    await press(/^Keep for 5 minutes/);
+    expect(model.asked).toEqual(['keep kernel-a 300']);
+    act(() => model.change({ ...view, limits: { ...limits, max_keep: 0 } }));
+    expect(kernels().queryByRole('button', { name: /^Keep/ })).toBeNull();
   });
 
   it('are no longer kept after a second click', async () => {
@@ -644,7 +695,7 @@ describe('my kernels', () => {
     expect(kernels().getByRole('status').textContent).toBe(
       'This kernel has no slice of a GPU now.'
     );
-    await press(/^Keep for 10 min/);
+    await press(/^Keep for 10 minutes/);
     expect(model.asked).toEqual([]);
   });
 

@@ -112,6 +112,7 @@ export class FakeContext {
   session: { kernel: { name: string; id: string; isDisposed: boolean } } | null;
   readonly kernelChanged = new Signal<this, unknown>(this);
   readonly statusChanged = new Signal<this, unknown>(this);
+  type = 'notebook';
   readonly propertyChanged = new Signal<this, unknown>(this);
   readonly disposed = new Signal<this, void>(this);
 

@@ -74,6 +74,16 @@ describe('KernelWatch', () => {
     expect(watch.situation?.headline).toBe(headline);
   });
 
+  it.each([
+    ['console', 'This console has no GPU.'],
+    ['file', 'This kernel has no GPU.']
+  ])('names a %s', (type, headline) => {
+    const context = new FakeContext();
+    context.type = type;
+    const { watch } = watching(new FakeModel(session(detached)), context);
+    expect(watch.situation?.headline).toBe(headline);
+  });
+
   it('reports that the pool is away, and keeps the last state', () => {
     const model = new FakeModel(session());
     const { watch } = watching(model);
