@@ -27,14 +27,15 @@ ALLOWED: dict[str, str] = {
     "client": "endpoint protocol",
     "pool": "",
     "guard": "",
+    "cluster": "pool.groups pool.model",
     "config": "emulation endpoint guard local_machine pool.groups pool.model",
     "devices": "guard local_machine pool.model pool.attribution",
     "startrecord": "endpoint local_machine",
     "startfailures": "startrecord",
     "daemon": "guard startrecord",
     "starting": "__init__ client daemon endpoint guard startfailures startrecord",
-    "broker": "__init__ config daemon devices durations emulation endpoint guard local_machine "
-    "pool protocol startfailures startrecord",
+    "broker": "__init__ cluster config daemon devices durations emulation endpoint guard "
+    "local_machine pool protocol startfailures startrecord",
     "kernel": "__init__ client endpoint guard.page protocol startfailures startrecord",
     "launcher": "client config endpoint guard starting startrecord",
     "ipykernel_launcher": "launcher",
@@ -172,9 +173,13 @@ def test_only_devices_itself_chooses_the_vendor():
             assert not {top for top, _ in imports(path)} & THIRD_PARTY["devices"], path
 
 
-def test_the_pool_reads_no_clock_and_does_no_io():
+#: Modules of ``cluster`` that decide, as the pool does.
+PURE = [PACKAGE / "cluster" / f"{name}.py" for name in ("messages", "ledger", "budgets", "overlay")]
+
+
+def test_the_pool_and_the_ledger_read_no_clock_and_do_no_io():
     forbidden = {"time", "asyncio", "os", "random", "logging", "socket", "subprocess", "threading"}
-    for path in (PACKAGE / "pool").rglob("*.py"):
+    for path in (*(PACKAGE / "pool").rglob("*.py"), *PURE):
         assert not forbidden & {top for top, _ in imports(path)}, path
 
 

@@ -24,7 +24,7 @@ PHRASES = re.compile(
 )
 
 #: Classes that share a name; a shorter list is better.
-SHARED_CLASSES = {"CompilerMissing", "Slice"}
+SHARED_CLASSES = {"CompilerMissing", "Event", "Slice", "Tick"}
 
 #: Modules that share a name: all but ``build``, ``machine`` and ``model`` have the same subject.
 SHARED_MODULES = {"agent", "build", "machine", "maintenance", "model", "provisioner", "text"}

@@ -1,0 +1,166 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A node's side of the ledger: what its broker may grant of each shared quota. Pure.
+
+The broker tells what its sessions use and wait for. As long as that stays within the ceilings, a
+lease needs no message. The ceilings themselves come with answers of the ledger, some time later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Mapping, Sequence
+
+from .messages import Epoch, Holding, Key, Loan, Report, larger
+
+#: What a node does when the ledger is silent for longer than the time-out. ``closed``: its sessions
+#: keep what they have, and get no more. ``min_share``: each user and group may have a fixed share
+#: on each node; all nodes together may then exceed a quota by the share times the nodes.
+OnLoss = Literal["closed", "min_share"]
+
+#: Waiting sessions that a report names; the others are named when these have been served.
+MOST_WAITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the sessions of a node use of a key, and will use again."""
+
+    used: int = 0
+    keep: int = 0
+
+
+@dataclass(slots=True)
+class Budgets:
+    """What one node may use of each key.
+
+    Only keys that the broker has mentioned are known; the ceiling of any other one is 0.
+    """
+
+    node: str
+    #: Greater than in every earlier start of the broker.
+    life: int
+    on_loss: OnLoss = "closed"
+    #: By resource: what a user or group may have here under ``min_share``.
+    share: Mapping[str, int] = field(default_factory=dict)
+    #: It asks for nothing more, and is no longer counted as soon as it has no session.
+    leaves: bool = False
+    epoch: Epoch = field(default_factory=Epoch)
+    ceilings: dict[Key, int] = field(default_factory=dict)
+    uses: dict[Key, Demand] = field(default_factory=dict)
+    #: What each waiting session needs in addition, the longest wait first.
+    waits: tuple[Mapping[Key, int], ...] = ()
+    #: Keys that other nodes wait for.
+    wanted: frozenset[Key] = frozenset()
+    #: The ledger counts nothing of this node any more.
+    has_left: bool = False
+    #: Until when it may grant from its ceilings.
+    until: float = 0.0
+    #: Something has changed that the ledger should know at once.
+    due: bool = True
+    _number: int = 0
+    _applied: int = 0
+    _spent: Mapping[Key, int] = field(default_factory=dict)
+    _version: int = -1
+    #: The first report to the ledger of ``epoch``. Until one is answered, each has ``spent``.
+    _first: int = 1
+    _told: bool = False
+    #: When the last reports were sent, by number.
+    _sent: dict[int, float] = field(default_factory=dict)
+
+    # ------------------------------------------------------------------ what the broker may grant
+
+    def is_connected(self, now: float) -> bool:
+        """Return whether the ledger has answered in time."""
+        return now < self.until
+
+    def most(self, key: Key, now: float) -> int:
+        """Return how much of ``key`` the sessions of this node may use in all.
+
+        Sessions that have more keep it, and no other one is added.
+        """
+        if now < self.until:
+            return self.ceilings.get(key, 0)
+        return self.share.get(key.resource, 0) if self.on_loss == "min_share" else 0
+
+    # ------------------------------------------------------------------ events
+
+    def use(self, uses: Mapping[Key, Demand], waits: Sequence[Mapping[Key, int]] = ()) -> None:
+        """Take what the broker's sessions use and wait for now: all of it, not only a change."""
+        new = tuple(waits[:MOST_WAITS])
+        if new != self.waits and any(
+            key not in self.ceilings or uses.get(key, Demand()).used + need > self.ceilings[key]
+            for wait in new
+            for key, need in wait.items()
+        ):
+            self.due = True  # a session needs more
+        if self.waits and not new:
+            self.due = True  # other nodes may be behind this one
+        for key, use in uses.items():
+            if use.keep > max(self.ceilings.get(key, 0), self.uses.get(key, Demand()).keep):
+                self.due = True
+        old, self.uses = self.uses, {k: use for k, use in uses.items() if use != Demand()}
+        self.waits = new
+        for key in self.wanted & self.ceilings.keys():
+            if self.uses.get(key, Demand()).used < old.get(key, Demand()).used:
+                self.due = True
+
+    def answered(self, loan: Loan) -> None:
+        """Apply an answer; ignore one that is late, repeated, or of an earlier ledger."""
+        if loan.life != self.life or loan.epoch < self.epoch:
+            return
+        if loan.epoch > self.epoch:
+            # From now on no earlier ledger is obeyed. What this node has stays, and is reported.
+            self.epoch, self._applied, self._version = loan.epoch, 0, -1
+            self._told, self.due = False, True
+            self._first = self._number + 1
+        if loan.gone and not self.leaves:
+            self.life += 1
+            self.ceilings.clear()
+            self._number = self._applied = 0
+            self._first, self._told = 1, False
+            self._sent.clear()
+            self.due = True
+            return
+        self._told = self._told or loan.number >= self._first
+        sent = self._sent.get(loan.number)
+        if sent is not None:
+            self.until = max(self.until, sent + loan.ttl)
+            for number in [n for n in self._sent if n < loan.number]:
+                del self._sent[number]
+        if loan.serial <= self._applied:
+            return
+        self._applied = loan.serial
+        self.has_left = self.leaves and loan.gone
+        self.wanted = loan.wanted
+        if loan.spent is not None:
+            self._spent, self._version = larger(self._spent, loan.spent), loan.version
+        for key, amount in loan.ceilings.items():
+            had = self.ceilings.get(key, 0)
+            # Sessions may have begun since the report: what is in use stays.
+            new = max(amount, min(had, self.uses.get(key, Demand()).used))
+            if new < had:
+                self.due = True
+            if new:
+                self.ceilings[key] = new
+            else:
+                self.ceilings.pop(key, None)
+
+    def report(self, now: float) -> Report:
+        """Return the next report; it is to be sent now."""
+        self._number += 1
+        self._sent[self._number] = now
+        if len(self._sent) > 64:
+            del self._sent[min(self._sent)]
+        self.due = False
+        return Report(
+            self.node, self.life, self._number, self.epoch, self._applied,
+            {key: self._holding(key) for key in {**self.ceilings, **self.uses}},
+            () if self.leaves else self.waits,
+            self._version, None if self._told else self._spent, self.leaves,
+        )  # fmt: skip
+
+    def _holding(self, key: Key) -> Holding:
+        use = self.uses.get(key, Demand())
+        keep = 0 if self.leaves else use.keep
+        return Holding(self.ceilings.get(key, 0), use.used, keep)

@@ -1,0 +1,172 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What nodes and the ledger tell each other. Any message may be lost, late, repeated or overtaken.
+
+A *key* is one limit that all nodes share, and an amount of it is a whole number: bytes of device
+memory, devices, leases, or the GPU-seconds of one day. A *ceiling* is how much of it a node may
+use. The sum of all ceilings never exceeds the limit: that is all that keeps the quota.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Mapping, NamedTuple, cast
+
+Kind = Literal["user", "group"]
+
+
+class Key(NamedTuple):
+    """One limit of one user or group."""
+
+    kind: Kind
+    name: str
+    #: ``memory``, ``devices``, ``leases`` or ``gpu-seconds``.
+    resource: str
+    #: The day of an amount that is used up; "" for one that comes back when a slice does.
+    window: str = ""
+
+
+class Epoch(NamedTuple):
+    """The fencing token of one life of a ledger. A node obeys the greatest that it has seen."""
+
+    number: int = 0
+    ledger: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a node has of one key, and would like to have."""
+
+    #: Sessions may use this much without a message.
+    ceiling: int = 0
+    used: int = 0
+    #: What the node would keep while no other node waits: its sessions will use it again.
+    keep: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that a node has, from the node to the ledger."""
+
+    node: str
+    #: Grows with each start of the node's broker. What an earlier life was offered is void.
+    life: int
+    #: Grows with each report of this life.
+    number: int
+    #: The ledger that the node obeys, and the last answer of it that took effect.
+    epoch: Epoch
+    applied: int
+    holdings: Mapping[Key, Holding] = field(default_factory=dict)
+    #: What waiting sessions need in addition, the longest wait first. A session needs all its keys
+    #: at once: two nodes that each get one of them would wait for each other.
+    waits: tuple[Mapping[Key, int], ...] = ()
+    #: The version of what this node has heard to be spent; and that, for a ledger that has just
+    #: started, else None: what nodes that are gone have used up, by keys with a window.
+    version: int = -1
+    spent: Mapping[Key, int] | None = None
+    #: It has drained, has no session, and leaves the cluster.
+    leaves: bool = False
+
+
+def larger(one: Mapping[Key, int], other: Mapping[Key, int]) -> dict[Key, int]:
+    """Return the larger amount of each key: what is spent only ever grows."""
+    return {key: max(one.get(key, 0), other.get(key, 0)) for key in {**one, **other}}
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """New ceilings, from the ledger to a node. It also tells that the ledger is alive."""
+
+    node: str
+    life: int
+    #: The last report that the ledger has read.
+    number: int
+    epoch: Epoch
+    #: Grows with each answer to this life; a node ignores an answer after a later one.
+    serial: int
+    ceilings: Mapping[Key, int] = field(default_factory=dict)
+    #: Keys that other nodes wait for: report at once when some of it comes free.
+    wanted: frozenset[Key] = frozenset()
+    #: Seconds, from when the node sent that report, in which it may grant from its ceilings.
+    ttl: float = 0.0
+    #: What nodes that are gone have used up, where the node has an earlier version of it.
+    version: int = 0
+    spent: Mapping[Key, int] | None = None
+    #: The ledger counts nothing of this life any more. A node that has not asked for that was
+    #: declared dead, and begins a new life.
+    gone: bool = False
+
+
+# --------------------------------------------------------------------------- as JSON
+
+
+def report_to_json(report: Report) -> dict[str, Any]:
+    """Return a report as JSON values."""
+    found: dict[str, Any] = {
+        "node": report.node,
+        "life": report.life,
+        "number": report.number,
+        "epoch": list(report.epoch),
+        "applied": report.applied,
+        "version": report.version,
+        "holdings": [[*key, h.ceiling, h.used, h.keep] for key, h in report.holdings.items()],
+        "waits": [_amounts_to_json(wait) for wait in report.waits],
+    }
+    if report.spent is not None:
+        found["spent"] = _amounts_to_json(report.spent)
+    if report.leaves:
+        found["leaves"] = True
+    return found
+
+
+def report_from_json(values: Mapping[str, Any]) -> Report:
+    """Return the report that :func:`report_to_json` has written."""
+    return Report(
+        values["node"], values["life"], values["number"], Epoch(*values["epoch"]),
+        values["applied"],
+        {_key(row[:4]): Holding(*row[4:]) for row in values["holdings"]},
+        tuple(_amounts(rows) or {} for rows in values["waits"]),
+        values["version"], _amounts(values.get("spent")), bool(values.get("leaves")),
+    )  # fmt: skip
+
+
+def loan_to_json(answer: Loan) -> dict[str, Any]:
+    """Return an answer as JSON values."""
+    found: dict[str, Any] = {
+        "node": answer.node,
+        "life": answer.life,
+        "number": answer.number,
+        "epoch": list(answer.epoch),
+        "serial": answer.serial,
+        "ttl": answer.ttl,
+        "version": answer.version,
+        "ceilings": _amounts_to_json(answer.ceilings),
+        "wanted": sorted(map(list, answer.wanted)),
+    }
+    if answer.spent is not None:
+        found["spent"] = _amounts_to_json(answer.spent)
+    if answer.gone:
+        found["gone"] = True
+    return found
+
+
+def loan_from_json(values: Mapping[str, Any]) -> Loan:
+    """Return the answer that :func:`loan_to_json` has written."""
+    return Loan(
+        values["node"], values["life"], values["number"], Epoch(*values["epoch"]),
+        values["serial"], _amounts(values["ceilings"]) or {},
+        frozenset(map(_key, values["wanted"])), values["ttl"],
+        values["version"], _amounts(values.get("spent")), bool(values.get("gone")),
+    )  # fmt: skip
+
+
+def _amounts_to_json(amounts: Mapping[Key, int]) -> list[list[Any]]:
+    return [[*key, amount] for key, amount in amounts.items()]
+
+
+def _amounts(rows: list[list[Any]] | None) -> dict[Key, int] | None:
+    return None if rows is None else {_key(row[:4]): row[4] for row in rows}
+
+
+def _key(row: list[str]) -> Key:
+    return Key(cast(Kind, row[0]), *row[1:])

@@ -1,0 +1,425 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jupyter_gpupool.cluster import ledger as lg
+from jupyter_gpupool.cluster.budgets import Budgets, Demand
+from jupyter_gpupool.cluster.messages import Epoch, Holding, Loan, Report
+
+from .world import LIMITS, SECONDS, USERS, Node, World, keys_of
+
+ADA, LAB = keys_of("ada")
+
+
+@pytest.fixture
+def world():
+    world = World()
+    world.settle()
+    yield world
+    world.audit()
+
+
+def sizes(world):
+    return {name: sum(s.size for s in node.running) for name, node in world.nodes.items()}
+
+
+# --------------------------------------------------------------------------- lending
+
+
+def test_a_node_gets_what_its_sessions_wait_for(world):
+    world.ask("n0", "ada", 6)
+    world.settle(1)
+    assert sizes(world) == {"n0": 6, "n1": 0, "n2": 0}
+
+
+def test_a_lease_within_the_ceiling_needs_no_message(world):
+    world.nodes["n0"].spare = 6
+    world.ask("n0", "ada", 2)
+    world.settle(2)
+    sent = world.sent
+    world.nodes["n0"].running.clear()
+    world.ask("n0", "ada", 6)
+    assert sizes(world)["n0"] == 6
+    assert world.sent == sent
+
+
+def test_what_is_in_use_elsewhere_is_not_lent(world):
+    world.ask("n0", "ada", 6)
+    world.settle(1)
+    world.ask("n1", "ada", 3)
+    world.settle(3)
+    assert sizes(world) == {"n0": 6, "n1": 0, "n2": 0}
+    world.end("n0")
+    world.settle(1)
+    assert sizes(world) == {"n0": 0, "n1": 3, "n2": 0}
+
+
+def test_the_limit_of_a_group_holds_for_all_its_users(world):
+    world.ask("n0", "ada", 8)
+    world.ask("n1", "bob", 3)
+    world.settle(3)
+    assert sum(sizes(world).values()) in (3, 8)
+    assert world.ledger.counted(LAB) <= LIMITS["group"]["lab"]["memory"]
+
+
+def test_a_waiting_node_gets_what_another_one_keeps_unused(world):
+    node = world.nodes["n0"]
+    node.spare = 8
+    world.ask("n0", "ada", 1)
+    world.settle(2)
+    assert node.budgets.ceilings[ADA] == 8
+    world.ask("n1", "ada", 5)
+    world.settle(1)
+    assert sizes(world)["n1"] == 5
+
+
+def test_the_longest_wait_is_served_first(world):
+    world.ask("n0", "ada", 8)
+    world.settle(1)
+    for name, size in (("n1", 6), ("n2", 4)):
+        world.ask(name, "ada", size)
+        world.settle(1)
+    world.end("n0")
+    world.settle(3)
+    assert sizes(world) == {"n0": 0, "n1": 6, "n2": 0}
+    world.end("n1")
+    world.settle(3)
+    assert sizes(world)["n2"] == 4
+
+
+def test_a_node_that_stops_waiting_holds_up_no_other(world):
+    world.ask("n0", "ada", 6)
+    world.settle(1)
+    world.ask("n1", "ada", 6)
+    world.settle(1)
+    world.ask("n2", "ada", 2)
+    world.settle(1)
+    assert sizes(world)["n2"] == 0
+    world.nodes["n1"].waiting.clear()
+    world.nodes["n1"].tell()
+    world.settle(1)
+    assert sizes(world)["n2"] == 2
+
+
+def test_gpu_seconds_of_a_day_are_not_used_twice(world):
+    for _ in range(40):
+        for node in world.nodes.values():
+            node.consume(3, world.clock(node))
+        world.settle(1)
+    assert sum(node.consumed for node in world.nodes.values()) == 20
+
+
+# --------------------------------------------------------------------------- loss
+
+
+def test_a_new_ledger_lends_nothing_before_it_heard_everybody(world):
+    world.ask("n0", "ada", 6)
+    world.settle(1)
+    world.kill_ledger()
+    world.ask("n1", "ada", 6)
+    world.settle(silent={"n0"})
+    assert not world.ledger.serving
+    assert sizes(world)["n1"] == 0
+    world.settle()
+    assert world.ledger.serving
+    assert world.ledger.counted(ADA) == 6
+
+
+def test_what_a_silent_node_has_stays_counted(world):
+    world.ask("n0", "ada", 8)
+    world.settle(1)
+    world.advance(3600)
+    world.ask("n1", "ada", 1)
+    world.settle(silent={"n0"})
+    assert sizes(world)["n1"] == 0
+
+
+def test_a_fenced_node_is_freed_after_its_own_time_out(world):
+    world.ask("n0", "ada", 8)
+    world.settle(1)
+    world.crash("n0")
+    world.do(world.current, lg.Fenced(now=world.now, node="n0"))
+    world.ask("n1", "ada", 8)
+    world.settle(1, silent={"n0"})
+    assert sizes(world)["n1"] == 0
+    world.advance(11)
+    world.settle(1, silent={"n0"})
+    assert sizes(world)["n1"] == 8
+
+
+def test_a_fenced_node_that_lives_begins_a_new_life(world):
+    world.ask("n0", "ada", 4)
+    world.settle(1)
+    world.do(world.current, lg.Fenced(now=world.now, node="n0"))
+    world.advance(11)
+    life = world.nodes["n0"].budgets.life
+    world.settle()
+    assert world.nodes["n0"].budgets.life == life + 1
+    assert world.ledger.counted(ADA) == 4
+
+
+@pytest.mark.parametrize(("on_loss", "most"), [("closed", 0), ("min_share", 1)])
+def test_without_the_ledger_a_node_follows_the_admins_choice(on_loss, most):
+    world = World()
+    for node in world.nodes.values():
+        node.on_loss = on_loss
+        node.begin(2)
+    world.settle()
+    world.advance(9)
+    node = world.nodes["n0"]
+    assert node.budgets.most(ADA, world.clock(node)) == most
+
+
+def test_sessions_keep_what_they_have_without_the_ledger(world):
+    world.ask("n0", "ada", 4)
+    world.settle(1)
+    world.advance(9)
+    assert sizes(world)["n0"] == 4
+    world.end("n0")
+    world.ask("n0", "ada", 4)
+    assert sizes(world)["n0"] == 0
+
+
+def test_an_earlier_ledger_stops_when_it_hears_of_a_later(world):
+    old = world.current
+    world.start_ledger()
+    world.settle()
+    assert world.ledger.serving
+    world.report("n0", to=old)
+    world.settle(1)
+    assert old not in world.ledgers
+
+
+def test_a_node_that_has_drained_leaves(world):
+    world.ask("n0", "ada", 4)
+    world.settle(1)
+    node = world.nodes["n0"]
+    node.budgets.leaves = True
+    world.settle(1)
+    assert not node.budgets.has_left
+    world.end("n0")
+    world.settle(1)
+    assert node.budgets.has_left
+    assert world.ledger.counted(ADA) == 0
+
+
+def test_a_node_that_is_no_member_gets_nothing(world):
+    world.nodes["n9"] = Node("n9")
+    world.ask("n9", "ada", 1)
+    world.settle(2)
+    assert sizes(world)["n9"] == 0
+    world.do(world.current, lg.MembersChanged(now=world.now, names=frozenset(world.nodes)))
+    world.settle(2)
+    assert sizes(world)["n9"] == 1
+
+
+# --------------------------------------------------------------------------- late messages
+
+
+@pytest.fixture
+def budgets():
+    """A node that obeys the ledger (2, a) and has applied its third answer."""
+    found = Budgets("n0", 7)
+    found.answered(Loan("n0", 7, 0, Epoch(2, "a"), 3, {ADA: 4}))
+    assert found.ceilings == {ADA: 4}
+    return found
+
+
+@pytest.mark.parametrize(
+    "change", [{"serial": 2}, {"life": 6}, {"epoch": Epoch(1, "z")}, {"serial": 3}]
+)
+def test_an_answer_that_a_later_one_overtook_is_ignored(budgets, change):
+    late = Loan("n0", 7, 0, Epoch(2, "a"), 4, {ADA: 8})
+    budgets.answered(dataclasses.replace(late, **change))
+    assert budgets.ceilings == {ADA: 4}
+    budgets.answered(late)
+    assert budgets.ceilings == {ADA: 8}
+
+
+def test_a_ceiling_does_not_fall_below_what_is_in_use(budgets):
+    budgets.use({ADA: Demand(3)})
+    budgets.answered(Loan("n0", 7, 0, Epoch(2, "a"), 4, {ADA: 1}))
+    assert budgets.ceilings == {ADA: 3}
+
+
+def test_what_a_restarted_broker_uses_counts_without_a_ceiling():
+    ledger = lg.Ledger("a", LIMITS, ["n0"], 0.0)
+    for number, epoch in ((1, Epoch()), (2, Epoch(1, "a"))):
+        report = Report("n0", 7, number, epoch, 0, {ADA: Holding(0, 5)}, (), -1, {})
+        ledger.handle(lg.Reported(now=0.0, report=report))
+    assert ledger.counted(ADA) == 5
+
+
+def test_sessions_that_need_two_limits_do_not_block_each_other(world):
+    """Each would get one of its two limits if these were lent one by one."""
+    world.ask("n0", "ada", 5)
+    world.ask("n1", "ada", 5)
+    world.ask("n1", "bob", 5)
+    world.ask("n0", "bob", 5)
+    for _ in range(4):
+        world.settle(2)
+        for node in world.nodes.values():
+            node.running.clear()
+            node.tell()
+    assert [session for node in world.nodes.values() for session in node.waiting] == []
+
+
+# --------------------------------------------------------------------------- everything at once
+
+
+def test_random_use_exceeds_no_quota_when_a_ledger_dies():
+    """Denser than Hypothesis chooses: most steps are leases and messages, and much is granted."""
+    granted = 0
+    for seed in range(60):
+        chance = random.Random(seed)
+        world = World(margin=2.0)
+        world.settle(2)
+        for step in range(4):
+            world.churn(chance, 60)
+            if step == 1:
+                world.kill_ledger()
+        world.settle(3)
+        granted += sum(node.granted for node in world.nodes.values())
+    assert granted > 500
+
+
+class Cluster(RuleBasedStateMachine):
+    """Any order of leases, messages and failures; the auditor looks after each step."""
+
+    NAMES = ("n0", "n1", "n2")
+    names = st.sampled_from(NAMES)
+
+    @initialize(rates=st.tuples(*[st.sampled_from([0.95, 1.0, 1.05])] * 3))
+    def begin(self, rates):
+        self.world = World(self.NAMES, rates, margin=2.0)
+        self.world.settle(3)
+
+    @rule(seed=st.integers(0, 1 << 20), steps=st.integers(20, 60))
+    def churn(self, seed, steps):
+        self.world.churn(random.Random(seed), steps)
+
+    @rule(name=names, user=st.sampled_from(USERS), size=st.integers(1, 5))
+    def ask(self, name, user, size):
+        self.world.ask(name, user, size)
+
+    @rule(name=names, at=st.integers(0, 3))
+    def end(self, name, at):
+        self.world.end(name, at)
+
+    @rule(name=names, amount=st.integers(1, 9))
+    def consume(self, name, amount):
+        node = self.world.nodes[name]
+        if node.alive:
+            node.consume(amount, self.world.clock(node))
+
+    @rule(name=names)
+    def stop_waiting(self, name):
+        self.world.nodes[name].waiting.clear()
+        self.world.nodes[name].tell()
+
+    @rule(name=names, data=st.data())
+    def report(self, name, data):
+        self.world.report(name, data.draw(st.sampled_from(sorted(self.world.ledgers))))
+
+    @rule(silent=st.sets(names, max_size=2))
+    def settle(self, silent):
+        self.world.settle(1, silent=silent)
+
+    @precondition(lambda self: self.world.wires)
+    @rule(at=st.integers(0, 30), keep=st.booleans())
+    def deliver(self, at, keep):
+        self.world.deliver(at % len(self.world.wires), keep=keep)
+
+    @precondition(lambda self: self.world.wires)
+    @rule(at=st.integers(0, 30))
+    def lose(self, at):
+        self.world.wires.pop(at % len(self.world.wires))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 12.0]))
+    def advance(self, seconds):
+        self.world.advance(seconds)
+        for node in self.world.nodes.values():
+            node.serve(self.world.clock(node))
+
+    @rule(ends=st.booleans())
+    def start_ledger(self, ends):
+        if ends:
+            self.world.kill_ledger()
+        elif len(self.world.ledgers) < 3:
+            self.world.start_ledger()
+
+    @rule(name=names)
+    def restart_broker(self, name):
+        node = self.world.nodes[name]
+        node.begin(max(node.life, node.budgets.life) + 1)
+        node.alive = True
+
+    @rule(name=names)
+    def lose_power(self, name):
+        """Its kernels are gone; every ledger hears of it from the admin."""
+        self.world.crash(name)
+        for ledger in [*self.world.ledgers]:
+            if not self.world.ledgers[ledger].nodes[name].heard:
+                self.world.lost += self.world.nodes[name].consumed
+            self.world.do(ledger, lg.Fenced(now=self.world.now, node=name))
+
+    @invariant()
+    def no_quota_is_exceeded(self):
+        if hasattr(self, "world"):
+            self.world.audit(lost=self.world.lost)
+
+    @invariant()
+    def the_ledgers_sums_are_right(self):
+        for ledger in self.world.ledgers.values() if hasattr(self, "world") else ():
+            for key in (ADA, LAB, SECONDS):
+                parts = [node.counted.get(key, 0) for node in ledger.nodes.values()]
+                assert ledger.counted(key) == sum(parts) + ledger._spent.get(key, 0)
+
+    def teardown(self):
+        """Once the network is well again, every waiting session is served in the end."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for name, node in world.nodes.items():
+            if not node.alive:
+                self.restart_broker(name)
+        world.advance(20)
+        for _ in range(1 + sum(len(node.waiting) for node in world.nodes.values())):
+            world.settle(4)
+            self.no_quota_is_exceeded()
+            for node in world.nodes.values():
+                node.running.clear()
+                node.tell()
+        assert world.ledger.serving
+        assert [session for node in world.nodes.values() for session in node.waiting] == []
+
+
+QUIET = {"suppress_health_check": list(HealthCheck), "deadline": None, "database": None}
+#: To shrink a failing case takes minutes: the long form does.
+SHORT = {**QUIET, "phases": [Phase.generate]}
+
+
+def test_no_order_of_failures_exceeds_a_quota():
+    options = settings(max_examples=40, stateful_step_count=30, derandomize=True, **SHORT)
+    run_state_machine_as_test(Cluster, settings=options)
+
+
+@pytest.mark.long
+def test_no_order_of_failures_exceeds_a_quota_long():
+    options = settings(max_examples=5_000, stateful_step_count=80, **QUIET)
+    run_state_machine_as_test(Cluster, settings=options)

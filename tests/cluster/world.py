@@ -1,0 +1,266 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A cluster without I/O: nodes, ledgers, a network that does what it likes, and an auditor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from jupyter_gpupool.cluster import ledger as lg
+from jupyter_gpupool.cluster.budgets import Budgets, Demand
+from jupyter_gpupool.cluster.messages import (
+    Key,
+    Loan,
+    Report,
+    loan_from_json,
+    loan_to_json,
+    report_from_json,
+    report_to_json,
+)
+
+TODAY = "2026-11-23"
+LIMITS = {
+    "user": {"ada": {"memory": 8, "gpu-seconds": 20}, "*": {"memory": 5}},
+    "group": {"lab": {"memory": 10}},
+}
+USERS = ("ada", "bob")
+
+
+def keys_of(user):
+    """Return the keys that a slice of this user needs; ada and bob are in one group."""
+    return Key("user", user, "memory"), Key("group", "lab", "memory")
+
+
+SECONDS = Key("user", "ada", "gpu-seconds", TODAY)
+
+
+@dataclass
+class Session:
+    user: str
+    size: int
+
+
+@dataclass
+class Node:
+    """A node's broker: it grants when its budgets allow it, and asks nobody."""
+
+    name: str
+    rate: float = 1.0
+    life: int = 1
+    alive: bool = True
+    on_loss: str = "closed"
+    running: list[Session] = field(default_factory=list)
+    waiting: list[Session] = field(default_factory=list)
+    consumed: int = 0
+    #: How much of each key it would keep beyond what is in use.
+    spare: int = 0
+    budgets: Budgets = None
+    granted: int = 0
+
+    def __post_init__(self):
+        self.begin(self.life)
+
+    def begin(self, life):
+        """Start the broker: its sessions and what they used up come from its journal."""
+        self.life = life
+        self.budgets = Budgets(self.name, life, on_loss=self.on_loss, share={"memory": 1})
+        self.tell()
+
+    def used(self):
+        found = Counter()
+        for session in self.running:
+            for key in keys_of(session.user):
+                found[key] += session.size
+        found[SECONDS] = self.consumed
+        return found
+
+    def tell(self):
+        used = self.used()
+        uses = {key: Demand(used[key], used[key] + self.spare) for key in used}
+        uses[SECONDS] = Demand(self.consumed, min(20, self.consumed + 2))
+        waits = [dict.fromkeys(keys_of(s.user), s.size) for s in self.waiting]
+        self.budgets.use(uses, waits)
+
+    def serve(self, now):
+        """Grant what the budgets allow, the longest wait first; return the granted sessions."""
+        found = []
+        for session in [*self.waiting]:
+            used = self.used()
+            if all(
+                used[key] + session.size <= self.budgets.most(key, now)
+                for key in keys_of(session.user)
+            ):
+                self.waiting.remove(session)
+                self.running.append(session)
+                self.granted += 1
+                found.append(session)
+                self.tell()
+        return found
+
+    def consume(self, amount, now):
+        left = self.budgets.most(SECONDS, now) - self.consumed
+        self.consumed += max(0, min(amount, left))
+        self.tell()
+
+
+class World:
+    """Everything happens when a test says so; ``now`` is the true time."""
+
+    def __init__(self, names=("n0", "n1", "n2"), rates=(1.0, 1.02, 0.98), **ledger):
+        self.now = 0.0
+        self.nodes = {n: Node(n, r) for n, r in zip(names, rates, strict=True)}
+        self.options = ledger
+        self.starts = 0
+        self.ledgers = {}
+        self.current = self.start_ledger()
+        #: (ledger, report or answer) on their way.
+        self.wires: list[tuple[str, Report | Loan]] = []
+        self.sent = 0
+        #: GPU-seconds used up on nodes that a ledger has fenced without having heard them.
+        self.lost = 0
+
+    # ------------------------------------------------------------------ ledgers
+
+    def start_ledger(self, *, members=None):
+        """Start another ledger; those before it go on unless :meth:`kill_ledger` ended them."""
+        self.starts += 1
+        name = f"l{self.starts}"
+        self.ledgers[name] = lg.Ledger(
+            name, LIMITS, self.nodes if members is None else members, self.now, **self.options
+        )
+        self.current = name
+        return name
+
+    def kill_ledger(self):
+        self.ledgers.pop(self.current, None)
+        return self.start_ledger()
+
+    @property
+    def ledger(self):
+        return self.ledgers[self.current]
+
+    def do(self, name, event):
+        if name not in self.ledgers:
+            return
+        for action in self.ledgers[name].handle(event):
+            if isinstance(action, lg.Send):
+                self.wires.append((name, action.answer))
+            if isinstance(action, lg.Stop):
+                del self.ledgers[name]
+                # Only the one that took over goes on; if it died, somebody starts another.
+                found = action.by.ledger
+                self.current = found if found in self.ledgers else self.start_ledger()
+
+    # ------------------------------------------------------------------ time and messages
+
+    def clock(self, node):
+        return self.now * node.rate
+
+    def advance(self, seconds):
+        self.now += seconds
+        for name in [*self.ledgers]:
+            if self.ledgers[name].next_wakeup() <= self.now:
+                self.do(name, lg.Tick(now=self.now))
+
+    def report(self, name, to=None):
+        node = self.nodes[name]
+        if node.alive:
+            self.sent += 1
+            self.wires.append((to or self.current, node.budgets.report(self.clock(node))))
+
+    def deliver(self, at=0, *, keep=False):
+        """Deliver one message that is on its way; with ``keep`` it may arrive again."""
+        ledger, message = self.wires[at] if keep else self.wires.pop(at)
+        if isinstance(message, Report):
+            message = report_from_json(report_to_json(message))
+            self.do(ledger, lg.Reported(now=self.now, report=message))
+        elif (node := self.nodes[message.node]).alive:
+            node.budgets.answered(loan_from_json(loan_to_json(message)))
+            node.serve(self.clock(node))
+            node.tell()
+
+    def settle(self, rounds=6, *, silent=()):
+        """Let every node report, and every message arrive in order, a few times."""
+        for _ in range(rounds):
+            for name in self.nodes:
+                if name not in silent:
+                    self.report(name)
+            most = 500  # messages that a round may take; each of them could lead to another
+            while self.wires:
+                most -= 1
+                assert most, "the messages have no end"
+                self.deliver()
+                for name, node in self.nodes.items():
+                    if node.alive and node.budgets.due and name not in silent:
+                        self.report(name)
+            self.advance(0.1)
+
+    # ------------------------------------------------------------------ nodes
+
+    def ask(self, name, user, size):
+        node = self.nodes[name]
+        if node.alive:
+            node.waiting.append(Session(user, size))
+            node.tell()
+            node.serve(self.clock(node))
+
+    def end(self, name, at=0):
+        node = self.nodes[name]
+        if node.running:
+            node.running.pop(at % len(node.running))
+            node.tell()
+            node.serve(self.clock(node))
+
+    def crash(self, name):
+        """Cut the power: its kernels are gone."""
+        node = self.nodes[name]
+        node.alive = False
+        node.running.clear()
+        node.waiting.clear()
+
+    def churn(self, random, steps):
+        """Ask, end, report and deliver in any order; lose and repeat messages; audit each step."""
+        if random.random() < 0.6:
+            self.settle(2)
+        for _ in range(steps):
+            name = random.choice([*self.nodes])
+            node = self.nodes[name]
+            what = random.random()
+            if what < 0.15:
+                self.ask(name, random.choice(USERS), random.randint(1, 5))
+            elif what < 0.27:
+                self.end(name, random.randrange(4))
+            elif what < 0.3 and node.alive:
+                node.consume(random.randint(1, 3), self.clock(node))
+            elif what < 0.33:
+                node.spare = random.choice((0, 0, 3))
+                node.waiting.clear()
+                node.tell()
+            elif what < 0.55 or not self.wires:
+                old = random.random() < 0.1
+                self.report(name, random.choice([*self.ledgers]) if old else self.current)
+            elif what < 0.95:
+                # Most messages are in order, and some are far behind.
+                at = random.randrange(len(self.wires)) if random.random() < 0.4 else 0
+                self.deliver(at, keep=random.random() < 0.1)
+            elif what < 0.98:
+                self.wires.pop(random.randrange(len(self.wires)))
+            else:
+                self.advance(random.choice((0.1, 0.1, 1.0, 5.0)))
+            self.audit(lost=self.lost)
+
+    # ------------------------------------------------------------------ the auditor
+
+    def audit(self, *, lost=0, over=0):
+        """Add up what really runs, and compare it with the limits; know nothing of budgets."""
+        memory, seconds = Counter(), 0
+        for node in self.nodes.values():
+            seconds += node.consumed
+            for session in node.running:
+                memory["user", session.user] += session.size
+                memory["group", "lab"] += session.size
+        for (kind, name), used in memory.items():
+            limit = LIMITS[kind].get(name) or LIMITS[kind]["*"]
+            assert used <= limit["memory"] + over, (kind, name, used)
+        assert seconds <= 20 + lost, seconds
