@@ -25,7 +25,7 @@ _FLAGS = (
 )
 # -Bsymbolic: a library of the same SONAME may be preloaded before this one; its symbols must not
 # replace ours inside our own tables. nodelete: the driver's thread outlives a dlclose().
-_LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,now", "-Wl,-z,nodelete", "-ldl")
+_LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,now", "-Wl,-z,nodelete", "-ldl", "-lm")
 
 
 class CompilerMissing(RuntimeError):
@@ -62,7 +62,7 @@ def libraries() -> dict[str, list[Path]]:
     cuda = [path for path in rest if path not in nvml]
     runtime = sorted((SOURCES / "cudart").glob("*.c"))
     return {
-        "libcuda.so.1": cuda + shared,
+        "libcuda.so.1": cuda + sorted((SOURCES / "ptx").glob("*.c")) + shared,
         "libnvidia-ml.so.1": nvml + shared,
         **dict.fromkeys(_RUNTIMES, runtime),
     }

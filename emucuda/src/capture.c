@@ -141,11 +141,12 @@ bool capture_fill(CUstream stream, const CUDA_MEMSET_NODE_PARAMS *p, bool wait, 
     return taken;
 }
 
-bool capture_launch(CUstream stream, CUfunction kernel, void **params, CUresult *result)
+bool capture_launch(CUstream stream, CUfunction kernel, const struct launch *launch, void **params,
+                    CUresult *result)
 {
     struct node *n = NULL;
     bool taken = recording(stream, NODE_KERNEL, false, &n, result);
-    if (n && (*result = node_set_launch(n, kernel, params)))
+    if (n && (*result = node_set_launch(n, kernel, launch, params)))
         node_drop_last(n->graph, n);
     return taken;
 }

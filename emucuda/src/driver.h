@@ -190,7 +190,6 @@ bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the call
 
 /* ---- context.c ---- */
 CUresult context_current(struct context **out);
-CUresult context_of_stream(CUstream stream, struct context **out);
 /* With the lock held: */
 /* Makes a context active: `*out` if it is an ended primary one, a new one if it is null. */
 CUresult context_new(int device, unsigned flags, struct context **out);
@@ -267,16 +266,24 @@ uint64_t stream_submit(struct stream *stream, uint64_t duration);
 uint64_t stream_tail(const struct stream *stream);
 uint64_t driver_tail(const struct context *context); /* NULL: of all contexts */
 
+/* The shape of a launch. */
+struct launch {
+    unsigned grid[3], block[3];
+    unsigned shared;  /* bytes, beside the kernel's own */
+    bool cooperative; /* all blocks at once */
+};
+
 /* ---- copy.c, launch.c: behind the gate, and never captured ---- */
 CUresult copy_now(const CUDA_MEMCPY3D *p, CUstream stream);
 CUresult fill_now(const CUDA_MEMSET_NODE_PARAMS *p, CUstream stream);
-CUresult launch_now(CUfunction kernel, CUstream stream, void **params);
+CUresult launch_now(CUfunction kernel, CUstream stream, const struct launch *launch, void **params);
 CUresult host_now(CUstream stream, void (*function)(void *), void *data);
 
 /* ---- capture.c: true if the call was recorded (or refused: see *result) instead of run ---- */
 bool capture_copy(CUstream stream, const CUDA_MEMCPY3D *p, bool wait, CUresult *result);
 bool capture_fill(CUstream stream, const CUDA_MEMSET_NODE_PARAMS *p, bool wait, CUresult *result);
-bool capture_launch(CUstream stream, CUfunction kernel, void **params, CUresult *result);
+bool capture_launch(CUstream stream, CUfunction kernel, const struct launch *launch, void **params,
+                    CUresult *result);
 bool capture_host(CUstream stream, void (*function)(void *), void *data, CUresult *result);
 bool capture_alloc(CUstream stream, size_t size, struct pool *pool, CUdeviceptr *out, CUresult *result);
 bool capture_free(CUstream stream, uint64_t address, CUresult *result);
@@ -287,8 +294,13 @@ void capture_drop(struct stream *stream); /* with the lock held: the stream ends
 void event_unmark(struct event *event);
 
 /* ---- kernels.c ---- */
-/* Runs the built-in kernel of that name, if it exists; returns the modelled ns. */
-uint64_t kernel_run(const char *name, void **params, uint32_t params_count, CUresult *result);
+/* Runs a kernel, a built-in one or the text of its module; returns the modelled ns. */
+uint64_t kernel_run(CUfunction kernel, int device, const struct launch *launch, void **params, CUresult *result);
+CUresult kernel_check(CUfunction kernel, int device); /* can it run here? */
+
+/* ---- ptx/ ---- */
+CUresult kernel_compiled(CUfunction kernel, int device);
+uint64_t kernel_interpret(CUfunction kernel, int device, const struct launch *launch, void **params, CUresult *result);
 
 /* ---- service.c, suspend.c ---- */
 CUresult service_start(void);

@@ -83,7 +83,7 @@ static size_t values_size(const struct kernel *k)
     return k->params ? k->offset[k->params - 1] + k->size[k->params - 1] : 0;
 }
 
-CUresult node_set_launch(struct node *node, struct kernel *k, void **params)
+CUresult node_set_launch(struct node *node, struct kernel *k, const struct launch *launch, void **params)
 {
     char *values = malloc(values_size(k) + 1);
     if (!values)
@@ -91,6 +91,7 @@ CUresult node_set_launch(struct node *node, struct kernel *k, void **params)
     for (uint32_t i = 0; i < k->params; i++)
         memcpy(values + k->offset[i], params[i], k->size[i]);
     node->of.launch.kernel = k;
+    node->of.launch.shape = *launch;
     node->of.launch.values = values;
     return CUDA_SUCCESS;
 }
@@ -105,6 +106,7 @@ static CUresult nodes_copy(const struct node *first, struct graph *to)
         if (n->type == NODE_KERNEL) {
             size_t size = values_size(n->of.launch.kernel);
             c->of.launch.kernel = n->of.launch.kernel;
+            c->of.launch.shape = n->of.launch.shape;
             c->of.launch.values = malloc(size + 1);
             if (!c->of.launch.values)
                 return CUDA_ERROR_OUT_OF_MEMORY;
@@ -203,14 +205,15 @@ EXPORT CUresult cuGraphAddKernelNode(CUgraphNode *out, CUgraph g, const CUgraphN
 {
     void *list[MAX_PARAMS];
     ADDING(out, g, d, n);
-    if (!p || kernel_bad(p->func) || !p->gridDimX || !p->gridDimY || !p->gridDimZ)
+    if (!p || kernel_bad(p->func))
         return CUDA_ERROR_INVALID_VALUE;
-    unsigned threads = p->blockDimX * p->blockDimY * p->blockDimZ;
+    struct launch launch = {{p->gridDimX, p->gridDimY, p->gridDimZ}, {p->blockDimX, p->blockDimY, p->blockDimZ},
+                            p->sharedMemBytes, false};
     void **params = launch_params(p->func, p->kernelParams, p->extra, list);
-    if (!threads || threads > 1024 || (p->func->params && !params))
+    if (launch_bad(&launch) || (p->func->params && !params))
         return CUDA_ERROR_INVALID_VALUE;
     struct node *node = node_add(g, NODE_KERNEL);
-    CUresult result = node ? node_set_launch(node, p->func, params) : CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult result = node ? node_set_launch(node, p->func, &launch, params) : CUDA_ERROR_OUT_OF_MEMORY;
     if (!result)
         *out = node;
     else if (node)

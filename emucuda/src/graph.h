@@ -31,6 +31,7 @@ struct node {
     union {
         struct {
             struct kernel *kernel;
+            struct launch shape;
             char *values; /* the parameters, copied */
         } launch;
         CUDA_MEMCPY3D copy;
@@ -56,7 +57,7 @@ void graph_delete(struct graph *graph);
 struct node *node_add(struct graph *graph, int type); /* NULL: out of host memory */
 CUresult graph_copy(const struct graph *from, struct graph **to); /* memory nodes share their memory */
 void node_drop_last(struct graph *graph, struct node *node);
-CUresult node_set_launch(struct node *node, struct kernel *k, void **params);
+CUresult node_set_launch(struct node *node, struct kernel *k, const struct launch *launch, void **params);
 
 /* ---- graph_memory.c ---- */
 CUresult graph_memory_node(struct graph *graph, const CUmemPoolProps *props, size_t size, struct node **out);

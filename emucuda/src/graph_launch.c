@@ -152,7 +152,7 @@ static CUresult run(const struct node *first, CUstream stream)
                 return CUDA_ERROR_INVALID_HANDLE;
             for (uint32_t i = 0; i < k->params; i++)
                 params[i] = n->of.launch.values + k->offset[i];
-            result = launch_now(k, stream, params);
+            result = launch_now(k, stream, &n->of.launch.shape, params);
             break;
         case NODE_MEMCPY: result = copy_now(&n->of.copy, stream); break;
         case NODE_MEMSET: result = fill_now(&n->of.fill, stream); break;

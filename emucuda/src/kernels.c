@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Built-in kernels. A kernel of any other name takes 3 us and touches nothing.
+ * Kernels. Those with these names are built in; the text of any other one is interpreted (ptx/).
  *
  *   emucuda_spin_ns(u64 ns)                      occupies the stream for that long
  *   emucuda_fill_u64(u64 *p, u64 n, u64 value)   p[i] = value
@@ -14,7 +14,7 @@
  * `kernels.py` holds real PTX of the same kernels, so that a program that uses them also runs
  * on hardware.
  */
-#include "driver.h"
+#include "module.h"
 
 #include <string.h>
 
@@ -125,14 +125,34 @@ static const struct {
     {"emucuda_host_call", 3, host_call},
 };
 
-uint64_t kernel_run(const char *name, void **params, uint32_t count, CUresult *result)
+/* The number of the built-in kernel; the count of all if it is not one. */
+static unsigned builtin(const struct kernel *k)
+{
+    unsigned i = 0;
+    while (i < sizeof builtins / sizeof *builtins &&
+           (strcmp(k->name, builtins[i].name) || k->params != builtins[i].params))
+        i++;
+    return i;
+}
+
+static bool spins(const struct kernel *k) { return !strcmp(k->name, "emucuda_spin_ns") && k->params == 1; }
+
+CUresult kernel_check(CUfunction k, int device)
+{
+    bool is_builtin = spins(k) || builtin(k) < sizeof builtins / sizeof *builtins;
+    return is_builtin ? CUDA_SUCCESS : kernel_compiled(k, device);
+}
+
+uint64_t kernel_run(CUfunction k, int device, const struct launch *launch, void **params, CUresult *result)
 {
     *result = CUDA_SUCCESS;
-    if (!strcmp(name, "emucuda_spin_ns") && count == 1)
+    if (spins(k))
         return u64(params, 0);
-    uint64_t duration = !strcmp(name, "emucuda_host_call") && count == 3 ? u64(params, 2) : LAUNCH_NS;
-    for (unsigned i = 0; i < sizeof builtins / sizeof *builtins; i++)
-        if (!strcmp(name, builtins[i].name) && count == builtins[i].params)
-            *result = builtins[i].run(params);
-    return duration;
+    unsigned i = builtin(k);
+    if (i == sizeof builtins / sizeof *builtins) {
+        uint64_t ns = kernel_interpret(k, device, launch, params, result);
+        return ns > LAUNCH_NS ? ns : LAUNCH_NS;
+    }
+    *result = builtins[i].run(params);
+    return builtins[i].run == host_call ? u64(params, 2) : LAUNCH_NS;
 }

@@ -5,6 +5,8 @@
  */
 #include "module.h"
 
+enum { LAUNCH_ATTRIBUTE_COOPERATIVE = 2, MAX_SHARED = 227 << 10 };
+
 EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, CUfunction f, int size,
                                                                      size_t shared, unsigned flags)
 {
@@ -22,7 +24,7 @@ EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunct
     return cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, f, size, shared, 0);
 }
 
-CUresult launch_now(CUfunction k, CUstream stream, void **params)
+CUresult launch_now(CUfunction k, CUstream stream, const struct launch *launch, void **params)
 {
     struct stream *s;
     pthread_mutex_lock(&driver.lock);
@@ -31,7 +33,7 @@ CUresult launch_now(CUfunction k, CUstream stream, void **params)
     pthread_mutex_unlock(&driver.lock);
     if (result)
         return result;
-    uint64_t duration = kernel_run(k->name, params, k->params, &result);
+    uint64_t duration = kernel_run(k, device, launch, params, &result);
     if (result) {
         /* As on hardware, the context is unusable from now on. */
         __atomic_store_n(&driver.sticky, (uint32_t)result, __ATOMIC_RELAXED);
@@ -58,37 +60,57 @@ void **launch_params(CUfunction k, void **params, void **extra, void **list)
     return buffer ? list : NULL;
 }
 
-static CUresult launch_any(CUfunction k, CUstream stream, void **params, void **extra, unsigned blocks,
-                           unsigned threads)
+bool launch_bad(const struct launch *l)
+{
+    uint64_t threads = (uint64_t)l->block[0] * l->block[1] * l->block[2];
+    return !l->grid[0] || !l->grid[1] || !l->grid[2] || !threads || threads > 1024 || l->shared > MAX_SHARED;
+}
+
+static CUresult launch_any(CUfunction k, CUstream stream, const struct launch *launch, void **params, void **extra)
 {
     GATED;
     void *list[MAX_PARAMS];
-    CUresult result;
+    struct stream *s;
     if (kernel_bad(k))
         return CUDA_ERROR_INVALID_HANDLE;
     params = launch_params(k, params, extra, list);
-    if (!blocks || !threads || threads > 1024 || (k->params && !params))
+    if (launch_bad(launch) || (k->params && !params))
         return CUDA_ERROR_INVALID_VALUE;
-    return capture_launch(stream, k, params, &result) ? result : launch_now(k, stream, params);
+    pthread_mutex_lock(&driver.lock);
+    CUresult result = stream_resolve(stream, &s);
+    int device = result ? 0 : s->context->device;
+    pthread_mutex_unlock(&driver.lock);
+    if (!result)
+        result = kernel_check(k, device);
+    if (result)
+        return result;
+    return capture_launch(stream, k, launch, params, &result) ? result : launch_now(k, stream, launch, params);
 }
 
 EXPORT CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                                unsigned bz, unsigned shared, CUstream stream, void **params, void **extra)
 {
-    (void)shared;
-    return launch_any(f, stream, params, extra, gx && gy && gz, bx * by * bz);
+    struct launch launch = {{gx, gy, gz}, {bx, by, bz}, shared, false};
+    return launch_any(f, stream, &launch, params, extra);
 }
 
 EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, void **extra)
 {
     if (!c)
         return CUDA_ERROR_INVALID_VALUE;
-    return launch_any(f, c->hStream, params, extra, c->gridDimX && c->gridDimY && c->gridDimZ,
-                      c->blockDimX * c->blockDimY * c->blockDimZ);
+    struct launch launch = {{c->gridDimX, c->gridDimY, c->gridDimZ}, {c->blockDimX, c->blockDimY, c->blockDimZ},
+                            c->sharedMemBytes, false};
+    for (unsigned i = 0; c->attrs && i < c->numAttrs; i++) {
+        const struct { int id; char pad[4]; int value; char rest[60]; } *attribute = c->attrs;
+        if (attribute[i].id == LAUNCH_ATTRIBUTE_COOPERATIVE)
+            launch.cooperative = attribute[i].value;
+    }
+    return launch_any(f, c->hStream, &launch, params, extra);
 }
 
 EXPORT CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
                                           unsigned by, unsigned bz, unsigned shared, CUstream stream, void **params)
 {
-    return cuLaunchKernel(f, gx, gy, gz, bx, by, bz, shared, stream, params, NULL);
+    struct launch launch = {{gx, gy, gz}, {bx, by, bz}, shared, true};
+    return launch_any(f, stream, &launch, params, NULL);
 }

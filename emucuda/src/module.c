@@ -2,9 +2,9 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * Modules, libraries and kernels. Loading finds the entries of PTX text and their parameters;
- * kernels.c runs them.
+ * kernels.c runs them, and ptx/ compiles their text at the first launch.
  */
-#include "module.h"
+#include "ptx/ptx.h"
 
 #include <ctype.h>
 #include <fcntl.h>
@@ -21,10 +21,13 @@ static void module_free(struct module *m)
     for (struct kernel *k = m->kernels, *next; k; k = next) {
         next = k->next;
         k->magic = 0;
+        for (int d = 0; d < MAX_DEVICES; d++)
+            code_free(k->code[d]);
         free(k->name);
         free(k);
     }
     m->magic = 0;
+    pthread_mutex_destroy(&m->compiling);
     free(m);
 }
 
@@ -35,9 +38,14 @@ static void parse_params(struct kernel *k, const char *p)
     while (*p && *p != ')' && k->params < MAX_PARAMS) {
         uint32_t unit = 0, align = 0, many = 1;
         const char *stop = p + strcspn(p, ",)");
+        bool pointer = false; /* an alignment behind .ptr is of the memory that it points to */
         for (const char *q = p; q < stop; q++) {
             unsigned number;
-            if (!strncmp(q, ".align", 6) && sscanf(q + 6, "%u", &number) == 1)
+            if (!strncmp(q, ".ptr", 4))
+                pointer = true;
+            else if (!strncmp(q, ".align", 6) && pointer)
+                q += 5;
+            else if (!strncmp(q, ".align", 6) && sscanf(q + 6, "%u", &number) == 1)
                 align = number;
             else if (*q == '.' && strchr("busf", q[1]) && sscanf(q + 2, "%u", &number) == 1)
                 unit = number / 8;
@@ -113,7 +121,12 @@ static CUresult load(struct module **out, const char *image)
     CUresult result = text && m ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
     if (!result) {
         m->magic = MAGIC_MODULE;
+        pthread_mutex_init(&m->compiling, NULL);
         result = parse_ptx(text, m);
+    }
+    if (!result) {
+        result = ptx_open(text, &m->ptx); /* takes the text */
+        text = NULL;
     }
     free(text);
     if (result) {
@@ -155,16 +168,19 @@ static struct module *module_find(const struct module *module)
 
 static CUresult unload(struct module *module)
 {
+    struct ptx *ptx = NULL;
     CUresult result = CUDA_ERROR_INVALID_HANDLE;
     pthread_mutex_lock(&driver.lock);
     for (struct module **link = &modules; *link; link = &(*link)->next)
         if (*link == module) {
             *link = module->next;
+            ptx = module->ptx;
             module_free(module);
             result = CUDA_SUCCESS;
             break;
         }
     pthread_mutex_unlock(&driver.lock);
+    ptx_close(ptx);
     return result;
 }
 
@@ -252,12 +268,25 @@ EXPORT CUresult cuModuleGetLoadingMode(int *mode)
 
 EXPORT CUresult cuModuleGetGlobal_v2(CUdeviceptr *out, size_t *size, CUmodule module, const char *name)
 {
-    CHECKED;
-    (void)out;
-    (void)size;
-    (void)module;
-    (void)name;
-    return CUDA_ERROR_NOT_FOUND; /* PTX variables hold no bytes here */
+    GATED;
+    struct context *c;
+    CUresult result = context_current(&c);
+    if (result)
+        return result;
+    if (!name)
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&driver.lock);
+    struct ptx *ptx = module_find(module) ? module->ptx : NULL;
+    pthread_mutex_unlock(&driver.lock);
+    const struct variable *v = ptx ? variable_find(ptx, name, strlen(name)) : NULL;
+    if (!v || v->shared)
+        return ptx ? CUDA_ERROR_NOT_FOUND : CUDA_ERROR_INVALID_HANDLE;
+    result = variables_place(ptx, c->device);
+    if (!result && out)
+        *out = ptx->storage[c->device].address + v->offset;
+    if (!result && size)
+        *size = v->size;
+    return result;
 }
 
 EXPORT CUresult cuLibraryGetGlobal(CUdeviceptr *out, size_t *size, CUlibrary library, const char *name)
