@@ -27,7 +27,7 @@ ALLOWED: dict[str, str] = {
     "client": "endpoint protocol",
     "pool": "",
     "guard": "",
-    "cluster": "pool.groups pool.model",
+    "cluster": "config pool.groups pool.model protocol",
     "config": "emulation endpoint guard local_machine pool.groups pool.model",
     "devices": "guard local_machine pool.model pool.attribution",
     "startrecord": "endpoint local_machine",

@@ -132,7 +132,7 @@ class BrokerApp:
             self._begin(broker)
             reload = Reload(
                 broker.core, self.configuration, metrics=broker.metrics,
-                memberships=broker.memberships, log=_LOG,
+                memberships=broker.memberships, log=_LOG, limits=broker.limits,
             )  # fmt: skip
             reload.check()
             stack.callback(reload.close)

@@ -12,13 +12,13 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Awaitable, Callable, Sequence, cast
+from typing import TYPE_CHECKING, Awaitable, Callable, Sequence, cast
 
 from ..cgroups import Host
 from ..devices import Devices, GuardedDevices, OpenDevices, Options
 from ..guard.install import without_guard
 from ..pool.machine import Pool
-from ..pool.model import Device
+from ..pool.model import Device, PoolSettings
 from .configuration import Configuration
 from .core import Clock, Core
 from .environment import device_files, machine_environment, version_file
@@ -54,6 +54,9 @@ from .store.journal import Journal
 from .store.recovery import Recovery
 from .store.usage import UsageBook
 
+if TYPE_CHECKING:
+    from .shared import SharedLimits  # loaded only on a machine of a cluster
+
 #: Reads host memory and its limits.
 HOST = Host()
 
@@ -80,6 +83,8 @@ class Broker:
     recovery: Recovery
     usage: UsageBook
     router: Router
+    #: Returns the rules with what other machines have of them.
+    limits: Callable[[PoolSettings], PoolSettings]
 
 
 async def build(
@@ -99,10 +104,19 @@ async def build(
     the journal.
     """
     settings, socket = configuration.settings, configuration.socket
+    shared: SharedLimits | None = None
+    if settings.cluster_nodes:
+        from .shared import SharedLimits
+
+        shared = SharedLimits(configuration, journal, log)
+    limits = _own if shared is None else shared.limits
     core = Core(
-        Pool(settings.pool), journal, LiveSessions(), Clock(float(journal.meta("clock") or 0)), log,
+        Pool(limits(settings.pool)), journal, LiveSessions(),
+        Clock(float(journal.meta("clock") or 0)), log,
         handle=lambda event: runner.handle(event),  # noqa: PLW0108 (it is made last)
     )  # fmt: skip
+    if shared is not None:
+        shared.use(core)
     health = Health(
         core, configuration,
         lambda uuid: service.retest(uuid),  # noqa: PLW0108 (it is made next)
@@ -193,13 +207,13 @@ async def build(
         core, configuration, lifecycle=lifecycle, provisioner=provisioner, agent=agent,
         guard=guard, people=people,
         admin=AdminMessages(core, configuration, lifecycle=lifecycle, guard=guard, log=log),
-        maintenance=maintenance, start_record=start_record, log=log,
+        maintenance=maintenance, start_record=start_record, shared=shared, log=log,
     )  # fmt: skip
 
     usage = UsageBook(core)
     runner = Runner(
         core, actions=actions, guard=guard, monitor=monitor, sudden_ends=sudden_ends, usage=usage,
-        hour=hour,
+        hour=hour, changed=None if shared is None else shared.changed,
     )  # fmt: skip
     recovery = Recovery(
         core, service, pages=pages, activity=activity, guard=guard, landings=landings,
@@ -211,8 +225,13 @@ async def build(
         rooms=rooms, landings=landings, time_share=time_share, setup=setup, actions=actions,
         maintenance=maintenance, monitor=monitor,
         metrics=Metrics(core, samples, monitor, configuration, log),
-        memberships=memberships, recovery=recovery, usage=usage, router=router,
+        memberships=memberships, recovery=recovery, usage=usage, router=router, limits=limits,
     )  # fmt: skip
+
+
+def _own(settings: PoolSettings) -> PoolSettings:
+    """Return the rules of a machine that shares none."""
+    return settings
 
 
 def _guard_problem(service: Devices) -> str:

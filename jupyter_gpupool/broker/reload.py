@@ -17,13 +17,14 @@ import asyncio
 import json
 import logging
 import time
+from typing import Callable
 
 from ..config import Fault, Timetable, WrongConfiguration
 from ..config.accounts import unknown_names
 from ..config.tree import check_sizes
 from ..errors import GPUPoolError
 from ..pool import events as e
-from ..pool.model import Owner
+from ..pool.model import Owner, PoolSettings
 from . import nss
 from .configuration import Configuration
 from .core import Core
@@ -36,7 +37,13 @@ KEPT = "guarantees"
 
 
 class Reload:
-    """Applies settings that are others than before."""
+    """Applies settings that are others than before.
+
+    Parameters
+    ----------
+    limits:
+        Returns the rules with what other machines have of them.
+    """
 
     def __init__(
         self,
@@ -46,12 +53,14 @@ class Reload:
         metrics: Metrics,
         memberships: Memberships,
         log: logging.Logger,
+        limits: Callable[[PoolSettings], PoolSettings],
     ) -> None:
         self._core = core
         self._configuration = configuration
         self._metrics = metrics
         self._memberships = memberships
         self._log = log
+        self._limits = limits
         self._timekeeper = Timekeeper(core, configuration, self._apply, log)
         self._reading: asyncio.Task[None] | None = None
         self._naming: asyncio.Task[None] | None = None
@@ -162,7 +171,8 @@ class Reload:
             session.owner = Owner(session.owner.name, group)
             core.note("group", session, reason=f"It uses the share of {_named(group)} now.")
             core.dirty(name)
-        core.handle(e.SettingsChanged(now=core.now(), settings=settings.pool, groups=groups))
+        pool = self._limits(settings.pool)
+        core.handle(e.SettingsChanged(now=core.now(), settings=pool, groups=groups))
 
     def _wrong_here(self, timetable: Timetable) -> list[Fault]:
         capacities = [view.capacity for view in self._core.view().devices]

@@ -299,6 +299,12 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     "prioritise": ({"session": Text(), "priority": Text()}, {"reason": _WORDS}),
     # end the session and its processes. ok: note
     "end": ({"session": Text()}, {"reason": _WORDS}),
+    # ---- the agent of a cluster (c.GPUPool.cluster_agent)
+    # what this machine's sessions have of the limits that machines share, as text for the ledger:
+    # as soon as they need more or give some back, after ``wait`` seconds in any case. ok: report
+    "account": ({}, {"wait": Number()}),
+    # the ledger's answer to a report, as text. ok: -
+    "lend": ({"answer": Text(1 << 17)}, {}),
     # ---- any client
     # ok: the snapshot described in ``broker/messages/snapshot.py``
     "status": ({}, {}),

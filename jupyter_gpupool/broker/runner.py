@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from typing import Callable
 
 from ..errors import Code
 from ..pool import events as e
@@ -25,6 +26,9 @@ from .messages.guard import GuardMessages
 from .sessions import LiveSession
 from .store.records import slices_to_json
 from .store.usage import UsageBook
+
+#: Events after which no session has, or waits for, more or less than before by itself.
+_SAMPLES = (e.DeviceMemorySeen, e.HostMemorySeen)
 
 
 class Runner:
@@ -40,6 +44,7 @@ class Runner:
         sudden_ends: SuddenEnds,
         usage: UsageBook,
         hour: HourBook,
+        changed: Callable[[], None] | None = None,
     ) -> None:
         self._core = core
         self._actions = actions
@@ -48,6 +53,7 @@ class Runner:
         self._sudden_ends = sudden_ends
         self._usage = usage
         self._hour = hour
+        self._changed = changed
         self._rows = TransitionRows(core)
         self._events: deque[e.Event] = deque()
         self._handling = False
@@ -114,6 +120,8 @@ class Runner:
             self._core.flush_later()
         # First: no process may go on before its page is true.
         self._tell_guard(actions, event)
+        if self._changed is not None and not isinstance(event, _SAMPLES):
+            self._changed()
         for action in actions:
             self._perform(action)
         if isinstance(event, e.SessionEnded):

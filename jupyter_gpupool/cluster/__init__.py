@@ -2,10 +2,16 @@
 # Distributed under the terms of the Modified BSD License.
 """Several machines with one set of quotas.
 
-::
-
-    messages  <-  ledger    the ledger's side: who may have how much of which quota (pure)
-              <-  budgets   a node's side: what its broker may grant without a message (pure)
+====================  ==========================================================================
+``messages``          what nodes and ledger tell each other (pure)
+``ledger``            the ledger's side: who may have how much of which quota (pure)
+``budgets``           a node's side: what its broker may grant without a message (pure)
+``overlay``           between the pool's rules and the ledger's keys (pure)
+``desk``              a ledger with a clock and a post
+``courier``           carries a broker's reports to a ledger, and answers back
+``ledger_service``    a ledger as a process behind a unix socket
+``agent_service``     an agent as a process, with such a ledger
+====================  ==========================================================================
 
 Nothing here is imported on a machine that is in no cluster.
 """

@@ -207,6 +207,8 @@ class Ledger:
         self._version = 1
         #: What counts of each key, over all nodes and what is spent.
         self._totals: dict[Key, int] = {}
+        #: By key: the nodes of which something counts, and some of which nothing does any more.
+        self._holders: dict[Key, set[str]] = {}
         #: What all nodes would keep of each key.
         self._keeps: dict[Key, int] = {}
         #: By key: the nodes that wait, the longest wait first, and what each needs. The order of
@@ -368,6 +370,7 @@ class Ledger:
             for key, amount in ceilings.items():
                 node.counted[key] = max(amount, node.counted.get(key, 0))
         for key in dict.fromkeys((*old, *node.counted)):
+            self._holders.setdefault(key, set()).add(node.name)
             more = node.counted.get(key, 0) - old.get(key, 0)
             self._add(key, more)
             if more < 0:
@@ -491,10 +494,12 @@ class Ledger:
     def _keep_unused(self, key: Key, need: int) -> list[str]:
         """Return the nodes that keep the most of a key unused, until that is ``need``."""
         found = []
-        for node in self.nodes.values():
-            spare = node.counted.get(key, 0) - self._used(node, key)
-            if spare > 0:
-                found.append((spare, node.name))
+        for name in [*self._holders.get(key, ())]:
+            node = self.nodes[name]
+            if key not in node.counted:
+                self._holders[key].discard(name)
+            elif (spare := node.counted[key] - self._used(node, key)) > 0:
+                found.append((spare, name))
         names: list[str] = []
         for spare, name in sorted(found, reverse=True):
             if need <= 0:
@@ -516,6 +521,7 @@ class Ledger:
             had = node.counted.get(key, 0)
             if amount > had:
                 node.counted[key] = amount
+                self._holders.setdefault(key, set()).add(node.name)
                 self._add(key, amount - had)
 
     def _answer(self, node: Node, ceilings: Mapping[Key, int] = {}) -> Loan:

@@ -14,7 +14,7 @@ from traitlets import Bool, Dict, Enum, Int, List, TraitError, TraitType, Unicod
 from traitlets.config import Configurable
 
 from ..cgroups import Host
-from ..pool.model import PoolSettings, Unsuspendable
+from ..pool.model import Group, PoolSettings, Unsuspendable
 from ..states import AttachPolicy
 from ..text import did_you_mean, one_of
 from ..units import format_bytes
@@ -44,6 +44,7 @@ from .settings import (
     BrokerSettings,
     ForeignPolicy,
     ManagedPolicy,
+    OnLedgerLoss,
     OverusePolicy,
     wrong_machine,
 )
@@ -214,6 +215,50 @@ class GPUPool(Configurable):
         default="{} (no groups)",
         example='groups = {"lab": {"guarantee": "60%", "users": ["ada"]}, "rest": {"users": "*"}}',
         read=read_groups,
+    )
+    cluster_nodes = _option(
+        List(Unicode()),
+        "The machines that share one set of limits: memory, devices and leases of quotas, and the "
+        "caps of groups, then count on all of them together. Every broker of the cluster and its "
+        "ledger read the same list, quotas and groups. A machine that never comes back must be "
+        "taken from the list. See docs/cluster.md.",
+        unit="list of names of machines",
+        default="[] (this machine alone)",
+        example='cluster_nodes = ["gpu1", "gpu2"]',
+        read=tuple,
+        restart=True,
+    )
+    cluster_node = _option(
+        Unicode(""),
+        "The name of this machine in cluster_nodes.",
+        unit="name",
+        default="'' (its host name)",
+        example='cluster_node = "gpu1"',
+        restart=True,
+    )
+    cluster_agent = _option(
+        Unicode("gpupool"),
+        "The user whose process connects this broker to the ledger of cluster_nodes; besides root "
+        "and the broker's own user. It may lend limits to this machine and nothing else.",
+        unit="name of a user",
+        default="'gpupool'",
+        example='cluster_agent = "gpupool"',
+    )
+    on_ledger_loss = _choice(
+        OnLedgerLoss,
+        "What happens while the ledger of cluster_nodes does not answer: 'closed' lets kernels "
+        "keep their slices and grants no new one to users and groups with a limit; 'min_share' "
+        "grants each of them cluster_min_share on this machine, so all machines together may "
+        "then exceed a limit by that share times their number.",
+        example='on_ledger_loss = "min_share"',
+    )
+    cluster_min_share = _option(
+        Size(4 << 30),
+        "Device memory that a user or a group may have on this machine, in one slice on one GPU, "
+        "while the ledger does not answer; see on_ledger_loss.",
+        unit="bytes, or text such as '8GiB'",
+        default="4 GiB",
+        example='cluster_min_share = "8GiB"',
     )
     hub_groups = _option(
         AnyTrait(None, allow_none=True),
@@ -554,6 +599,7 @@ class GPUPool(Configurable):
         self._check_priority(values["priority_classes"], faults)
         faults += check_groups(values["groups"])
         faults += self._check_hub(values["groups"].members)
+        faults += self._check_cluster(values["groups"].tree)
         if faults:
             raise WrongConfiguration(faults)
         values["half_life"] = values.pop("fair_share_half_life")
@@ -588,6 +634,13 @@ class GPUPool(Configurable):
                 text = "Nothing tells who is in a Hub group: c.GPUPool.hub_groups is not set."
                 step = "Set it to a function, or remove these groups."
                 yield Fault(text, step, "groups", (name, "hub_groups"))
+
+    def _check_cluster(self, groups: Mapping[str, Group]) -> Iterator[Fault]:
+        """Yield the caps that mean something else on each machine."""
+        for name, group in groups.items() if self.cluster_nodes else ():
+            if group.cap is not None and group.cap.bytes is None:
+                text = "A cap that all machines of a cluster share must be a size."
+                yield Fault(text, "Write a size such as '80GiB'.", "groups", (name, "cap"))
 
     def _check_priority(self, classes: Mapping[str, int], faults: list[Fault]) -> None:
         if self.default_priority not in classes:

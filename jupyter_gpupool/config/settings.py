@@ -20,6 +20,7 @@ EMULATE_VARIABLE = "GPUPOOL_EMULATE"
 ForeignPolicy = Literal["count", "report", "end"]
 ManagedPolicy = Literal["refuse", "allow"]
 OverusePolicy = Literal["report", "end"]
+OnLedgerLoss = Literal["closed", "min_share"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,12 @@ class BrokerSettings:
     metrics_port: int
     admins: tuple[str, ...]
     host_reserve: HostReserve
+    #: The machines that share limits; (): this one alone.
+    cluster_nodes: tuple[str, ...] = ()
+    cluster_node: str = ""
+    cluster_agent: str = "gpupool"
+    on_ledger_loss: OnLedgerLoss = "closed"
+    cluster_min_share: int = 4 << 30
     schedules: tuple[Schedule, ...] = ()
     #: Who is in each group of ``pool.groups``.
     members: Mapping[str, Members] = field(default_factory=dict)

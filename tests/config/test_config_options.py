@@ -57,6 +57,8 @@ def test_every_setting_has_an_option_and_every_option_a_setting():
     #: Settings of the pool without an option: no admin has to change them, or the broker finds
     #: them in the schedules.
     constants = {"ageing", "pinned_retry", "growth_step", "residence", "classes_open"}
+    #: What a broker of a cluster knows from the ledger.
+    constants |= {"elsewhere", "elsewhere_groups", "elsewhere_reason"}
     #: What the configuration says about itself.
     about = {"pool", "notes", "files", "options", "origins"}
     #: Two names of one thing, and what comes from ``groups`` as well.

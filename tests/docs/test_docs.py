@@ -182,7 +182,7 @@ def test_files_that_pages_name_exist():
 
 
 @pytest.mark.parametrize(
-    "package", ["pool", "broker", "devices", "kernel", "server", "cli", "config"]
+    "package", ["pool", "broker", "cluster", "devices", "kernel", "server", "cli", "config"]
 )
 def test_map_of_a_package_names_all_its_modules(package):
     top = ROOT / "jupyter_gpupool" / package

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Callable
+from typing import TYPE_CHECKING, Callable
 
 from ...errors import Code, RefusedError
 from ...protocol import Message
@@ -24,6 +24,9 @@ from .agent import AgentMessages
 from .guard import GuardMessages
 from .people import PeopleMessages
 from .provisioner import ProvisionerMessages
+
+if TYPE_CHECKING:
+    from ..shared import SharedLimits  # loaded only on a machine of a cluster
 
 #: One user's connections: 8 per allowed session, and at most a quarter of all.
 CONNECTIONS_PER_SESSION, USERS_SHARE = 8, 4
@@ -48,6 +51,7 @@ class Router:
         admin: AdminMessages,
         maintenance: Maintenance,
         start_record: StartRecordFile,
+        shared: SharedLimits | None,
         log: logging.Logger,
     ) -> None:
         self.log = log
@@ -61,6 +65,7 @@ class Router:
         self._guard = guard
         self._people = people
         self._start_record = start_record
+        self._shared = shared
         self._connections: set[Connection] = set()
         self._most_connections = connection_limit()
         self._methods: dict[str, Callable[[Connection, Message], None]] = {
@@ -92,6 +97,8 @@ class Router:
             "recall": admin.recall,
             "prioritise": admin.prioritise,
             "end": admin.end,
+            "account": shared.account if shared is not None else _alone,
+            "lend": shared.lend if shared is not None else _alone,
         }
 
     def connected(self, connection: Connection) -> None:
@@ -138,6 +145,8 @@ class Router:
         self._core.touched()
         self._connections.discard(connection)
         self._people.gone(connection)
+        if self._shared is not None:
+            self._shared.gone(connection)
         if connection.early is not None:
             connection.early.drop_early(connection)
         for name in list(connection.opened):
@@ -159,3 +168,11 @@ class Router:
         self._people.close()
         for connection in list(self._connections):
             connection.close()
+
+
+def _alone(connection: Connection, message: Message) -> None:  # noqa: ARG001
+    raise RefusedError(
+        "This broker shares no limits with other machines.",
+        code=Code.BAD_REQUEST,
+        next_step="Set c.GPUPool.cluster_nodes, and start the broker again.",
+    )

@@ -317,6 +317,8 @@ PRICES: Mapping[str, float] = {
     "recall": 10.0,
     "prioritise": 10.0,
     "end": 10.0,
+    "account": 10.0,
+    "lend": 20.0,
     "status": 8.0,
     "why": 8.0,
     "hour": 8.0,

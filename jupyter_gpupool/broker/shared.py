@@ -1,0 +1,248 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Limits that several machines share: what this broker may grant of them.
+
+The agent of the cluster carries reports to the ledger and answers back. The pool counts what this
+machine has not been lent as in use elsewhere. So a grant within the budgets needs no message, and
+one beyond them waits, also where no agent has ever come.
+
+Order matters: a smaller ceiling reaches the pool before any report tells the ledger of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from collections import Counter
+from operator import itemgetter
+
+from ..cluster.budgets import Budgets, Demand
+from ..cluster.messages import Key, loan_from_json, report_to_json
+from ..cluster.overlay import RESOURCES, keys_of, overlay
+from ..errors import Code, RefusedError
+from ..pool import events as e
+from ..pool.model import Charge, Owner, PoolSettings
+from ..protocol import Message
+from .configuration import Configuration
+from .core import Core
+from .store.journal import Journal
+from .transport.auth import owner_of
+from .transport.connection import Connection
+
+#: Seconds after a change until it is looked at: a grant is several changes.
+SOON = 0.01
+#: Least seconds between two reports, and the most that one may wait.
+LEAST, LONGEST = 0.05, 60.0
+#: How often a changed budget is applied before a report; each pass can only grant more.
+ROUNDS = 8
+
+#: In the journal's metadata: the number of this broker's life, for the ledger.
+LIFE = "cluster-life"
+
+
+class SharedLimits:
+    """What this machine has of the limits that it shares, and the agent's requests."""
+
+    def __init__(self, configuration: Configuration, journal: Journal, log: logging.Logger) -> None:
+        settings = configuration.settings
+        # The time of day as well: a journal may be lost, and a ledger ignores an earlier life.
+        life = max(int(journal.meta(LIFE) or 0) + 1, int(1000 * time.time()))
+        journal.remember(LIFE, str(life))
+        self._configuration = configuration
+        self._log = log
+        self._core: Core | None = None
+        share = {"memory": settings.cluster_min_share, "devices": 1, "leases": 1}
+        self._budgets = Budgets(
+            settings.cluster_node or socket.gethostname(), life,
+            on_loss=settings.on_ledger_loss, share=share,
+        )  # fmt: skip
+        self._pending: tuple[Connection, int | None] | None = None
+        self._timeout: asyncio.TimerHandle | None = None
+        self._soon: asyncio.TimerHandle | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._reported = 0.0
+        self._connected = False
+        self._inside = False
+
+    def use(self, core: Core) -> None:
+        """Look at the sessions of this broker from now on."""
+        self._core = core
+
+    # ------------------------------------------------------------------ for the pool
+
+    def limits(self, settings: PoolSettings) -> PoolSettings:
+        """Return the rules with all that was not lent to this machine counted as elsewhere."""
+        now = time.monotonic()
+        owners = () if self._core is None else {s.owner.name for s in self._core.sessions}
+        return overlay(
+            settings, sorted(owners), lambda key: self._budgets.most(key, now),
+            connected=self._budgets.is_connected(now),
+        )  # fmt: skip
+
+    def changed(self) -> None:
+        """Note that a session may have, or wait for, something else than before."""
+        if self._soon is None and not self._inside:
+            self._soon = asyncio.get_running_loop().call_later(SOON, self._look)
+
+    def _look(self) -> None:
+        self._soon = None
+        self._settle()
+        self._report_if_due()
+
+    def _settle(self) -> None:
+        """Have the pool and the budgets agree: until nothing changes any more."""
+        core = self._core
+        assert core is not None
+        self._inside = True
+        try:
+            for _ in range(ROUNDS):
+                self._look_at_sessions(core)
+                settings = self.limits(self._configuration.settings.pool)
+                if settings == core.pool.settings:
+                    break
+                core.handle(e.SettingsChanged(now=core.now(), settings=settings))
+        finally:
+            self._inside = False
+        self._watch_expiry()
+
+    def _watch_expiry(self) -> None:
+        """Apply the loss of the ledger when the time-out is over."""
+        now, until = time.monotonic(), self._budgets.until
+        connected = now < until
+        if connected != self._connected:
+            self._connected = connected
+            text = "The cluster's ledger answers" if connected else (
+                "The cluster's ledger does not answer: c.GPUPool.on_ledger_loss is in force"
+            )  # fmt: skip
+            self._log.log(logging.INFO if connected else logging.WARNING, "%s", text)
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        if connected:
+            loop = asyncio.get_running_loop()
+            self._expiry = loop.call_later(until - now + 0.001, self._settle)
+
+    # ------------------------------------------------------------------ what sessions use
+
+    def _look_at_sessions(self, core: Core) -> None:
+        """Tell the budgets what the sessions have, wait for and will use again."""
+        rules = self._configuration.settings.pool
+        used, keep = Counter[Key](), Counter[Key]()
+        waits: list[tuple[float, dict[Key, int]]] = []
+        leases = core.pool.leases()
+        for session in core.sessions:
+            keys = keys_of(rules, session.owner) if session.id in core.pool else []
+            if not keys:
+                continue
+            request = core.pool.request(session.id)
+            slices = leases.get(session.id, ((), None))[0]
+            have = sum(x.bytes for x in slices), len(slices), int(bool(slices))
+            lacks = (0, 0, 0)
+            if slices:
+                # What is guaranteed is needed; growth comes out of what the machine keeps.
+                lacks = sum(max(0, request.memory - x.bytes) for x in slices), 0, 0
+            elif core.busy.get(session.id) == "queued":
+                state = core.pool.record(session.id).suspended_bytes
+                lacks = max(request.memory * request.devices, state), request.devices, 1
+            most = request.limit if slices else request.memory
+            again = max(have[0], most * request.devices), request.devices, 1
+            for key in keys:
+                used[key] += _of(key, have)
+                keep[key] += _of(key, again)
+            if any(lacks):
+                since = session.queued_at or core.now()
+                waits.append((since, {key: n for key in keys if (n := _of(key, lacks))}))
+        waits.sort(key=itemgetter(0))
+        self._budgets.use(
+            {key: Demand(used[key], keep[key]) for key in keep}, [wait for _, wait in waits]
+        )
+
+    # ------------------------------------------------------------------ the agent
+
+    def account(self, connection: Connection, message: Message) -> None:
+        """Loan with a report: once something is due, or after the time that the agent gives."""
+        self._check(connection)
+        if self._pending is not None and self._pending[0] is not connection:
+            other, request = self._pending
+            other.refuse(request, RefusedError(
+                "Another agent of the cluster has connected.", code=Code.BAD_REQUEST,
+            ))  # fmt: skip
+        self._forget_pending()
+        wait = min(max(float(message.get("wait", 0.0)), 0.0), LONGEST)
+        self._pending = connection, message.get("id")
+        self._timeout = asyncio.get_running_loop().call_later(wait, self._report)
+        self._look()
+
+    def lend(self, connection: Connection, message: Message) -> None:
+        """Apply an answer of the ledger."""
+        self._check(connection)
+        core = self._core
+        assert core is not None
+        try:
+            answer = loan_from_json(json.loads(message["answer"]))
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise RefusedError(
+                f"This is no answer of a ledger: {type(error).__name__}.", code=Code.BAD_REQUEST
+            ) from None
+        # First: a ceiling never falls below what is in use now.
+        self._look_at_sessions(core)
+        self._budgets.answered(answer)
+        self._settle()
+        connection.answer(message.get("id"))
+        self._report_if_due()
+
+    def gone(self, connection: Connection) -> None:
+        """Forget the request of a connection that has ended."""
+        if self._pending is not None and self._pending[0] is connection:
+            self._forget_pending()
+
+    def close(self) -> None:
+        """Change nothing more."""
+        self._forget_pending()
+        for timer in (self._soon, self._expiry):
+            if timer is not None:
+                timer.cancel()
+
+    def _check(self, connection: Connection) -> None:
+        access, settings = self._configuration.access, self._configuration.settings
+        peer = connection.peer
+        if access.is_admin(peer) or owner_of(peer.uid) == Owner(settings.cluster_agent):
+            return
+        raise RefusedError(
+            f"Only the user {settings.cluster_agent} may lend limits to this machine.",
+            code=Code.NOT_ALLOWED,
+            next_step="Run the agent as that user, or name another one in c.GPUPool.cluster_agent.",
+        )
+
+    def _report_if_due(self) -> None:
+        """Report at once if the ledger should know, but not more often than :data:`LEAST`."""
+        if self._pending is None or not self._budgets.due:
+            return
+        wait = self._reported + LEAST - time.monotonic()
+        if wait <= 0:
+            self._report()
+        elif self._soon is None:
+            self._soon = asyncio.get_running_loop().call_later(wait, self._look)
+
+    def _report(self) -> None:
+        if self._pending is None:
+            return
+        self._settle()
+        (connection, request), now = self._pending, time.monotonic()
+        self._forget_pending()
+        self._reported = now
+        text = json.dumps(report_to_json(self._budgets.report(now)), separators=(",", ":"))
+        connection.answer(request, {"report": text})
+
+    def _forget_pending(self) -> None:
+        self._pending = None
+        if self._timeout is not None:
+            self._timeout.cancel()
+            self._timeout = None
+
+
+def _of(key: Key, sizes: Charge) -> int:
+    return sizes[RESOURCES.index(key.resource)]

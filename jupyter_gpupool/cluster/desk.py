@@ -1,0 +1,112 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A ledger with a clock and a post: reports come in as text, answers go out as text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from . import ledger as lg
+from .messages import loan_to_json, report_from_json
+
+_LOG = logging.getLogger(__name__)
+
+#: Seconds without an answer after which a machine grants nothing more of shared limits; and how
+#: much later its ceilings are free if it was fenced.
+TTL, MARGIN = 8.0, 2.0
+
+
+class Desk:
+    """A ledger in an event loop.
+
+    Parameters
+    ----------
+    post:
+        Sends an answer, as text, to a node; it may be lost.
+    """
+
+    def __init__(
+        self,
+        limits: lg.Limits,
+        members: Iterable[str],
+        post: Callable[[str, str], None],
+        *,
+        ttl: float = TTL,
+        margin: float = MARGIN,
+    ) -> None:
+        self._ledger = lg.Ledger(
+            secrets.token_hex(8), limits, members, time.monotonic(), ttl=ttl, margin=margin
+        )
+        self._post = post
+        self._timer: asyncio.TimerHandle | None = None
+        self._strangers: set[str] = set()
+        #: Set when a later ledger has taken over.
+        self.superseded = asyncio.Event()
+
+    def report(self, text: str) -> str:
+        """Take a report; return the name of its node.
+
+        Raises
+        ------
+        ValueError, KeyError, TypeError, IndexError
+            If it is none.
+        """
+        report = report_from_json(json.loads(text))
+        self._do(lg.Reported(now=time.monotonic(), report=report))
+        return report.node
+
+    def fence(self, node: str) -> None:
+        """Note that no kernel runs on a node any more, as an admin says."""
+        self._do(lg.Fenced(now=time.monotonic(), node=node))
+
+    def change(self, limits: lg.Limits, members: Iterable[str]) -> None:
+        """Take other limits and members."""
+        now = time.monotonic()
+        self._do(lg.LimitsChanged(now=now, limits=limits))
+        self._do(lg.MembersChanged(now=now, names=frozenset(members)))
+
+    def view(self) -> dict[str, Any]:
+        """Return the members and what counts of each limit, for people."""
+        self._do(lg.Tick(now=time.monotonic()))
+        return {
+            "epoch": list(self._ledger.epoch),
+            "serving": self._ledger.serving,
+            "nodes": [
+                {
+                    "name": node.name,
+                    "life": node.life,
+                    "state": node.state,
+                    "age": node.age,
+                    "counted": [[*key, amount] for key, amount in node.counted.items()],
+                }
+                for node in self._ledger.views()
+            ],
+        }
+
+    def _do(self, event: lg.Event) -> None:
+        for action in self._ledger.handle(event):
+            if isinstance(action, lg.Send):
+                text = json.dumps(loan_to_json(action.answer), separators=(",", ":"))
+                self._post(action.answer.node, text)
+            elif isinstance(action, lg.Stranger):
+                if action.node not in self._strangers:
+                    self._strangers.add(action.node)
+                    _LOG.warning("%s reports and is not in c.GPUPool.cluster_nodes", action.node)
+            else:
+                _LOG.warning("A later ledger (%s) has taken over", action.by.ledger)
+                self.superseded.set()
+        at = self._ledger.next_wakeup()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if at < float("inf"):
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(
+                max(0.0, at - time.monotonic()), lambda: self._do(lg.Tick(now=time.monotonic()))
+            )

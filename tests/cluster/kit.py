@@ -1,0 +1,132 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Machines of a cluster as processes of this one: real brokers, agents, and a ledger."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from tests.broker import kit as broker_kit
+from tests.broker.kit import wait_until
+
+#: Short times, so that a loss shows soon.
+TTL, MARGIN, INTERVAL = 3.0, 0.5, 0.3
+
+QUOTA = 2  # slices of each user
+
+
+class Process:
+    """A module of the cluster that runs as a process."""
+
+    def __init__(self, folder, module, name, *arguments):
+        self.folder, self.module, self.arguments = folder, module, arguments
+        self.log = Path(folder) / f"{name}.log"
+        self.process = None
+
+    def start(self):
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", f"jupyter_gpupool.cluster.{self.module}",
+                 *map(str, self.arguments)],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                env=broker_kit.environment(self.folder), cwd=broker_kit.ROOT,
+            )  # fmt: skip
+        return self
+
+    def kill(self):
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(20)
+            self.process = None
+
+
+class Cluster:
+    """Three brokers with one GPU each, three agents, one ledger."""
+
+    names = ("m0", "m1", "m2")
+
+    def __init__(self, folder, **config):
+        self.folder = Path(folder)
+        shared = {
+            "cluster_nodes": list(self.names),
+            "quotas": {"*": {"leases": QUOTA}},
+            "emulate": "1x1GiB,context=32MiB",
+            "default_memory": "100MiB",
+            **config,
+        }
+        self.brokers, self.agents = {}, {}
+        self.address = self.folder / "ledger.sock"
+        for name in self.names:
+            (self.folder / name).mkdir()
+            broker = broker_kit.Broker(self.folder / name, **shared, cluster_node=name)
+            self.brokers[name] = broker
+            self.agents[name] = Process(
+                self.folder, "agent_service", f"agent-{name}", "--broker", broker.socket,
+                "--ledger", self.address, "--interval", INTERVAL,
+            )  # fmt: skip
+        config_file = self.brokers["m0"].config_file
+        self.ledger = Process(
+            self.folder, "ledger_service", "ledger", "--socket", self.address,
+            "--config", config_file, "--ttl", TTL, "--margin", MARGIN,
+        )  # fmt: skip
+        self.kernels = []
+
+    def start(self, *, ledger=True):
+        if ledger:
+            self.ledger.start()
+        for name in self.names:
+            assert self.brokers[name].started
+            self.agents[name].start()
+        return self
+
+    def kernel(self, name, label=""):
+        kernel = broker_kit.Kernel(self.brokers[name], label)
+        self.kernels.append(kernel)
+        return kernel
+
+    def order(self, **order):
+        """Send an order to the ledger; return its view, or None where none answers."""
+        with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(20)
+            link.connect(str(self.address))
+            link.sendall(json.dumps({"order": "view", **order}).encode() + b"\n")
+            with link.makefile() as lines:
+                return json.loads(lines.readline())
+        return None
+
+    def wait_serving(self):
+        wait_until(lambda: (self.order() or {}).get("serving"), "the ledger to lend")
+
+    def attached(self):
+        """Return how many slices the machines have granted, as each broker itself shows it."""
+        return sum(
+            bool(session["slices"])
+            for broker in self.brokers.values()
+            if broker.process is not None
+            for session in broker.status()["sessions"]
+        )
+
+    def end_kernels(self):
+        for kernel in self.kernels:
+            with suppress(OSError):
+                kernel.close()
+        self.kernels.clear()
+
+    def close(self):
+        self.end_kernels()
+        for process in (self.ledger, *self.agents.values()):
+            process.kill()
+        for broker in self.brokers.values():
+            broker.close()
+
+    def logs(self):
+        return "\n".join(
+            f"== {path}\n{path.read_text()[-2000:]}"
+            for path in (*self.folder.glob("*.log"), *self.folder.glob("*/*.log"))
+            if path.stat().st_size
+        )
