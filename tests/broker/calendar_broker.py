@@ -17,6 +17,8 @@ from jupyter_gpupool.broker import timekeeper  # noqa: E402 (after the clock is 
 from jupyter_gpupool.broker.app import main  # noqa: E402 (after the clock is set)
 from jupyter_gpupool.broker.store import files  # noqa: E402 (after the clock is set)
 
+# The process that forks brokers had imported the module with the real clock as a default.
+timekeeper.Timekeeper.__init__.__kwdefaults__["clock"] = time.time
 timekeeper.LOOK = float(os.environ.get("TEST_LOOK", "0.2"))
 # By the pretended time, the files of other tests' brokers would be old enough to be removed.
 vars(files)["time"] = SimpleNamespace(**{**vars(time), "time": real})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from . import kit
+from . import forks, kit
 
 #: For each test: whether each phase so far (setup, call) failed.
 FAILED = pytest.StashKey[list[bool]]()
@@ -21,6 +21,13 @@ def folder():
 def parts():
     """Return the classes of brokers and kernels, and the configuration; modules override it."""
     return kit.Broker, kit.Kernel, {}
+
+
+@pytest.fixture
+def forked():
+    """Fork the brokers that this process launches: for tests that are not about the launch."""
+    with forks.instead_of_launches():
+        yield
 
 
 @pytest.fixture

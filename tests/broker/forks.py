@@ -13,7 +13,7 @@ Other servers fork kernels (:func:`kernels`). They have imported ipykernel, the 
 cuda.bindings. One was started with the guard preloaded, as kernels are: the guard reads a process's
 variables at its first CUDA call.
 Two more (:func:`programs`) fork processes like kernels, see ``child.py``. They have imported
-cuda.core, which does not load the driver yet.
+cuda.core, which does not load the driver yet. One more forks Jupyter Servers.
 
 A forked broker forks its children as well, instead of executing them, if they use the emulated
 driver. The dynamic loader reads its variables at the start of a process only: the server starts
@@ -81,7 +81,16 @@ _IMPORTS = {
         "cuda.bindings.driver", "numpy",
     ),
     "programs": ("cuda.core", "jupyter_gpupool.kernel.link"),
+    # Jupyter Server, and the extensions that are installed beside it.
+    "servers": (
+        "jupyter_server.serverapp", "jupyter_gpupool.server", "jupyter_gpupool.provisioner",
+        "jupyter_server.services.kernels.connection.channels", "jupyter_lsp.serverextension",
+        "jupyter_server_terminals", "jupyterlab.labapp", "notebook.app", "nbconvert.exporters",
+    ),
 }  # fmt: skip
+
+#: The interpreters whose kernels are forked, each by servers of its own.
+kernel_pythons = {sys.executable}
 
 #: Descriptors that a request has at most.
 _DESCRIPTORS = 4
@@ -141,13 +150,13 @@ class Forked:
 class _Server:
     """The process that forks, and the socket to it. It ends when the socket closes."""
 
-    def __init__(self, modules, loader):
+    def __init__(self, modules, loader, python=sys.executable):
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = os.memfd_create("errors")
         room = "-" * _ROOM["arguments"]
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(its.fileno()), modules, room],
+                [python, "-m", __name__, str(its.fileno()), modules, room],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
                 pass_fds=(its.fileno(),), env={**_environment(), **loader}, cwd=ROOT,
             )  # fmt: skip
@@ -166,6 +175,7 @@ class _Server:
         _server.cache_clear()
         _kernel_server.cache_clear()
         _program_server.cache_clear()
+        _jupyter_server.cache_clear()
         code = self._process.wait(60)
         said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace")
         raise EOFError(f"the process that forks brokers has ended with {code}: {said}")
@@ -180,14 +190,19 @@ def _server():
     return _Server("brokers", {"LD_LIBRARY_PATH": EMULATED})
 
 
-@lru_cache(maxsize=2)
-def _kernel_server(guarded):
-    return _Server("kernels", _guard_loader() if guarded else {})
+@lru_cache
+def _kernel_server(python, guarded):
+    return _Server("kernels", _guard_loader() if guarded else {}, python)
 
 
 @lru_cache(maxsize=2)
 def _program_server(guarded):
     return _Server("programs", _guard_loader() if guarded else {"LD_LIBRARY_PATH": EMULATED})
+
+
+@lru_cache(maxsize=1)
+def _jupyter_server():
+    return _Server("servers", {})
 
 
 @lru_cache(maxsize=1)
@@ -213,10 +228,14 @@ def _environment():
 def instead_of_launches():
     """Let this process fork the brokers that the product would execute."""
 
+    execute = daemon._spawn
+
     def spawn(command, env, log, ready, give_up):
-        *arguments, _ = command[3:]
+        python, option, module, *arguments, _ = command
+        if (python, option) != (sys.executable, "-m"):
+            return execute(command, env, log, ready, give_up)
         return start(
-            command[2], [*arguments, DESCRIPTOR], env=env, stdout=log, descriptor=ready, folder="/",
+            module, [*arguments, DESCRIPTOR], env=env, stdout=log, descriptor=ready, folder="/",
         ).pid  # fmt: skip
 
     with patch.object(daemon, "_spawn", spawn):
@@ -240,7 +259,9 @@ def kernels(command, *, env, stdin=None, stdout=None, stderr=None, cwd=None, **o
     """Start a kernel as :class:`subprocess.Popen` does; execute what cannot be forked."""
     guarded = _guarded(env)
     plain = all(env.get(name) == os.environ.get(name) for name in _LOADER)
-    if command[:3] != [sys.executable, "-m", "ipykernel_launcher"] or not (guarded or plain):
+    python, *rest = command
+    forkable = python in kernel_pythons and rest[:2] == ["-m", "ipykernel_launcher"]
+    if not forkable or not (guarded or plain):
         return subprocess.Popen(
             command, env=env, stdin=stdin, stdout=stdout, stderr=stderr, cwd=cwd, **options
         )
@@ -248,12 +269,24 @@ def kernels(command, *, env, stdin=None, stdout=None, stderr=None, cwd=None, **o
     nothing = open(os.devnull, "rb")  # noqa: SIM115
     outputs = [number if given is None else given for number, given in ((1, stdout), (2, stderr))]
     try:
-        process = _fork(_kernel_server(guarded), request, [nothing.fileno(), *outputs])
+        process = _fork(_kernel_server(python, guarded), request, [nothing.fileno(), *outputs])
     except BaseException:
         nothing.close()
         raise
     process.stdin = nothing
     return process
+
+
+def jupyter_server(command, *, env, log, folder=str(ROOT)):
+    """Start a Jupyter Server that writes into the file ``log``; execute what cannot be forked."""
+    plain = all(env.get(name) == os.environ.get(name) for name in _LOADER)
+    if command[:3] != [sys.executable, "-m", "jupyter_server"] or not plain:
+        return subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder
+        )
+    request = {"command": command, "env": {**env}, "cwd": folder, "standard": [0, 1, 2]}
+    with open(os.devnull, "rb") as nothing:
+        return _fork(_jupyter_server(), request, [nothing.fileno(), log.fileno(), log.fileno()])
 
 
 def program(module, *, env):
@@ -388,7 +421,7 @@ def _become(request, given):
         os.dup2(descriptor, number)
         os.close(descriptor)
     command = request["command"]
-    if sys.argv[2] == "kernels":
+    if sys.argv[2] in ("kernels", "servers"):
         _search(request["cwd"], request["env"])
     for descriptor in given:
         os.set_inheritable(descriptor, True)

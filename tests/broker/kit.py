@@ -104,6 +104,9 @@ class Broker:
 
     module = "jupyter_gpupool.broker"
 
+    #: More variables of its environment, for a module of the tests.
+    variables = {}
+
     def __init__(self, folder, **config):
         self.folder = Path(folder)
         self.socket = self.folder / "broker.sock"
@@ -163,7 +166,8 @@ class Broker:
             if wait and env is None:
                 self.process = forks.start(
                     self.module, [*arguments, "--ready-fd", forks.DESCRIPTOR],
-                    env=environment(self.folder), stdout=log.fileno(), descriptor=writing,
+                    env={**environment(self.folder), **self.variables}, stdout=log.fileno(),
+                    descriptor=writing,
                 )  # fmt: skip
             else:
                 self.process = subprocess.Popen(

@@ -39,6 +39,9 @@ class Found(kit.Broker):
         self.log = path.with_suffix(".log")
 
 
+pytestmark = pytest.mark.usefixtures("forked")
+
+
 @pytest.fixture
 def runtime(clean, monkeypatch):  # noqa: F811
     """A runtime folder that a logout removes, inside the test's folder."""

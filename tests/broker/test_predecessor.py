@@ -32,6 +32,9 @@ class At(kit.Broker):
         self.log = socket.with_suffix(".log")
 
 
+pytestmark = pytest.mark.usefixtures("forked")
+
+
 @pytest.fixture
 def orphaned(clean, monkeypatch):  # noqa: F811
     """Yield a killed broker and its kernel with a slice; this process now has another login."""

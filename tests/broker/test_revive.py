@@ -25,8 +25,14 @@ from .test_autostart import with_pid
 
 
 @pytest.fixture
-def dead(make_broker, monkeypatch):
-    """A broker that was killed; its successor ends with the test."""
+def dead(forked, killed):
+    """A broker that was killed; its successor is forked, see ``forks.py``."""
+    return killed
+
+
+@pytest.fixture
+def killed(make_broker):
+    """A broker that was killed; its successor is executed, and ends with the test."""
     broker = make_broker(idle_timeout=77).started
     broker.kill()
     yield broker
@@ -146,14 +152,14 @@ def test_broker_that_crashes_leaves_its_error(dead):
     assert startrecord.read_record(dead.socket).useless
 
 
-def test_broker_is_detached_from_the_session_that_started_it(dead, monkeypatch):
+def test_broker_is_detached_from_the_session_that_started_it(killed, monkeypatch):
     """The broker must not end with its notebook, nor count as part of it."""
     monkeypatch.setenv("GPUPOOL_SESSION", "outer")
     monkeypatch.setenv("GPUPOOL_TOKEN", "secret")
-    startrecord.remove_record(dead.socket)
-    config = {"GPUPool": {"emulate": MACHINE, "state_dir": str(dead.folder / "state")}}
-    ensure_broker(config, str(dead.socket))
-    pid = dead.status()["pid"]
+    startrecord.remove_record(killed.socket)
+    config = {"GPUPool": {"emulate": MACHINE, "state_dir": str(killed.folder / "state")}}
+    ensure_broker(config, str(killed.socket))
+    pid = killed.status()["pid"]
     assert os.getsid(pid) == pid
     assert psutil.Process(pid).ppid() != os.getpid()
     assert pid not in [child.pid for child in psutil.Process().children(recursive=True)]
@@ -186,15 +192,15 @@ def test_broker_that_is_killed_as_it_starts_is_started_again(dead, tmp_path, mon
     assert startfailures.read_failures(dead.socket).count == 0
 
 
-def test_broker_that_cannot_be_imported_says_why(dead, tmp_path, monkeypatch):
+def test_broker_that_cannot_be_imported_says_why(killed, tmp_path, monkeypatch):
     monkeypatch.setattr(startfailures, "PAUSES", (0.0,))
     (tmp_path / "traitlets.py").write_text("raise RuntimeError('a broken library')")
-    environment = startrecord.read_record(dead.socket).environment
+    environment = startrecord.read_record(killed.socket).environment
     paths = f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"
-    replace_in_record(dead, environment={**environment, "PYTHONPATH": paths})
+    replace_in_record(killed, environment={**environment, "PYTHONPATH": paths})
     with pytest.raises(BrokerUnavailable, match="RuntimeError: a broken library"):
-        starting.revive(dead.socket)
-    assert startfailures.read_failures(dead.socket).given_up
+        starting.revive(killed.socket)
+    assert startfailures.read_failures(killed.socket).given_up
 
 
 def test_missing_program_of_the_broker_is_named(dead):

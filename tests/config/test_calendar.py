@@ -43,13 +43,19 @@ def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
     first = int(datetime(year, 1, 1, tzinfo=timezone.utc).timestamp())
     last = int(datetime(year + 1, 1, 1, tzinfo=timezone.utc).timestamp())
     place, found, before = ZoneInfo(zone), [], 0
-    # What the clock showed before the year began.
-    for now in range(first - 2 * 86400, last, 60):
+
+    def wall(now: int) -> int:
         shown = datetime.fromtimestamp(now, place)
-        wall = (shown.toordinal() - EPOCH) * DAY + shown.hour * 60 + shown.minute
-        before = max(before, wall)
-        if now >= first:
-            found.append(before)
+        return (shown.toordinal() - EPOCH) * DAY + shown.hour * 60 + shown.minute
+
+    # What the clock showed before the year began. No clock changes twice in half an hour.
+    for half in range(first - 2 * 86400, last, 1800):
+        begin, end = wall(half), wall(half + 1740)
+        steady = end - begin == 29
+        for minute in range(30):
+            before = max(before, begin + minute if steady else wall(half + 60 * minute))
+            if half >= first:
+                found.append(before)
     return first, found
 
 

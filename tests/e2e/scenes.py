@@ -10,7 +10,7 @@ from . import cells
 from .kit import until
 
 #: MiB of a test's array: several chunks, but little to copy.
-DATA = 40
+DATA = 16
 
 
 async def state(kernel, wanted, timeout=60):

@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """SIGKILL, at random moments, to every kind of process that takes part.
 
-Five notebooks, of which four fit on the two devices, work without pause: each checks all its bytes
-in every cell. Meanwhile, each round kills something: the broker, a suspend worker, a kernel that is
-attached, waiting, suspended or moving, a Jupyter Server with a kernel. After each round the
-notebooks must have made progress without a wrong byte, and nothing of a killed process may remain.
+Five notebooks, of which four fit on the two devices (in the short form three on one), work without
+pause: each checks all its bytes in every cell. Meanwhile, each round kills something: the broker, a
+suspend worker, a kernel that is attached, waiting, suspended or moving, a Jupyter Server with a
+kernel. After each round the notebooks must have made progress without a wrong byte, and nothing of
+a killed process may remain.
 
 A failure prints its seed; ``GPUPOOL_CHAOS_SEED=... pytest tests/e2e/test_chaos.py`` repeats the
 same kills at the same moments (other things on the machine still differ).
@@ -20,7 +21,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,16 +28,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.broker import forks
+
 from . import cells
 from .kit import LOOK, MiB, Sampler, command_of, reap, until
 
-MACHINE = "2x640MiB,context=32MiB"
-NOTEBOOKS = 5
+#: Devices, and notebooks: one more than fits. The short form has one device.
+SHORT, LONG = ("1x640MiB,context=32MiB", 3), ("2x640MiB,context=32MiB", 5)
 
 #: MiB that each notebook has on its device, in the short and in the long form.
 SMALL, LARGE = 24, 96
 
-#: Two fit on a device, so four of the five, or three beside a victim.
+#: Two fit on a device.
 SLICE = 256 * MiB
 
 #: What a round kills; the short form does each once.
@@ -129,8 +131,8 @@ class Notebook:
 
 
 class Chaos:
-    def __init__(self, pool, seed, data):
-        self.pool, self.rng, self.data = pool, random.Random(seed), data
+    def __init__(self, pool, seed, data, count):
+        self.pool, self.rng, self.data, self.count = pool, random.Random(seed), data, count
         self.round = 0
         self.figures = {}
 
@@ -140,7 +142,7 @@ class Chaos:
         self.notebooks = await asyncio.gather(
             *(
                 Notebook(self.pool, i, random.Random(self.rng.random()), self.data).start()
-                for i in range(NOTEBOOKS)
+                for i in range(self.count)
             )
         )
         self.tasks = [asyncio.create_task(n.work()) for n in self.notebooks]
@@ -175,7 +177,7 @@ class Chaos:
         await living
         assert before == {n.number: n.kernel.pid for n in self.notebooks}
         await until(
-            lambda: len(self.pool.sessions()) == NOTEBOOKS,
+            lambda: len(self.pool.sessions()) == self.count,
             "only the notebooks' sessions left",
             show=self.pool.sessions,
         )
@@ -260,8 +262,8 @@ class Chaos:
             notebook.busy_until = flag
         try:
             await until(
-                lambda: sum(s["state"] == "active" for s in self.pool.sessions()) == 4,
-                "four busy notebooks",
+                lambda: sum(s["state"] == "active" for s in self.pool.sessions()) == self.count - 1,
+                "all but one notebook to be busy",
                 show=self.pool.sessions,
             )
             cell = asyncio.create_task(kernel.run(cells.setup(900, self.data), timeout=120))
@@ -340,22 +342,14 @@ class Server:
     async def start(self):
         self.log = self.pool.folder / f"server-{self.number}.log"
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "jupyter_server",
-                    "--no-browser",
-                    "--allow-root",
-                    "--ServerApp.port=0",
-                    "--IdentityProvider.token=e2e",
-                    "--LanguageServerManager.autodetect=False",  # it starts Node, npm and R
-                    f"--GPUPoolProvisioner.memory={SLICE} B",
-                    f"--ServerApp.root_dir={self.pool.folder}",
-                ],
-                stdout=log,
-                stderr=log,
-            )
+            command = [
+                *(sys.executable, "-m", "jupyter_server", "--no-browser", "--allow-root"),
+                *("--ServerApp.port=0", "--IdentityProvider.token=e2e"),
+                "--LanguageServerManager.autodetect=False",  # it starts Node, npm and R
+                f"--GPUPoolProvisioner.memory={SLICE} B",
+                f"--ServerApp.root_dir={self.pool.folder}",
+            ]
+            self.process = forks.jupyter_server(command, env=dict(os.environ), log=log)
         found = await until(
             lambda: re.search(r"http://127\.0\.0\.1:\d+/", self.log.read_text()),
             "the Jupyter Server to listen",
@@ -415,8 +409,8 @@ class Server:
         self.process.wait()
 
 
-async def chaos(pool, seed, kinds, data):
-    play = Chaos(pool, seed, data)
+async def chaos(pool, seed, kinds, data, count):
+    play = Chaos(pool, seed, data, count)
     await play.begin()
     try:
         for kind in kinds:
@@ -441,11 +435,13 @@ async def chaos(pool, seed, kinds, data):
     return sessions
 
 
-def run_chaos(pool, seed, kinds, attach, data):
-    pool = pool(MACHINE, default_memory=SLICE, **POLICIES[attach][0])
+def run_chaos(pool, seed, kinds, attach, data, size):
+    machine, count = size
+    pool = pool(machine, default_memory=SLICE, **POLICIES[attach][0])
     sampler = Sampler(pool, hertz=10)
     sampler.first()
-    sessions = asyncio.run(chaos(pool, seed, kinds, data))
+    with forks.instead_of_launches():
+        sessions = asyncio.run(chaos(pool, seed, kinds, data, count))
     print(sampler.check(at_least=10))
     assert sum(s["suspends"] for s in sessions) > 0, "no kernel ever had to make room"
 
@@ -455,7 +451,7 @@ def test_notebooks_survive_one_kill_of_each_kind(pool, attach):
     seed = int(os.environ.get("GPUPOOL_CHAOS_SEED", "11"))
     kinds = list(KINDS)
     random.Random(seed).shuffle(kinds)
-    run_chaos(pool, seed, kinds, attach, SMALL)
+    run_chaos(pool, seed, kinds, attach, SMALL, LONG if attach == "cell" else SHORT)
 
 
 @pytest.mark.long
@@ -464,4 +460,4 @@ def test_notebooks_survive_one_kill_of_each_kind(pool, attach):
 def test_notebooks_survive_a_hundred_rounds_of_kills(pool, attach):
     seed = int(os.environ.get("GPUPOOL_CHAOS_SEED") or random.SystemRandom().randrange(1 << 30))
     rng = random.Random(seed)
-    run_chaos(pool, seed, [rng.choice(KINDS) for _ in range(100)], attach, LARGE)
+    run_chaos(pool, seed, [rng.choice(KINDS) for _ in range(100)], attach, LARGE, LONG)

@@ -57,7 +57,7 @@ def call(name, *arguments):
 def setup(number):
     global address, context, data
     device, context, address = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
-    data = bytes([number]) * (200 << 20)
+    data = bytes([number]) * (16 << 20)
     call("cuInit", 0)
     call("cuDeviceGet", ctypes.byref(device), 0)
     call("cuCtxCreate_v2", ctypes.byref(context), 0, device)

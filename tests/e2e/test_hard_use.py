@@ -302,13 +302,13 @@ def test_kernels_killed_by_their_user_leave_nothing(pool):
 
 def test_a_kernel_that_fills_a_whole_device_comes_back(pool):
     """Its bytes leave no room for headroom, and there is no larger device."""
-    pool = pool("1x640MiB,context=32MiB", default_memory=640 * MiB)
+    pool = pool("1x192MiB,context=32MiB", default_memory=192 * MiB)
 
     async def scenario():
         kernel, other = await pool.kernel("all of it"), await pool.kernel("other")
-        (await kernel.run(cells.setup(1, 608))).check()
+        (await kernel.run(cells.setup(1, 160))).check()
         (await other.run(cells.setup(2, DATA))).check()
-        assert kernel.session()["suspended_bytes"] == 640 * MiB
+        assert kernel.session()["suspended_bytes"] == 192 * MiB
         (await kernel.run("block.verify().write(2).verify()", timeout=30)).check()
         (await other.run("block.verify()", timeout=30)).check()
         await pool.stop_kernels()
@@ -317,12 +317,12 @@ def test_a_kernel_that_fills_a_whole_device_comes_back(pool):
 
 
 def test_two_full_slices_share_a_device_again_after_a_suspend(pool):
-    pool = pool("1x640MiB,context=32MiB", default_memory=320 * MiB)
+    pool = pool("1x192MiB,context=32MiB", default_memory=96 * MiB)
 
     async def scenario():
         kernels = [await pool.kernel(f"half {number}") for number in range(2)]
         for number, kernel in enumerate(kernels):
-            (await kernel.run(cells.setup(number, 288))).check()
+            (await kernel.run(cells.setup(number, 64))).check()
         assert pool.devices()[0]["memory_free"] == 0
         for kernel in kernels:
             await release(pool, kernel)
@@ -336,12 +336,12 @@ def test_two_full_slices_share_a_device_again_after_a_suspend(pool):
 
 def test_overuse_restores_its_own_state_and_harms_no_neighbour(pool):
     """Without the guard nothing stops an allocation; the ledger must not promise those bytes."""
-    pool = pool("1x640MiB,context=32MiB", default_memory=SLICE, guard=False)
+    pool = pool("1x160MiB,context=32MiB", default_memory=64 * MiB, guard=False)
 
     async def scenario():
         greedy, modest = await pool.kernel("greedy"), await pool.kernel("modest")
-        (await greedy.run(cells.setup(1, 400))).check()
-        (await modest.run(cells.setup(2, 96) + "block.verify()", timeout=40)).check()
+        (await greedy.run(cells.setup(1, 100))).check()
+        (await modest.run(cells.setup(2, 24) + "block.verify()", timeout=40)).check()
         for kernel in (greedy, modest, greedy):
             (await kernel.run("block.verify()", timeout=40)).check()
         await release(pool, greedy)

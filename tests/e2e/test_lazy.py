@@ -42,7 +42,7 @@ print(sum(float(v.sum()) for v in means.values()))
 """
 
 
-@pytest.mark.parametrize("mib", [256, pytest.param(1024, marks=pytest.mark.long)])
+@pytest.mark.parametrize("mib", [64, pytest.param(1024, marks=pytest.mark.long)])
 def test_cpu_work_leaves_suspended_state_and_sends_nothing(pool, mib):
     pool = pool("1x1638MiB,context=64MiB", default_memory=(mib + 128) * MiB)
 

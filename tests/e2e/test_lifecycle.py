@@ -248,16 +248,16 @@ def test_notebook_is_restored_on_the_other_device(pool):
 
     async def scenario():
         mine, other = await pool.kernel("mine"), await pool.kernel("other")
-        (await mine.run(cells.setup(3, 256))).check()
+        (await mine.run(cells.setup(3, DATA))).check()
         home = (await mine.run("device()")).check().text.strip().strip("'")
         session = await state(mine, "idle")
         assert session["device"] == home
         # Other kernels occupy both devices: this kernel has to leave.
         flag, flag2 = pool.folder / "go", pool.folder / "go2"
-        (await other.run(cells.setup(4, 256))).check()
+        (await other.run(cells.setup(4, DATA))).check()
         third = await pool.kernel("third")
         long_cells = [
-            asyncio.create_task(k.run(f"{cells.setup(5, 256)}\n{cells.busy(f)}"))
+            asyncio.create_task(k.run(f"{cells.setup(5, DATA)}\n{cells.busy(f)}"))
             for k, f in ((other, flag), (third, flag2))
         ]
         await suspended(mine)

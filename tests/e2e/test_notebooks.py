@@ -16,6 +16,7 @@ from contextlib import suppress
 import pytest
 
 from jupyter_gpupool.errors import BrokerUnavailable
+from tests.broker import forks
 
 from . import notebooks
 from .kit import LOOK
@@ -72,7 +73,8 @@ async def crowd(pool, names, at_once, kill_every):
         await asyncio.gather(*runs, return_exceptions=True)
         killed = await enemy
     # After the end of all notebooks no kernel is left to start a killed broker again.
-    await asyncio.to_thread(pool.start_broker)
+    with forks.instead_of_launches():
+        await asyncio.to_thread(pool.start_broker)
     return done, killed
 
 

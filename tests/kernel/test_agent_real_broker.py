@@ -18,6 +18,7 @@ from traitlets.config import Config
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.starting import ensure_broker
 from tests import marks
+from tests.broker import forks
 
 GiB = 1 << 30
 MiB = 1 << 20
@@ -49,7 +50,8 @@ class Pool:
         self.begin()
 
     def begin(self) -> None:
-        ensure_broker(self.config, str(self.socket))
+        with forks.instead_of_launches():
+            ensure_broker(self.config, str(self.socket))
         self.client = Client(self.socket)
 
     def kernel(self, **options: Any) -> Kernel:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -21,6 +20,7 @@ import websocket
 from scripted_broker import ScriptedBroker
 
 from jupyter_gpupool.errors import RefusedError
+from tests.broker import forks
 
 
 class Server:
@@ -37,8 +37,8 @@ class Server:
             *options,
         ]
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, **env}
+            self.process = forks.jupyter_server(
+                command, env={**os.environ, **env}, log=log, folder=str(Path.cwd())
             )
         deadline = time.monotonic() + 60
         while True:

@@ -16,7 +16,8 @@ from pathlib import Path
 import requests
 import websocket
 
-from tests.broker.kit import ROOT, environment, wait_until
+from tests.broker import forks
+from tests.broker.kit import environment, wait_until
 
 TOKEN = "t"
 
@@ -86,10 +87,8 @@ class Server:
         if user is not None:
             command = [*as_user(user), *command]
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT,
-                env=server_environment(self.folder, socket, home),
-            )  # fmt: skip
+            env = server_environment(self.folder, socket, home)
+            self.process = forks.jupyter_server(command, env=env, log=log)
 
         def ready():
             assert self.process.poll() is None, self.log.read_text()
