@@ -185,7 +185,7 @@ class Page:
             self.listen(0.2)
         self.run("await jupyterapp.restored")
 
-    def open_notebook(self, folder: Path, source: str) -> str:
+    def open_notebook(self, folder: Path, source: str, name: str = "measured") -> str:
         """Open a notebook with one cell on the Pooled GPU kernel; return the kernel's id, ready."""
         cell = {
             "cell_type": "code",
@@ -202,17 +202,20 @@ class Page:
             "nbformat": 4,
             "nbformat_minor": 5,
         }
-        (folder / "measured.ipynb").write_text(json.dumps(whole))
+        (folder / f"{name}.ipynb").write_text(json.dumps(whole))
         return str(
-            self.run("""
+            self.run(
+                f"const path = '{name}.ipynb';"
+                """
                 const panel = await jupyterapp.commands.execute('docmanager:open', {
-                  path: 'measured.ipynb', factory: 'Notebook'
+                  path, factory: 'Notebook'
                 });
                 await panel.sessionContext.ready;
                 const kernel = panel.sessionContext.session.kernel;
                 await kernel.info;
                 return kernel.id;
-            """)
+            """
+            )
         )
 
 

@@ -150,6 +150,13 @@ def _step(seconds: int) -> str:
     return f"{seconds // 60} min" if seconds < 7200 else f"{seconds // 3600} h"
 
 
+def format_clock(seconds: float) -> str:
+    """Return a countdown as the chip shows it: ``"0:42"``, ``"12:05"``, ``"1:02:05"``."""
+    minutes, left = divmod(max(0, math.ceil(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
 def format_waited(seconds: float) -> str:
     """Return how long a wait has lasted; "" for a short one.
 

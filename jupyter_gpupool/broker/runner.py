@@ -30,6 +30,9 @@ from .store.usage import UsageBook
 #: Events after which no session has, or waits for, more or less than before by itself.
 _SAMPLES = (e.DeviceMemorySeen, e.HostMemorySeen)
 
+#: A change of the queue stirs so many idle sessions at once; readers of more see it by their polls.
+MOST_STIRRED = 64
+
 
 class Runner:
     """Hands events to the pool and performs its actions; nothing else does."""
@@ -98,7 +101,7 @@ class Runner:
         actions = self._core.pool.handle(event)
         if named := getattr(event, "session", ""):
             self._core.mark(named)
-        urgent = waits = False
+        urgent = waits = queue = False
         for action in actions:
             if action.session:
                 self._core.mark(action.session)
@@ -108,12 +111,15 @@ class Runner:
                 self._rows.changed(action, event)
                 self._usage.changed(action)
                 waits |= action.new == "queued"
+                queue |= "queued" in (action.old, action.new)
                 self._owed |= not steady(action)
                 if steady(action):
                     self._core.stirs.note(action.session)
             urgent |= _must_be_written_first(action)
         if waits:
             self._hour.count_queue()
+        if queue:
+            self._stir_idle()
         if urgent:
             self._commit()
         elif self._core.marked:
@@ -128,6 +134,13 @@ class Runner:
             self._gone(event)
         if isinstance(event, (e.SessionOpened, e.SessionEnded, e.Recovered)):
             self._monitor.wake()
+
+    def _stir_idle(self) -> None:
+        """Note a change of the idle sessions: others may wait for their slices now, or no more."""
+        leases = self._core.pool.leases()
+        idle = [name for name, (_, since) in leases.items() if since is not None]
+        for name in idle if len(idle) <= MOST_STIRRED else ():
+            self._core.stirs.note(name)
 
     def _commit(self) -> None:
         self._owed = False

@@ -8,7 +8,14 @@ import html
 import time
 from typing import Any, Mapping, Sequence
 
-from ..units import format_bytes, format_grant, format_seconds, guaranteed_bytes, wait_of
+from ..units import (
+    format_bytes,
+    format_clock,
+    format_grant,
+    format_seconds,
+    guaranteed_bytes,
+    wait_of,
+)
 from .command import SUBCOMMANDS
 from .guard_state import MemoryFigures
 
@@ -186,14 +193,16 @@ def _leaving_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> li
     if session.get("state") == "idle" and isinstance(session.get("idle_seconds"), (int, float)):
         idle = f"for {format_seconds(session['idle_seconds'])}"
     kept = float(session.get("kept_until") or 0.0)
-    timeout = (snapshot.get("settings") or {}).get("idle_timeout")
+    leaves, now = session.get("leaves_at"), snapshot.get("now")
     if stays(session.get("devices") or (), snapshot):
         rows.append(("stays", STAYS))
     elif kept > time.time():
         clock = time.strftime("%H:%M", time.localtime(kept))
         rows.append(("kept", f"until {clock}, {format_seconds(kept - time.time())} from now"))
-    elif idle and isinstance(timeout, (int, float)) and not _cannot_leave(session):
-        idle += f"; given back after {format_seconds(timeout)}"
+    elif idle and session.get("wanted"):
+        idle += "; may move to host memory at any moment: another kernel waits"
+    elif idle and leaves is not None and now is not None and not _cannot_leave(session):
+        idle += f"; back to the pool in {format_clock(leaves - now)}"
     return [("idle", idle), *rows] if idle else rows
 
 

@@ -305,6 +305,7 @@ export interface IAdminSession {
   readonly queue_position: number | null;
   readonly wait_reason: string;
   readonly pinned_reason: string;
+  readonly request: { readonly memory: number; readonly devices: number };
 }
 
 export interface IAdmin {

@@ -42,6 +42,7 @@ export interface ISessionStatus {
   readonly device: string | null;
   readonly keep_until: number | null;
   readonly recall_at: number | null;
+  readonly priority: string;
   readonly request: { readonly memory: number };
   readonly queue_position: number | null;
 }

@@ -250,6 +250,27 @@ def test_watchers_hear_of_the_end_of_a_cell(broker, kernel):
         assert one.state() == "idle"
 
 
+def test_watchers_hear_that_others_wait_for_an_idle_slice(broker, kernel):
+    one, other, heir = (kernel(name, memory=400 * MiB) for name in ("v", "o", "h"))
+    for each in (one, other):
+        each.attach()
+    one.do("drop", hold="cell")
+    one.wait_state("idle")
+    seen = []
+    with broker.client(on_push=seen.append) as client:
+        client.call("keep", session=one.session, seconds=600)
+        client.call("watch")
+        for ask, wanted in ((True, True), (False, False)):
+            seen.clear()
+            if ask:
+                heir.do("ask", hold="cell")
+            else:
+                heir.kill()
+            told = {"type": "stirred", "session": one.session}
+            wait_until(lambda: any(told.items() <= {**x}.items() for x in seen), "the stir")  # noqa: B023
+            assert broker.session(one.session)["wanted"] is wanted
+
+
 @pytest.mark.parametrize("when", ["queued", "attached", "suspended"])
 def test_killed_kernel_gives_its_slice_back(broker, kernel, record_property, when):
     victim, other, heir = (kernel(name, memory=400 * MiB) for name in ("v", "o", "h"))

@@ -362,6 +362,8 @@ class ScriptedBroker:
                 "wait_reason": "",
                 "pinned_reason": "",
                 "idle_seconds": 3.0,
+                "leaves_at": time.time() + 297,
+                "wanted": False,
             }
             for name, session in self.sessions.items()
         ]

@@ -145,11 +145,11 @@ def test_gpu_releases_and_keeps_a_slice(broker: ScriptedBroker, kernel: Kernel) 
     broker.state = "idle"
     text = kernel.run("%gpu").text
     assert "10 min from now" in text
-    assert "given back" not in text
+    assert "back to the pool" not in text
     kernel.run("%gpu release")
     text = kernel.run("%gpu").text
     assert "kept" not in text
-    assert "given back after 5 min" in text
+    assert "back to the pool in 4:57" in text
 
 
 def test_attach_shows_its_wait_and_can_be_interrupted(

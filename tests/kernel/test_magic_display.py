@@ -103,16 +103,20 @@ IDLE = {
     "granted_bytes": 1 << 30,
     "devices": ["GPU-a"],
     "idle_seconds": 3.0,
+    "leaves_at": 1297.0,
 }
 
 
 def pool(can_suspend: bool) -> dict[str, Any]:
     device = {"uuid": "GPU-a", "index": 0, "name": "A GPU", "can_suspend": can_suspend}
-    return {"devices": [device], "settings": {"idle_timeout": 300.0}}
+    return {"devices": [device], "now": 1000.0}
 
 
 def test_display_says_how_long_an_idle_slice_stays() -> None:
-    assert rows(IDLE, pool(True))["idle"] == "for 3 s; given back after 5 min"
+    assert rows(IDLE, pool(True))["idle"] == "for 3 s; back to the pool in 4:57"
+    wanted = {**IDLE, "leaves_at": None, "wanted": True}
+    told = "for 3 s; may move to host memory at any moment: another kernel waits"
+    assert rows(wanted, pool(True))["idle"] == told
     kept = rows({**IDLE, "kept_until": time.time() + 600}, pool(True))
     assert kept["idle"] == "for 3 s"
     assert kept["kept"].endswith(", 10 min from now")

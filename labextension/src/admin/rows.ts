@@ -96,9 +96,12 @@ export function wasteText(trans: TranslationBundle, shown: IRow): string {
 
 /** The state of a session in plain words. */
 export function stateText(trans: TranslationBundle, shown: IRow): string {
+  const { request, suspended_bytes: suspended } = shown.session;
   switch (shown.session.state) {
     case 'queued':
-      return trans.__('Waits');
+      return request.devices > 1
+        ? trans.__('Waits for %1 on each of %2', bytes(request.memory), request.devices)
+        : trans.__('Waits for %1', bytes(request.memory));
     case 'attaching':
       return trans.__('Moving to the GPU');
     case 'active':
@@ -108,8 +111,8 @@ export function stateText(trans: TranslationBundle, shown: IRow): string {
     case 'detaching':
       return trans.__('Moving to host memory');
     default:
-      return shown.session.suspended_bytes > 0
-        ? trans.__('In host memory')
+      return suspended > 0
+        ? trans.__('In host memory %1', bytes(suspended))
         : trans.__('No GPU');
   }
 }

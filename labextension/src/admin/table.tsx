@@ -41,19 +41,19 @@ function columns(trans: TranslationBundle): readonly IColumn[] {
     { sort: 'used', title: trans.__('Used') },
     {
       sort: 'busy',
-      title: trans.__('Busy'),
+      title: trans.__('CUDA'),
       meaning: trans.__('Part of its time with a slice in which it used CUDA')
     },
     {
       sort: 'waste',
-      title: trans.__('Not used'),
+      title: trans.__('Wasted'),
       meaning: trans.__(
         'Its slice, and how long it had one without using CUDA. Sorted by both together.'
       )
     },
     { sort: 'idle', title: trans.__('Idle for') },
     { sort: 'kept', title: trans.__('Kept until') },
-    { sort: 'waits', title: trans.__('Waits for') }
+    { sort: 'waits', title: trans.__('Waited') }
   ];
 }
 

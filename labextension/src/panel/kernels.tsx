@@ -163,7 +163,7 @@ const Lines = React.memo(function Lines(props: ILinesProps): React.ReactElement 
         say={bytes}
       />
       <Sparkline
-        name={trans.__('Busy')}
+        name={trans.__('CUDA')}
         full={trans.__('Share of time in which it used CUDA')}
         time={of.time}
         values={of.busy}

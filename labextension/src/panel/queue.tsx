@@ -9,7 +9,7 @@ import type { IAnySession, ISession } from '../api';
 import { isMine } from '../tokens';
 import { useTick } from '../ticker';
 import { Offered } from '../waits/offered';
-import { bytes, ordinal, waitTime } from '../words';
+import { bytes, ordinal, sentence, waitTime } from '../words';
 import type { IWaitRow } from './arrange';
 import { somebody } from './describe';
 import { Badge } from './section';
@@ -85,7 +85,7 @@ const Waiting = React.memo(function Waiting(props: {
         <span className="jp-gpupool-figure">{figures.join(' · ')}</span>
       </div>
       {session.wait_reason && (
-        <div className="jp-gpupool-why">{session.wait_reason}</div>
+        <div className="jp-gpupool-why">{sentence(session.wait_reason)}</div>
       )}
       {session.here && <Help session={session} name={name} open={props.open} />}
     </li>

@@ -4,6 +4,7 @@
 /** Totals: suspended bytes in host memory, and the use of the devices. */
 import * as React from 'react';
 
+import { duration } from '../admin/rows';
 import type { IBudget, IPool } from '../api';
 import { bytes, part } from '../words';
 import { percent } from './geometry';
@@ -113,9 +114,9 @@ export const Usage = React.memo(function Usage(): React.ReactElement {
   const { attached_seconds: attached, kernel_seconds: open } = history.usage;
   const share = open > 0 ? Math.min(1, attached / open) : null;
   const text = trans.__(
-    'Your kernels had a GPU for %1 of %2 hours (%3) since the server started.',
-    hours(attached),
-    hours(open),
+    'Your kernels had a GPU for %1 of %2 (%3) since the server started.',
+    duration(trans, attached),
+    duration(trans, open),
     share === null ? '?' : trans.__('%1 %', Math.round(share * 100))
   );
   return (
@@ -133,9 +134,3 @@ export const Usage = React.memo(function Usage(): React.ReactElement {
     </>
   );
 });
-
-/** `0.03`, `2.1`, `140`: the significant digits. */
-export function hours(seconds: number): string {
-  const value = seconds / 3600;
-  return value.toFixed(value < 1 ? 2 : value < 100 ? 1 : 0);
-}

@@ -31,6 +31,13 @@ async function shoot(lab: Lab, name: string, selectors: string[]): Promise<void>
   await lab.page.screenshot({ path: path.join(FOLDER, `${name}.png`), clip });
 }
 
+/** The same in colours of the system, as people set them who see little. */
+async function contrast(lab: Lab, name: string, selectors: string[]): Promise<void> {
+  await lab.page.emulateMedia({ forcedColors: 'active', colorScheme: 'dark' });
+  await shoot(lab, name, selectors);
+  await lab.page.emulateMedia({ forcedColors: 'none', colorScheme: 'light' });
+}
+
 const BAR = '.jp-NotebookPanel:not(.lm-mod-hidden) .jp-NotebookPanel-toolbar';
 const CHIP = [`${BAR} .jp-KernelName`, `${BAR} .jp-gpupool-chip`];
 
@@ -97,11 +104,21 @@ test('pictures', async ({ browser }) => {
   await lab.theme('JupyterLab Dark');
   await shoot(lab, 'panel-dark', ['.jp-gpupool-panel']);
   await lab.theme('JupyterLab Light');
+  await contrast(lab, 'panel-contrast', ['.jp-gpupool-panel']);
   await page.sidebar.close('right');
   await lab.execute('gpupool:show-admin');
   await expect(lab.page.locator('.jp-gpupool-adminTable')).toBeVisible();
   await page.sidebar.close('left');
-  await shoot(lab, 'admin', ['.jp-gpupool-admin h2', '.jp-gpupool-adminScroll']);
+  const table = ['.jp-gpupool-admin h2', '.jp-gpupool-adminScroll'];
+  await shoot(lab, 'admin', table);
+  await contrast(lab, 'admin-contrast', table);
+  await lab.page.getByRole('button', { name: 'Take the slice of a back' }).click();
+  await shoot(lab, 'admin-recall', ['.jp-Dialog-content']);
+  await page.keyboard.press('Escape');
+  await lab.execute('gpupool:show-panel');
+  await lab.panel.getByRole('button', { name: 'Open in a tab' }).click();
+  await page.sidebar.close('right');
+  await shoot(lab, 'panel-wide', ['#jp-gpupool-panel-tab']);
   await late.activate();
   await ask('kill');
   await chip(late, 'away', /^GPU pool away$/);

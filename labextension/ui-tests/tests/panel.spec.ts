@@ -64,7 +64,7 @@ test('devices, queue, kernels, host memory; names for root; accessible', async (
     kernels.getByRole('img', { name: /^Share of time in which it used CUDA/ })
   ).toBeVisible();
   await expect(panel.getByRole('region', { name: 'Use' })).toContainText(
-    /Your kernels had a GPU for \d.* of \d.* hours/
+    /Your kernels had a GPU for \d.* of \d.* since/
   );
   const hour = panel.getByRole('region', { name: 'Last hour' });
   await expect(
@@ -98,6 +98,7 @@ test('devices, queue, kernels, host memory; names for root; accessible', async (
   });
   expect([text, back]).toEqual(probe);
   expect(text).not.toBe(back);
+  expect(await faults(page, '.jp-gpupool-panel')).toEqual([]);
   await page.emulateMedia({ forcedColors: 'none', colorScheme: 'light' });
 
   await lab.theme('JupyterLab Light');
@@ -172,6 +173,22 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
     expect(await faults(page, '.jp-gpupool-admin'), theme).toEqual([]);
   }
 
+  // High contrast: the theme's colours are gone, and words and edges stay.
+  for (const colorScheme of ['light', 'dark'] as const) {
+    await page.emulateMedia({ forcedColors: 'active', colorScheme });
+    expect(await faults(page, '.jp-gpupool-admin'), colorScheme).toEqual([]);
+    const edges = await admin.getByRole('button').evaluateAll(nodes =>
+      nodes.map(node => {
+        const { borderTopColor, backgroundColor, textDecorationLine } =
+          getComputedStyle(node);
+        return borderTopColor !== backgroundColor || textDecorationLine !== 'none';
+      })
+    );
+    expect(edges.every(Boolean), colorScheme).toBe(true);
+  }
+  await page.emulateMedia({ forcedColors: 'none', colorScheme: 'light' });
+  await lab.theme('JupyterLab Light');
+
   // By keyboard alone. An empty field takes nothing: the button is dead, and Enter does nothing.
   await admin
     .getByRole('button', { name: 'Take the slice of small.ipynb back' })
@@ -215,7 +232,35 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
   await admin.getByRole('button', { name: 'Let small.ipynb keep its slice' }).click();
   await expect(admin.getByRole('status')).toHaveText('The slice stays.');
 
+  // The class, by keyboard: what is chosen is asked for, journaled, and told.
+  await admin
+    .getByRole('button', { name: 'Change the priority of small.ipynb' })
+    .focus();
+  await page.keyboard.press('Enter');
+  await expect(dialog).toContainText('It is in the class notebook now.');
+  const classes = dialog.getByLabel('Priority class');
+  await expect(classes).toBeFocused();
+  await expect(classes).toHaveValue('notebook');
+  expect(await faults(page, '.jp-Dialog')).toEqual([]);
+  await page.keyboard.press('Escape');
+  await expect(dialog).toHaveCount(0);
+  expect((await session(mine.kernelId))?.priority).toBe('notebook');
+  await page.keyboard.press('Enter');
+  await classes.selectOption('batch');
+  await dialog.getByLabel(/^Reason/).fill('it is night');
+  await page.keyboard.press('Enter');
+  await expect(dialog).toHaveCount(0);
+  await expect.poll(async () => (await session(mine.kernelId))?.priority).toBe('batch');
+  await expect(page.locator('.Toastify__toast')).toContainText([
+    /has moved this kernel to the priority class batch: it is night/
+  ]);
+  const orders = await ask<{ detail: { order: string } }[]>('rows', {
+    kinds: ['admin']
+  });
+  expect(orders.map(found => found.detail.order)).toContain('prioritise');
+
   await admin.getByRole('button', { name: 'Shut down hog' }).click();
+  expect(await faults(page, '.jp-Dialog')).toEqual([]);
   await dialog.getByRole('button', { name: 'Shut it down' }).click();
   await expect(row('hog')).toHaveCount(0);
   await admin.getByRole('button', { name: /^GPU 1: Empty/ }).click();

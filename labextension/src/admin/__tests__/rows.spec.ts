@@ -50,7 +50,11 @@ describe('rows', () => {
     expect([unknown.busy, unknown.waste, unknown.used]).toEqual([null, null, null]);
     expect(wasteText(trans, unknown)).toBe('not known');
     expect([row(waits, NOW).waits, row(hog, NOW).idle]).toEqual([40, 600]);
-    expect(stateText(trans, row(waits, NOW))).toBe('Waits');
+    expect(stateText(trans, row(waits, NOW))).toBe('Waits for 4 GiB');
+    const two = { ...waits, request: { memory: GIB, devices: 2 } };
+    expect(stateText(trans, row(two, NOW))).toBe('Waits for 1 GiB on each of 2');
+    const away = session({ state: 'detached', suspended_bytes: 3 * GIB });
+    expect(stateText(trans, row(away, NOW))).toBe('In host memory 3 GiB');
   });
 
   it.each([

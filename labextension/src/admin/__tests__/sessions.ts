@@ -26,6 +26,7 @@ export const session = (more: Partial<IAdminSession> = {}): IAdminSession => ({
   queue_position: null,
   wait_reason: '',
   pinned_reason: '',
+  request: { memory: 4 * GIB, devices: 1 },
   ...more
 });
 

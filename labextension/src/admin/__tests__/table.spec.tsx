@@ -85,12 +85,12 @@ describe('the page of admins', () => {
   it('sorts by a click, and says so', () => {
     show();
     const header = (name: RegExp) => screen.getByRole('columnheader', { name });
-    expect(header(/^Not used/).getAttribute('aria-sort')).toBe('descending');
+    expect(header(/^Wasted/).getAttribute('aria-sort')).toBe('descending');
     fireEvent.click(within(header(/^User/)).getByRole('button'));
     expect(header(/^User/).getAttribute('aria-sort')).toBe('ascending');
     fireEvent.click(within(header(/^User/)).getByRole('button'));
     expect(header(/^User/).getAttribute('aria-sort')).toBe('descending');
-    expect(header(/^Not used/).getAttribute('aria-sort')).toBeNull();
+    expect(header(/^Wasted/).getAttribute('aria-sort')).toBeNull();
   });
 
   it.each(['', '0', '-3'])('takes no slice for %p minutes', async typed => {
