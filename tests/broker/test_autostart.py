@@ -23,7 +23,7 @@ from jupyter_gpupool.procfs import identify
 from jupyter_gpupool.starting import ensure_broker
 
 from . import kit
-from .kit import BIG, MACHINE, Kernel, MiB, wait_until
+from .kit import BIG, ONE, Kernel, MiB, wait_until
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def with_pid(pid):
 def settings(folder, **more):
     return {
         "GPUPool": {
-            "emulate": MACHINE,
+            "emulate": ONE,
             "state_dir": str(folder / "state"),
             "default_memory": BIG,
             **more,
@@ -76,14 +76,14 @@ def test_broker_starts_once_and_is_found_again(clean):
     path = ensure_broker(settings(clean))
     assert path == clean / "gpupool" / "broker.sock"
     first = status(path)
-    assert first["machine"] == f"EMULATED {MACHINE}"
+    assert first["machine"] == f"EMULATED {ONE}"
     assert ensure_broker(None) == path
     assert status(path)["pid"] == first["pid"]
     # It has its own session: ^C in the server's terminal does not end it.
     assert os.getsid(first["pid"]) == first["pid"]
     config = path.with_suffix(".config.json")
     assert config.stat().st_mode & 0o777 == 0o600
-    assert json.loads(config.read_text())["GPUPool"]["emulate"] == MACHINE
+    assert json.loads(config.read_text())["GPUPool"]["emulate"] == ONE
 
 
 @pytest.mark.parametrize("starters", [8, pytest.param(20, marks=pytest.mark.long)])
@@ -113,7 +113,7 @@ def test_options_of_a_command_line_reach_the_broker(clean):
     r"""``jupyter lab --GPUPool.emulate=...`` leaves its options in the server's configuration."""
     loader = KVArgParseConfigLoader(
         argv=[
-            f"--GPUPool.emulate={MACHINE}",
+            f"--GPUPool.emulate={ONE}",
             f"--GPUPool.state_dir={clean / 's'}",
             "--GPUPool.idle_timeout=77",
         ]

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-from .kit import Broker, Kernel, MiB, wait_until
+from .kit import ONE, Broker, Kernel, MiB, wait_until
 from .test_preemption import Worker, at_work, further, stands, whole
 
 NIGHT = {"name": "night", "hours": "20:00-08:00", "time_zone": "UTC",
@@ -44,7 +44,7 @@ class CalendarBroker(Broker):
 
 @pytest.fixture
 def parts():
-    return CalendarBroker, None, {"schedules": [NIGHT], "idle_timeout": 600}
+    return CalendarBroker, None, {"emulate": ONE, "schedules": [NIGHT], "idle_timeout": 600}
 
 
 @pytest.fixture

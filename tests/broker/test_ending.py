@@ -21,6 +21,11 @@ from .kit import wait_until
 WITHIN, LATE = 5.0, 25.0
 
 
+@pytest.fixture
+def parts():
+    return kit.Broker, kit.Kernel, {"emulate": kit.ONE}
+
+
 def children(broker):
     """Return the command lines of the broker's children and of theirs."""
     with suppress(psutil.Error):

@@ -31,6 +31,11 @@ LOG = logging.getLogger("test")
 SOCKET = Path("/run/user/1/gpupool/broker.sock")
 
 
+@pytest.fixture
+def parts():
+    return kit.Broker, kit.Kernel, {"emulate": kit.ONE}
+
+
 def journal_of(broker):
     return Path(broker.status()["broker"]["journal"])
 

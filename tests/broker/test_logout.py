@@ -64,7 +64,9 @@ def spawn(program):
 
 
 def pool(clean):  # noqa: F811
-    return settings(clean, attach="lazy", quiet_after=0.3, linger=3600, idle_timeout=3600)
+    return settings(
+        clean, emulate=kit.MACHINE, attach="lazy", quiet_after=0.3, linger=3600, idle_timeout=3600
+    )
 
 
 @pytest.fixture

@@ -17,15 +17,12 @@ import pytest
 from jupyter_gpupool.guard import page as layout
 
 from . import kit
-from .kit import MiB, wait_until
+from .kit import ONE, MiB, wait_until
 from .preempting_broker import REASON
 from .test_guarded import NOT_READY, Program
 
 #: The size that a session asks for here; a device has room for one.
 BIG = 300 * MiB
-
-#: One device: who has it, has it alone.
-ONE = "1x512MiB,context=32MiB"
 
 CLASSES = {"batch": 0, "interactive": 10}
 

@@ -20,8 +20,14 @@ from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import BrokerUnavailable
 from jupyter_gpupool.starting import ensure_broker
 
-from .kit import MACHINE, wait_until
+from . import kit
+from .kit import ONE, wait_until
 from .test_autostart import with_pid
+
+
+@pytest.fixture
+def parts():
+    return kit.Broker, kit.Kernel, {"emulate": ONE}
 
 
 @pytest.fixture
@@ -51,7 +57,7 @@ def test_killed_broker_is_restarted_with_its_configuration(dead):
     found = dead.status()
     assert f"The broker before this one (process {before}) died" in dead.tail()
     assert found["settings"]["idle_timeout"] == 77
-    assert found["machine"] == f"EMULATED {MACHINE}"
+    assert found["machine"] == f"EMULATED {ONE}"
     environ = Path(f"/proc/{found['pid']}/environ").read_text().split("\0")
     assert f"JUPYTER_CONFIG_DIR={dead.folder / 'no-config'}" in environ
     assert os.getsid(found["pid"]) == found["pid"]
@@ -61,7 +67,7 @@ def test_killed_broker_is_restarted_with_its_configuration(dead):
 
 def test_other_server_restarts_the_broker_as_it_was(dead):
     """Kernels may depend on its configuration; ``test_differences`` covers the message."""
-    path = ensure_broker({"GPUPool": {"emulate": MACHINE, "idle_timeout": 5}}, str(dead.socket))
+    path = ensure_broker({"GPUPool": {"emulate": ONE, "idle_timeout": 5}}, str(dead.socket))
     assert dead.status()["settings"]["idle_timeout"] == 77
     assert path == dead.socket
 
@@ -98,7 +104,7 @@ def test_third_failed_start_says_why_and_names_the_log(dead):
         starting.revive(dead.socket)
     assert startfailures.read_failures(dead.socket).count == 3
     # A successful start, here with a server's own configuration, resets the count.
-    ensure_broker({"GPUPool": {"emulate": MACHINE, "state_dir": str(dead.folder / "state")}},
+    ensure_broker({"GPUPool": {"emulate": ONE, "state_dir": str(dead.folder / "state")}},
                   str(dead.socket))  # fmt: skip
     assert startfailures.read_failures(dead.socket).count == 0
 
@@ -157,7 +163,7 @@ def test_broker_is_detached_from_the_session_that_started_it(killed, monkeypatch
     monkeypatch.setenv("GPUPOOL_SESSION", "outer")
     monkeypatch.setenv("GPUPOOL_TOKEN", "secret")
     startrecord.remove_record(killed.socket)
-    config = {"GPUPool": {"emulate": MACHINE, "state_dir": str(killed.folder / "state")}}
+    config = {"GPUPool": {"emulate": ONE, "state_dir": str(killed.folder / "state")}}
     ensure_broker(config, str(killed.socket))
     pid = killed.status()["pid"]
     assert os.getsid(pid) == pid
