@@ -4,9 +4,9 @@
 # make run    set everything up, run the example notebook on the Pooled GPU kernel
 # make test   set everything up, lint, type-check, run all tests
 # make quick  the tests that start nothing, in under a minute: what to run while editing
-# make lab    open JupyterLab with the Pooled GPU kernel
+# make lab    open JupyterLab with the Pooled GPU kernel; TORCH=1: with PyTorch on emulated GPUs
 # make gpu    on a machine with an NVIDIA GPU and PyTorch: the suite and benchmarks that need them
-# make torch  PyTorch on emulated GPUs: sets it up (0.8 GB to load), runs its tests and the example
+# make torch  PyTorch on emulated GPUs: sets it up (1.1 GB to load), runs its tests and the example
 # make docs   build the documentation; make bench: the benchmarks
 # make test-long  the long forms of tests (docs/long-tests.md); LONG="tests/guard" for a part
 # make ui     build the JupyterLab part after a change; make screenshots: its pictures in docs/
@@ -23,6 +23,7 @@ UI_SOURCES := $(shell find labextension/src labextension/style labextension/sche
   -not -path '*/__tests__/*') labextension/package.json labextension/tsconfig.json
 EXTRAS := test,docs
 UI_HOME := $(VENV)/share/jupyter/labextensions/@jupyter-gpupool/labextension
+TORCH_UI_HOME := $(TORCH_VENV)/share/jupyter/labextensions/@jupyter-gpupool/labextension
 JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" PYTHON="$(abspath $(BIN))/python" jlpm
 
 .PHONY: run test quick test-python test-beside test-ui test-long lint lint-ui lab docs bench lock clean
@@ -112,8 +113,9 @@ chromium:
 	  >/dev/null; } || \
 	  { echo "Chromium is missing: apt-get install chromium, or set CHROMIUM to where it is"; exit 1; }
 
-lab: $(VENV)/.ui
-	$(BIN)/jupyter gpupool demo --lab
+# TORCH=1: with the environment of `make torch`, on its example.
+lab: $(if $(TORCH),$(TORCH_VENV)/.lab,$(VENV)/.ui)
+	$(if $(TORCH),$(TORCH_VENV)/bin,$(BIN))/jupyter gpupool demo --lab
 
 docs: $(VENV)/.ready
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
@@ -142,7 +144,7 @@ gpu: $(GPU_VENV)/.ready
 $(TORCH_VENV)/.ready: pyproject.toml hatch_build.py requirements/torch.txt $(SOURCES) $(wildcard emucuda/pytorch/*)
 	@command -v cc >/dev/null || \
 	  { echo "A C compiler is missing (it builds the guard and the emulated driver): apt-get install gcc libc6-dev"; exit 1; }
-	@echo "Setting up PyTorch for emulated GPUs: 0.8 GB to load the first time, 2 GB in $(TORCH_VENV)"
+	@echo "Setting up PyTorch for emulated GPUs: 1.1 GB to load the first time, 2.6 GB in $(TORCH_VENV)"
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	GPUPOOL_NO_LABEXTENSION=1 $(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check \
 	  -e ".[gpu,emulator]"
@@ -150,10 +152,17 @@ $(TORCH_VENV)/.ready: pyproject.toml hatch_build.py requirements/torch.txt $(SOU
 	$(TORCH_VENV)/bin/python -m emucuda.pytorch.stand_ins
 	touch $@
 
-# tests/gpu runs on emulated devices here; without Triton, nothing compiles a kernel.
+$(TORCH_VENV)/.lab: $(TORCH_VENV)/.ready $(VENV)/.ui
+	GPUPOOL_NO_LABEXTENSION=1 $(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check \
+	  -c requirements/lock.txt -e ".[lab]"
+	rm -rf $(TORCH_UI_HOME) && mkdir -p $(dir $(TORCH_UI_HOME)) && \
+	  ln -s $(abspath jupyter_gpupool/labextension) $(TORCH_UI_HOME)
+	touch $@
+
+# tests/gpu runs on emulated devices here, with the libraries of this environment.
 torch: $(TORCH_VENV)/.ready
 	$(TORCH_VENV)/bin/python -m pytest tests/pytorch
-	$(TORCH_VENV)/bin/python -m pytest tests/gpu -m gpu -k "torch and not compile and not triton"
+	$(TORCH_VENV)/bin/python -m pytest tests/gpu -m gpu -k "torch or triton"
 
 lock:
 	$(BIN)/python -m pip install -q uv

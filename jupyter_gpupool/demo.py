@@ -71,6 +71,10 @@ _ATTACH = {
 }
 
 
+#: What JupyterLab opens where PyTorch is installed, below the folder of the examples.
+TRAINING = "pytorch/training.ipynb"
+
+
 def find_notebook() -> Path:
     """Return the example notebook: from the installed package, or from a checkout."""
     here = Path(__file__).parent
@@ -312,6 +316,8 @@ def run_lab(*, emulate: str = "") -> int:
     arguments = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder}"]
     if os.getuid() == 0:
         arguments.append("--allow-root")
+    if find_spec("torch") and (folder / TRAINING).exists():
+        arguments.append(f"--LabApp.default_url=/lab/tree/{TRAINING}")
     say(text)
     if emulate:
         arguments.append(f"--GPUPool.emulate={emulate}")

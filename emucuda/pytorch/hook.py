@@ -2,13 +2,15 @@
 # Distributed under the terms of the Modified BSD License.
 """Prepares PyTorch when a program on emulated devices imports it.
 
-A line in ``emucuda.pth`` imports this file when Python starts, if ``EMUCUDA_MACHINE`` is set. For
-that it is installed a second time, as the module ``_emucuda_pytorch``, because the import must not
-cost that of a package.
+A line in ``emucuda.pth`` imports this file when Python starts, if ``EMUCUDA_MACHINE`` is set, or if
+the environment has stand-ins: PyTorch needs them even where it finds no device. For that it is
+installed a second time, as the module ``_emucuda_pytorch``, because the import must not cost that
+of a package.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 TYPE_CHECKING = False  # typing is not imported for it
@@ -40,9 +42,12 @@ class _Finder:
         def exec_module(module: ModuleType) -> None:
             from emucuda.pytorch import stand_ins
 
-            stand_ins.load(origin)
+            emulated = bool(os.environ.get("EMUCUDA_MACHINE"))
+            stand_ins.load(origin, emulated=emulated)
+            if emulated:
+                stand_ins.name_compiler()
             load(module)
-            if getattr(module.version, "cuda", None):
+            if emulated and getattr(module.version, "cuda", None):
                 from emucuda.pytorch import operators
 
                 operators.install()

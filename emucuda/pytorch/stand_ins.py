@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import re
 import subprocess
 import sys
@@ -115,19 +116,28 @@ def build(torch: Path, out: Path | None = None) -> list[str]:
     return made
 
 
-def load(origin: str) -> None:
+def load(origin: str, *, emulated: bool) -> None:
     """Load what PyTorch will look for by name: the runtime and the stand-ins.
 
     The dynamic loader takes a library that is loaded already, wherever PyTorch would look.
-    ``origin`` is the path of PyTorch's ``__init__.py``.
+    ``origin`` is the path of PyTorch's ``__init__.py``. Without emulated devices, NVIDIA's runtime
+    goes before this one, which finds no device then.
     """
+    theirs = Path(origin).parents[1].glob("nvidia/*/lib/libcudart.so.*")
     with contextlib.suppress(OSError):
+        if not emulated and any(theirs):
+            raise FileNotFoundError
         linked = (Path(origin).parent / "lib" / "libc10_cuda.so").read_bytes()
         for name in re.findall(rb"libcudart\.so\.1[23]", linked)[:1]:
             ctypes.CDLL(str(library_dir() / name.decode()), mode=ctypes.RTLD_GLOBAL)
     for path in sorted(folder().glob("lib*")):
         with contextlib.suppress(OSError):
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def name_compiler() -> None:
+    """Let Triton, and PyTorch's compiler with it, hand PTX to the driver, which interprets it."""
+    os.environ.setdefault("TRITON_PTXAS_PATH", str(Path(__file__).with_name("ptxas")))
 
 
 def main() -> int:

@@ -63,16 +63,6 @@ EXPORT CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice d)
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuDeviceComputeCapability(int *major, int *minor, CUdevice d)
-{
-    DEVICE(d);
-    if (!major || !minor)
-        return CUDA_ERROR_INVALID_VALUE;
-    *major = 9;
-    *minor = 0;
-    return CUDA_SUCCESS;
-}
-
 EXPORT CUresult cuDeviceGetPCIBusId(char *id, int length, CUdevice d)
 {
     DEVICE(d);
@@ -108,8 +98,9 @@ EXPORT CUresult cuDeviceGetLuid(char *luid, unsigned *mask, CUdevice d)
     return CUDA_ERROR_NOT_SUPPORTED; /* Windows only */
 }
 
-/* Attribute numbers of the Driver API; the values are those of a Hopper-class board, except
- * where the emulation lacks the feature. An attribute that is not listed is 0. */
+/* Attribute numbers of the Driver API; the values are those of an Ampere-class board, except
+ * where the emulation lacks the feature: compilers make code for later ones that ptx/ does not
+ * interpret (wgmma). An attribute that is not listed is 0. */
 static int attribute(int number, int d)
 {
     switch (number) {
@@ -139,16 +130,16 @@ static int attribute(int number, int d)
     case 39: return 2048;       /* MAX_THREADS_PER_MULTIPROCESSOR */
     case 40: return 3;          /* ASYNC_ENGINE_COUNT */
     case 41: return 1;          /* UNIFIED_ADDRESSING */
-    case 75: return 9;          /* COMPUTE_CAPABILITY_MAJOR */
+    case 75: return 8;          /* COMPUTE_CAPABILITY_MAJOR */
     case 76: return 0;
     case 78: return 1;          /* STREAM_PRIORITIES_SUPPORTED */
-    case 81: return 233472;     /* MAX_SHARED_MEMORY_PER_MULTIPROCESSOR */
+    case 81: return 167936;     /* MAX_SHARED_MEMORY_PER_MULTIPROCESSOR */
     case 82: return 65536;      /* MAX_REGISTERS_PER_MULTIPROCESSOR */
     case 83: return 1;          /* MANAGED_MEMORY */
     case 89: return 1;          /* CONCURRENT_MANAGED_ACCESS */
     case 90: return 1;          /* COMPUTE_PREEMPTION_SUPPORTED */
     case 91: return 1;          /* CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM */
-    case 97: return 232448;     /* MAX_SHARED_MEMORY_PER_BLOCK_OPTIN */
+    case 97: return 166912;     /* MAX_SHARED_MEMORY_PER_BLOCK_OPTIN */
     case 99: return 1;          /* HOST_REGISTER_SUPPORTED */
     case 102: return 1;         /* VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
     case 103: return 1;         /* HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED */
@@ -168,6 +159,16 @@ EXPORT CUresult cuDeviceGetAttribute(int *value, int number, CUdevice d)
     if (number < 1 || number > 200)
         return CUDA_ERROR_INVALID_VALUE;
     *value = attribute(number, d);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceComputeCapability(int *major, int *minor, CUdevice d)
+{
+    DEVICE(d);
+    if (!major || !minor)
+        return CUDA_ERROR_INVALID_VALUE;
+    *major = attribute(75, d);
+    *minor = attribute(76, d);
     return CUDA_SUCCESS;
 }
 

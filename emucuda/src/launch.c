@@ -5,7 +5,7 @@
  */
 #include "module.h"
 
-enum { LAUNCH_ATTRIBUTE_COOPERATIVE = 2, MAX_SHARED = 227 << 10 };
+enum { LAUNCH_ATTRIBUTE_COOPERATIVE = 2, MAX_SHARED = 163 << 10 };
 
 EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, CUfunction f, int size,
                                                                      size_t shared, unsigned flags)

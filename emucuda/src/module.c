@@ -433,7 +433,7 @@ EXPORT CUresult cuFuncGetAttribute(int *value, int which, CUfunction f)
     switch (which) {
     case 0: *value = 1024; break; /* MAX_THREADS_PER_BLOCK */
     case 4: *value = 32; break;   /* NUM_REGS */
-    case 5: case 6: *value = 90; break; /* PTX_VERSION, BINARY_VERSION */
+    case 5: case 6: *value = 80; break; /* PTX_VERSION, BINARY_VERSION */
     case 8: *value = f->dynamic_shared ? f->dynamic_shared : 49152; break;
     default:
         if (which < 0 || which > 15)

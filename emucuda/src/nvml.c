@@ -255,7 +255,7 @@ EXPORT nvmlReturn nvmlDeviceGetCudaComputeCapability(nvmlDevice d, int *major, i
     DEVICE(d);
     (void)index;
     REQUIRE(major && minor);
-    *major = 9;
+    *major = 8;
     *minor = 0;
     return NVML_SUCCESS;
 }

@@ -28,7 +28,7 @@ CONSTANT(nvmlDeviceGetEnforcedPowerLimit, 700000)
 CONSTANT(nvmlDeviceGetBoardId, 0)
 CONSTANT(nvmlDeviceGetMultiGpuBoard, 0)
 CONSTANT(nvmlDeviceGetBrand, 2)        /* Tesla */
-CONSTANT(nvmlDeviceGetArchitecture, 9) /* Hopper */
+CONSTANT(nvmlDeviceGetArchitecture, 7) /* Ampere */
 CONSTANT(nvmlDeviceGetNumGpuCores, 16896)
 CONSTANT(nvmlDeviceGetMemoryBusWidth, 5120)
 CONSTANT(nvmlDeviceGetCurrPcieLinkGeneration, 5)

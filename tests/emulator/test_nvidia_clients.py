@@ -96,7 +96,7 @@ def test_cuda_core_runs_on_the_emulated_driver(emulated):
     from cuda.core import *
     device = Device(0)
     assert device.name == "EMULATED NVIDIA GPU 1 GiB", device.name
-    assert tuple(device.compute_capability) == (9, 0)
+    assert tuple(device.compute_capability) == (8, 0)
     device.set_current()
     stream = device.create_stream()
     host = LegacyPinnedMemoryResource().allocate(1 << 20)

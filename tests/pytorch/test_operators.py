@@ -229,3 +229,17 @@ print("done")
 def test_a_program_without_devices_computes_on_the_host(run):
     code = "import torch; print(torch.cuda.is_available(), torch.ones(2).sum().item())"
     assert run(code, CUDA_VISIBLE_DEVICES="").stdout == "False 2.0\n"
+
+
+def test_without_emulated_devices_pytorch_finds_no_gpu(run):
+    text = """
+import torch
+assert not torch.cuda.is_available()
+assert (torch.ones(2) + 1).tolist() == [2, 2]
+try:
+    torch.ones(1).cuda()
+except RuntimeError as error:
+    print(error)
+"""
+    found = run(text, EMUCUDA_MACHINE="", LD_LIBRARY_PATH="")
+    assert "NVIDIA driver" in found.stdout

@@ -29,7 +29,7 @@ print(json.dumps(found))
 """
 
 
-def test_seven_trainings_share_two_gpus_and_compute_the_same(run, pool):
+def test_eight_trainings_share_two_gpus_and_compute_the_same(run, pool):
     wanted = {name: cells(name, "cuda" if name in OTHER else "cpu") for name in SETUPS}
     alone = json.loads(run(ALONE, stdin=json.dumps(wanted)).stdout)
     pool = pool(MACHINE, quiet_after=0.1, max_swap_overhead=0)

@@ -177,11 +177,22 @@ def step():
     return F.mse_loss(model(torch.cat((mixed, kept.expand(-1, 1, 8, 8)), 1)), noise)
 """
     + _LOOP,
+    "compiled": """
+x, y = torch.randn(32, 10).to(DEVICE), torch.randint(0, 3, (32,)).to(DEVICE)
+model = nn.Sequential(nn.Linear(10, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 3)).to(DEVICE)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+compiled = torch.compile(model)
+
+def step():
+    return F.cross_entropy(compiled(x), y)
+"""
+    + _LOOP,
 }
 
-#: What a device computes in another order than the host (LSTM has fused cells there) or in other
-#: types (autocast has lists of its own): compared with an undisturbed run on a device.
-OTHER = ("lstm", "transformer")
+#: What a device computes in another order than the host (LSTM has fused cells there, and Triton
+#: sums in trees) or in other types (autocast has lists of its own): compared with an undisturbed
+#: run on a device.
+OTHER = ("lstm", "transformer", "compiled")
 
 #: How often each notebook trains, with a chance to be suspended in between.
 ROUNDS = 4

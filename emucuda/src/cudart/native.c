@@ -183,7 +183,7 @@ EXPORT cudaError cudaFuncGetAttributes(struct cudaFuncAttributes *out, const voi
     memset(out, 0, sizeof *out);
     out->maxThreadsPerBlock = THREADS;
     out->numRegs = 32;
-    out->ptxVersion = out->binaryVersion = 90;
+    out->ptxVersion = out->binaryVersion = 80;
     out->maxDynamicSharedSizeBytes = SHARED_BYTES;
     return CUDA_SUCCESS;
 }
