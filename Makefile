@@ -7,6 +7,7 @@
 # make lab    open JupyterLab with the Pooled GPU kernel; TORCH=1: with PyTorch on emulated GPUs
 # make gpu    on a machine with an NVIDIA GPU and PyTorch: the suite and benchmarks that need them
 # make torch  PyTorch on emulated GPUs: sets it up (1.1 GB to load), runs its tests and the example
+# make test-cluster  three machines in a Ray cluster on this host, in an environment of its own
 # make docs   build the documentation; make bench: the benchmarks
 # make test-long  the long forms of tests (docs/long-tests.md); LONG="tests/guard" for a part
 # make ui     build the JupyterLab part after a change; make screenshots: its pictures in docs/
@@ -16,6 +17,7 @@ VENV ?= .venv
 WORKERS ?= 6
 GPU_VENV ?= .venv-gpu
 TORCH_VENV ?= .venv-torch
+CLUSTER_VENV ?= .venv-cluster
 BIN := $(VENV)/bin
 SOURCES := $(foreach part,emucuda jupyter_gpupool/guard,$(wildcard $(part)/src/* $(part)/src/*/* \
   $(part)/*.txt $(part)/build.py $(part)/_generate.py))
@@ -27,7 +29,7 @@ TORCH_UI_HOME := $(TORCH_VENV)/share/jupyter/labextensions/@jupyter-gpupool/labe
 JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" PYTHON="$(abspath $(BIN))/python" jlpm
 
 .PHONY: run test quick test-python test-beside test-ui test-long lint lint-ui lab docs bench lock clean
-.PHONY: ui screenshots chromium gpu torch
+.PHONY: ui screenshots chromium gpu torch test-cluster
 
 $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) $(wildcard share/jupyter/kernels/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -164,6 +166,17 @@ torch: $(TORCH_VENV)/.ready
 	$(TORCH_VENV)/bin/python -m pytest tests/pytorch
 	$(TORCH_VENV)/bin/python -m pytest tests/gpu -m gpu -k "torch or triton"
 
+$(CLUSTER_VENV)/.ready: pyproject.toml hatch_build.py $(SOURCES)
+	@command -v cc >/dev/null || \
+	  { echo "A C compiler is missing (it builds the guard and the emulated driver): apt-get install gcc libc6-dev"; exit 1; }
+	test -x $(CLUSTER_VENV)/bin/python || $(PYTHON) -m venv $(CLUSTER_VENV)
+	GPUPOOL_NO_LABEXTENSION=1 $(CLUSTER_VENV)/bin/python -m pip install -q --disable-pip-version-check \
+	  -e ".[gpu,emulator,cluster]"
+	touch $@
+
+test-cluster: $(CLUSTER_VENV)/.ready
+	$(CLUSTER_VENV)/bin/python -m pytest -m "not long" tests/cluster/test_brokers.py tests/cluster/test_ray.py
+
 lock:
 	$(BIN)/python -m pip install -q uv
 	$(BIN)/uv pip compile -q --universal --python-version 3.10 --no-header --no-annotate \
@@ -174,5 +187,5 @@ lock:
 	  -c requirements/lock.txt -o jupyter_gpupool/devices/nvidia/requirements.txt
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) $(TORCH_VENV) build dist docs/_build emucuda/lib jupyter_gpupool/guard/lib \
+	rm -rf $(VENV) $(GPU_VENV) $(TORCH_VENV) $(CLUSTER_VENV) build dist docs/_build emucuda/lib jupyter_gpupool/guard/lib \
 	  jupyter_gpupool/labextension labextension/lib labextension/node_modules

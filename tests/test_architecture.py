@@ -27,7 +27,7 @@ ALLOWED: dict[str, str] = {
     "client": "endpoint protocol",
     "pool": "",
     "guard": "",
-    "cluster": "config pool.groups pool.model protocol",
+    "cluster": "config endpoint pool.groups pool.model protocol",
     "config": "emulation endpoint guard local_machine pool.groups pool.model",
     "devices": "guard local_machine pool.model pool.attribution",
     "startrecord": "endpoint local_machine",
@@ -48,7 +48,7 @@ ALLOWED: dict[str, str] = {
     "emulation": "",
     "demo": "__init__ client emulation endpoint starting timeline",
     "timeline": "",
-    "cli": "__init__ broker client config demo devices emulation endpoint guard "
+    "cli": "__init__ broker client cluster config demo devices emulation endpoint guard "
     "kernelspecs launcher pool.groups pool.residence programs protocol provisioner starting "
     "startrecord timeline",
 }
@@ -56,6 +56,7 @@ ALLOWED: dict[str, str] = {
 #: The only third-party packages that a part may import; other parts may import none.
 THIRD_PARTY = {
     "durations": {"prometheus_client"},
+    "cluster": {"ray"},
     "config": {"traitlets", "jupyter_core"},
     "devices": {"pynvml", "cuda"},
     "broker": {"prometheus_client", "tornado", "traitlets", "jupyter_core"},

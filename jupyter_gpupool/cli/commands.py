@@ -21,7 +21,7 @@ from typing import NoReturn, Sequence
 from .. import __version__
 from ..errors import GPUPoolError
 from ..text import did_you_mean
-from . import program_commands  # noqa: F401 (registers them)
+from . import cluster_commands, program_commands  # noqa: F401 (registers them)
 from .registry import (
     COMMANDS,
     DEVICE,

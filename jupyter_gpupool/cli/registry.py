@@ -18,6 +18,7 @@ GROUPS = (
     "Kernels that use it",
     "Take GPUs out and back",
     "Set it up and check it",
+    "Several machines",
     "Try it",
 )
 

@@ -11,6 +11,9 @@
 ``courier``           carries a broker's reports to a ledger, and answers back
 ``ledger_service``    a ledger as a process behind a unix socket
 ``agent_service``     an agent as a process, with such a ledger
+``node``              a machine joins a cluster: a raylet and an agent, supervised
+``ray_ledger``        the ledger as a Ray actor, and an agent's way to it
+``ray_agent``         an agent as a process, with such a ledger
 ====================  ==========================================================================
 
 Nothing here is imported on a machine that is in no cluster.

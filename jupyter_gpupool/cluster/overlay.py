@@ -32,9 +32,10 @@ class Elsewhere(dict[str, Charge]):
         self,
         key: str,
         default: Charge | None = None,  # noqa: ARG002
-    ) -> Charge:
-        """Return the entry of a user, or ``rest``: a user nobody has asked for has nothing here."""
-        return super().get(key, self.rest)
+    ) -> Charge | None:
+        """Return what other machines have of a user's quota; None if they have nothing of it."""
+        found = super().get(key, self.rest)
+        return found if any(found) else None
 
     def __eq__(self, other: object) -> bool:
         same = isinstance(other, Elsewhere) and self.rest == other.rest

@@ -166,6 +166,8 @@ class Router:
         """End every connection: the broker ends."""
         self.dispatcher.close()
         self._people.close()
+        if self._shared is not None:
+            self._shared.close()
         for connection in list(self._connections):
             connection.close()
 

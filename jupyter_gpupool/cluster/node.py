@@ -1,0 +1,171 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``jupyter gpupool node``: a machine joins a cluster. One raylet and one agent, supervised.
+
+The raylet has no GPU and takes no work but the ledger: Ray is used for messages and for starting
+the ledger again. When the raylet ends, so does this program, and its service starts it again; when
+the agent ends (it does after a minute without Ray's head), it is started again here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from socket import gethostname
+
+from ..config import load_settings
+from ..endpoint import find_socket
+from ..errors import Code, RefusedError
+from .desk import TTL
+
+_LOG = logging.getLogger(__name__)
+
+#: Ray's defaults notice a dead machine after 14 s and a hung one after 64 s; these after 3 and 6.
+HEALTH = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+#: Bytes of Ray's object store: nothing is stored there.
+STORE = 100_000_000
+
+#: Seconds in which raylet and agent must end.
+PATIENCE = 8.0
+
+#: Seconds until an agent that has ended is started again.
+AGAIN = 1.0
+
+
+def check_ray() -> None:
+    """Refuse to run without Ray.
+
+    Raises
+    ------
+    RefusedError
+        With the command that installs it.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise RefusedError(
+            "This environment has no Ray, which carries the messages of a cluster.",
+            code=Code.REFUSED,
+            next_step="Install it in an environment of its own: "
+            "pip install 'jupyter_gpupool[cluster]'.",
+        )
+
+
+def token_environment(path: Path, *, create: bool) -> dict[str, str]:
+    """Return what closes Ray to all that do not have the token in the file ``path``."""
+    if create and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(0o600)
+        path.write_text(secrets.token_hex(32))
+    if not path.is_file():
+        raise RefusedError(
+            f"There is no file {path} with the cluster's token.",
+            code=Code.REFUSED,
+            next_step="Copy it from the head, readable for this user only.",
+        )
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path.resolve())}
+
+
+def raylet_command(join: str, port: int, name: str) -> list[str]:
+    """Return the command of the raylet; without ``join`` it is the head."""
+    where = [f"--address={join}"] if join else ["--head", f"--port={port}",
+                                                "--include-dashboard=false"]  # fmt: skip
+    return [
+        sys.executable, "-m", "ray.scripts.scripts", "start", *where, "--block",
+        "--num-gpus=0", "--num-cpus=1", f"--object-store-memory={STORE}",
+        "--resources=" + json.dumps({"gpupool": 1}), "--labels", f"gpupool-node={name}",
+        "--disable-usage-stats", "--dashboard-agent-listen-port=0", "--metrics-export-port=0",
+    ]  # fmt: skip
+
+
+async def run_node(
+    *,
+    join: str,
+    port: int,
+    broker: str,
+    config: Sequence[Path],
+    token: Path,
+    ttl: float = TTL,
+    interval: float = 2.0,
+) -> int:
+    """Run a machine of a cluster until SIGTERM; return the exit code."""
+    check_ray()
+    settings = load_settings(config)
+    name = settings.cluster_node or gethostname()
+    if name not in settings.cluster_nodes:
+        raise RefusedError(
+            f"This machine is called {name}, and c.GPUPool.cluster_nodes does not name it.",
+            code=Code.REFUSED,
+            next_step="Add it there on every machine, or set c.GPUPool.cluster_node.",
+        )
+    socket = Path(broker) if broker else find_socket(settings.socket)
+    env = {**os.environ, **HEALTH, **token_environment(token, create=not join)}
+    command = raylet_command(join, port, name)
+    raylet = await asyncio.create_subprocess_exec(*command, env=env)
+    agent_command = [
+        sys.executable, "-m", "jupyter_gpupool.cluster.ray_agent",
+        "--address", join or f"{own_address()}:{port}",
+        "--broker", str(socket), "--ttl", str(ttl), "--interval", str(interval),
+        *(word for path in config for word in ("--config", str(path))),
+    ]  # fmt: skip
+    keeper = asyncio.ensure_future(_keep(agent_command, env))
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    died = asyncio.ensure_future(raylet.wait())
+    asked = asyncio.ensure_future(ended.wait())
+    try:
+        await asyncio.wait((died, asked), return_when=asyncio.FIRST_COMPLETED)
+        if died.done():
+            _LOG.error("The raylet of this machine has ended (%s)", raylet.returncode)
+        return 1 if died.done() else 0
+    finally:
+        keeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await keeper
+        await _end(raylet)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End a process: by SIGTERM, or by SIGKILL if that takes too long."""
+    if process.returncode is None:
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), PATIENCE)
+        except asyncio.TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def own_address() -> str:
+    """Return the address of this machine under which the others reach it."""
+    import ray
+
+    found: str = ray.util.get_node_ip_address()
+    return found
+
+
+async def _keep(command: Sequence[str], env: dict[str, str]) -> None:
+    """Run the agent, again and again."""
+    while True:
+        agent = await asyncio.create_subprocess_exec(*command, env=env)
+        try:
+            code = await agent.wait()
+        except asyncio.CancelledError:
+            await _end(agent)
+            raise
+        _LOG.warning("The agent of this machine has ended (%s); it is started again", code)
+        await asyncio.sleep(AGAIN)

@@ -1,0 +1,172 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The ledger as a Ray actor, and the way of an agent to it.
+
+Ray carries messages and starts the ledger again elsewhere when it dies. It is not trusted with
+anything else: a program that can talk to it can falsify what machines may use of limits, and no
+more than that. No cell and no broker uses Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from ..config import load_settings
+from .courier import AGAIN, carry
+from .desk import MARGIN, TTL, Desk
+from .ledger import Limits
+from .overlay import limits_of
+
+_LOG = logging.getLogger(__name__)
+
+NAMESPACE, NAME = "gpupool", "ledger"
+
+#: Seconds for which an answer is waited for in one call, and in which a call must end.
+POLL, PATIENCE = 10.0, 15.0
+#: Answers that are kept for a node that does not fetch them; only the last ones matter.
+KEPT = 64
+
+
+class LedgerActor:
+    """What Ray runs: a desk, and the answers that wait for each node."""
+
+    def __init__(self, limits: Limits, members: Sequence[str], ttl: float, margin: float) -> None:
+        self._arguments = limits, members, ttl, margin
+        self._desk: Desk | None = None
+        self._answers: dict[str, asyncio.Queue[str]] = {}
+
+    async def report(self, text: str) -> None:
+        """Take a report of a node."""
+        desk = self._open()
+        desk.report(text)
+        if desk.superseded.is_set():
+            ray.actor.exit_actor()
+
+    async def collect(self, node: str, wait: float) -> list[str]:
+        """Return the answers for a node, as soon as there is one."""
+        queue, found = self._queue(node), []
+        try:
+            found.append(await asyncio.wait_for(queue.get(), wait))
+        except asyncio.TimeoutError:
+            return []
+        while not queue.empty():
+            found.append(queue.get_nowait())
+        return found
+
+    async def view(self) -> dict[str, Any]:
+        """Return the members and what counts of each limit, and the ledger's process."""
+        return {**self._open().view(), "process": os.getpid()}
+
+    async def fence(self, node: str) -> None:
+        """Note that no kernel runs on a node any more."""
+        self._open().fence(node)
+
+    async def change(self, limits: Limits, members: Sequence[str]) -> None:
+        """Take other limits and members."""
+        self._open().change(limits, members)
+
+    def _open(self) -> Desk:
+        if self._desk is None:
+            limits, members, ttl, margin = self._arguments
+            self._desk = Desk(limits, members, self._post, ttl=ttl, margin=margin)
+        return self._desk
+
+    def _queue(self, node: str) -> asyncio.Queue[str]:
+        return self._answers.setdefault(node, asyncio.Queue())
+
+    def _post(self, node: str, answer: str) -> None:
+        queue = self._queue(node)
+        if queue.qsize() >= KEPT:
+            queue.get_nowait()
+        queue.put_nowait(answer)
+
+
+def connect(address: str) -> None:
+    """Join the cluster at ``address`` as a driver; it runs no task of others."""
+    ray.init(
+        address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False,
+        ignore_reinit_error=True,
+    )  # fmt: skip
+
+
+def the_ledger(
+    limits: Limits, members: Sequence[str], *, ttl: float = TTL, margin: float = MARGIN
+) -> Any:
+    """Return the cluster's ledger; start it where none runs."""
+    actor = ray.remote(LedgerActor)
+    return actor.options(
+        name=NAME, get_if_exists=True, lifetime="detached", max_restarts=-1, num_cpus=0,
+        resources={"gpupool": 0.001}, max_concurrency=1000,
+    ).remote(limits, list(members), ttl, margin)  # fmt: skip
+
+
+class RayLedger:
+    """The ledger of an agent; it is looked up again whenever it does not answer."""
+
+    def __init__(self, node: str, limits: Limits, members: Sequence[str], ttl: float) -> None:
+        self.answers: asyncio.Queue[str] = asyncio.Queue()
+        self._node, self._limits, self._members, self._ttl = node, limits, members, ttl
+        self._actor: Any = None
+
+    async def send(self, report: str) -> None:
+        """Send a report; raise ``OSError`` if no ledger takes it."""
+        await self._call("report", report)
+
+    async def collect(self) -> None:
+        """Collect answers until cancelled."""
+        while True:
+            try:
+                for answer in await self._call("collect", self._node, POLL):
+                    self.answers.put_nowait(answer)
+            except OSError:
+                await asyncio.sleep(AGAIN)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            if self._actor is None:
+                # A thread: a call that creates an actor blocks while Ray's head is away.
+                self._actor = await asyncio.to_thread(
+                    the_ledger, self._limits, self._members, ttl=self._ttl, margin=self._ttl / 4
+                )
+            call = getattr(self._actor, method).remote(*arguments)
+            return await asyncio.wait_for(call, PATIENCE)
+        except (RayError, ValueError, asyncio.TimeoutError) as error:
+            self._actor = None
+            raise ConnectionResetError(f"The ledger does not answer: {error}") from None
+
+
+async def run_agent(
+    address: str, broker: Path, config: Sequence[Path], *, ttl: float, interval: float
+) -> None:
+    """Carry reports and answers of this machine's broker until the process ends."""
+    settings = load_settings(config)
+    connect(address)
+    name = settings.cluster_node or gethostname()
+    ledger = RayLedger(name, limits_of(settings.pool), settings.cluster_nodes, ttl)
+    collecting = asyncio.get_running_loop().create_task(ledger.collect())
+    try:
+        await carry(broker, ledger.send, ledger.answers, interval=interval)
+    finally:
+        collecting.cancel()
+
+
+def view(address: str) -> Mapping[str, Any]:
+    """Return what the cluster's ledger knows."""
+    connect(address)
+    found: Mapping[str, Any] = ray.get(ray.get_actor(NAME).view.remote(), timeout=PATIENCE)
+    return found
+
+
+def fence(address: str, node: str) -> None:
+    """Tell the cluster's ledger that no kernel runs on a node any more."""
+    connect(address)
+    ray.get(ray.get_actor(NAME).fence.remote(node), timeout=PATIENCE)

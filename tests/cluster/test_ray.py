@@ -1,0 +1,169 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Three machines in a real Ray cluster on this host; ``make test-cluster`` has its environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.broker import kit as broker_kit
+from tests.broker.kit import remove, short_folder, wait_until
+
+from .kit import QUOTA, Cluster
+from .test_brokers import two_and_a_third
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="needs the environment of make test-cluster"
+)
+
+
+class RayNode:
+    """``jupyter gpupool node``, with its raylet and its agent."""
+
+    def __init__(self, cluster, name):
+        self.cluster, self.name = cluster, name
+        self.log = cluster.folder / f"node-{name}.log"
+        self.process = None
+
+    def start(self):
+        cluster, broker = self.cluster, self.cluster.brokers[self.name]
+        head = self.name == cluster.names[0]
+        where = ["--head", "--port", str(cluster.port)] if head else ["--join", cluster.ray]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jupyter_gpupool.cli", "node", *where, "--token",
+                 str(cluster.token), "--config", str(broker.config_file), "--socket",
+                 str(broker.socket)],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+                env=broker_kit.environment(cluster.folder), cwd=broker_kit.ROOT,
+            )  # fmt: skip
+        return self
+
+    def kill(self):
+        if self.process is not None:
+            self.process.terminate()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait(20)
+            self.process = None
+
+
+class RayCluster(Cluster):
+    """The machines of :class:`Cluster`; Ray carries their messages and runs the ledger."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        with socket.socket() as free:
+            free.bind(("", 0))
+            self.port = free.getsockname()[1]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("10.255.255.255", 1))  # sends nothing
+            self.ray = f"{probe.getsockname()[0]}:{self.port}"
+        self.token = self.folder / "token"
+        self.agents = {name: RayNode(self, name) for name in self.names}
+
+    def start(self):
+        for name in self.names:
+            assert self.brokers[name].started
+        self.agents["m0"].start()
+        wait_until(lambda: self.view() is not None, "the head and its ledger", 120)
+        for name in self.names[1:]:
+            self.agents[name].start()
+        wait_until(lambda: (self.view() or {}).get("serving"), "the ledger to lend", 120)
+        return self
+
+    def view(self, *words):
+        done = subprocess.run(
+            [sys.executable, "-m", "jupyter_gpupool.cli", "cluster", *(words or ["status"]),
+             "--address", self.ray, "--token", str(self.token), "--json"],
+            capture_output=True, text=True, timeout=120, cwd=broker_kit.ROOT, check=False,
+            env=broker_kit.environment(self.folder),
+        )  # fmt: skip
+        return json.loads(done.stdout) if done.returncode == 0 else None
+
+    def close(self):
+        for name in reversed(self.names):
+            self.agents[name].kill()
+        super().close()
+
+
+@pytest.fixture(scope="module")
+def machines():
+    folder = short_folder()
+    found = RayCluster(folder)
+    try:
+        yield found.start()
+    finally:
+        print(found.logs())
+        found.close()
+        remove(folder)
+
+
+@pytest.fixture
+def cluster(machines):
+    yield machines
+    assert machines.attached() <= QUOTA
+    machines.end_kernels()
+    wait_until(lambda: machines.attached() == 0, "all slices to come back")
+
+
+def test_ray_carries_a_quota_between_machines(cluster):
+    first, _, third = two_and_a_third(cluster)
+    assert {node["state"] for node in cluster.view()["nodes"]} == {"present"}
+    first.close()
+    third.do("got", hold="cell")
+
+
+def test_ray_starts_a_killed_ledger_again(cluster):
+    first, _, third = two_and_a_third(cluster)
+    before = cluster.view()
+    os.kill(before["process"], signal.SIGKILL)
+
+    def lends_again():
+        found = cluster.view()
+        return found and found["serving"] and found["process"] != before["process"]
+
+    wait_until(lends_again, "another ledger that lends")
+    assert third.state() == "queued"
+    first.close()
+    third.do("got", hold="cell")
+
+
+def test_a_machine_that_ended_keeps_what_its_kernels_have(cluster):
+    first, _, third = two_and_a_third(cluster)
+    cluster.agents["m1"].kill()
+    assert third.state() == "queued"
+    assert cluster.attached() == QUOTA
+    first.close()
+    third.do("got", hold="cell")
+    cluster.agents["m1"].start()
+    wait_until(
+        lambda: (
+            {node["state"] for node in (cluster.view() or {"nodes": []})["nodes"]} == {"present"}
+        ),
+        "the machine to be back",
+    )
+
+
+def test_users_cannot_join_without_the_token(cluster):
+    wrong = cluster.folder / "wrong"
+    wrong.write_text("0" * 64)
+    done = subprocess.run(
+        [sys.executable, "-m", "jupyter_gpupool.cli", "cluster", "status", "--address",
+         cluster.ray, "--token", str(wrong), "--json"],
+        capture_output=True, text=True, timeout=120, cwd=broker_kit.ROOT, check=False,
+        env=broker_kit.environment(cluster.folder),
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert cluster.token.stat().st_mode & 0o077 == 0
