@@ -575,12 +575,20 @@ class Sampler:
         self._landing = max(contexts, default=0)
         arguments = [str(self._path), "0" if brief else str(hertz)]
         arguments.append("" if brief else str(pool.socket))
-        self._process = subprocess.Popen(
-            [sys.executable, str(SAMPLER), *arguments],
-            env={**os.environ, **pool.driver_env},
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        command = [sys.executable, str(SAMPLER), *arguments]
+        env = {**os.environ, **pool.driver_env}
+        self._log = self._path.with_suffix(".log")
+        stdin, self._input = os.pipe()
+        with self._log.open("wb") as log:
+            if forks.can_run(command, env):
+                self._process = forks.run(
+                    command, env=env, standard=[stdin, log.fileno(), log.fileno()]
+                )
+            else:
+                self._process = subprocess.Popen(
+                    command, env=env, stdin=stdin, stdout=log, stderr=log
+                )
+        os.close(stdin)
         pool.samplers.append(self)
 
     def __enter__(self) -> Sampler:
@@ -599,8 +607,7 @@ class Sampler:
     def first(self) -> dict[str, Any]:
         def look() -> list[dict[str, Any]]:
             if not self.samples() and self._process.poll() not in (None, 0):
-                assert self._process.stderr is not None
-                raise AssertionError(self._process.stderr.read().decode())
+                raise AssertionError(self._log.read_text())
             return self.samples()
 
         return dict(wait_for(look, "a first NVML sample")[0])
@@ -610,8 +617,9 @@ class Sampler:
         if self not in self.pool.samplers:
             return
         self.pool.samplers.remove(self)
-        _, errors = self._process.communicate(b"", timeout=PATIENCE)
-        assert self._process.returncode == 0, f"the NVML sampler failed: {errors.decode()}"
+        os.close(self._input)
+        code = self._process.wait(PATIENCE)
+        assert code == 0, f"the NVML sampler failed: {self._log.read_text()}"
 
     def check(self, at_least: int) -> dict[str, Any]:
         """Stop, and fail if one sample shows more bytes than exist or than the pool granted.
