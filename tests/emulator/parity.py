@@ -126,6 +126,11 @@ REASONS = (
         None,
         "3",
     ),
+    Reason(
+        "The emulated linker checks its handle before anything else, and never follows a bad one.",
+        "calls: .*",
+        r"cuLink\w+( \d)?",
+    ),
 )
 
 

@@ -507,3 +507,25 @@ p, size = ok(D.cuModuleGetGlobal(module, b"table"))
 out = np.zeros(4, np.uint32)
 ok(D.cuMemcpyDtoH(out.ctypes.data, p, 16))"""
     assert ptx("(size, out.tolist())", run) == (16, [3, 5, 7, 11])
+
+
+def test_the_linker_joins_ptx_for_a_module(ptx):
+    run = """
+one = HEAD + '''.func (.param .b32 r) twice (.param .b32 x) {
+  .reg .b32 %r; ld.param.u32 %r, [x]; shl.b32 %r, %r, 1; st.param.b32 [r], %r; ret; }'''
+two = HEAD + '''.extern .func (.param .b32 r) twice (.param .b32 x);
+.visible .entry k(.param .u64 out) {
+  .reg .b32 %r; .reg .b64 %d; ld.param.u64 %d, [out];
+  { .param .b32 x; .param .b32 r; st.param.b32 [x], 21;
+    call (r), twice, (x); ld.param.b32 %r, [r]; }
+  st.global.u32 [%d], %r; ret; }'''
+state = ok(D.cuLinkCreate(0, [], []))
+kind = D.CUjitInputType.CU_JIT_INPUT_PTX
+for text in (one, two):
+    ok(D.cuLinkAddData(state, kind, text.encode(), len(text), b"", 0, [], []))
+image, size = ok(D.cuLinkComplete(state))
+joined = ctypes.string_at(image, size - 1).decode()
+out = np.zeros(1, np.uint32)
+launch(joined, "k", 1, 1, out)
+ok(D.cuLinkDestroy(state))"""
+    assert ptx("out.item()", run) == 42
