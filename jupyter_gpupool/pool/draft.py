@@ -158,6 +158,8 @@ class Draft:
     _opened: dict[tuple[str, int], tuple[list[tuple[Session, int]], int]] = field(
         default_factory=dict
     )
+    #: The answers of :meth:`suitable`, which only the facts change.
+    _suitable: dict[Where, list[Room]] = field(default_factory=dict)
     _usage: dict[str, OwnerUsage] = field(default_factory=dict)
     #: Bytes by group with a cap.
     _groups: dict[str, int] = field(default_factory=dict)
@@ -213,6 +215,13 @@ class Draft:
                 return Lack("memory", most, name)
         return None
 
+    def within_limits(self, owner: Owner, promised: Charge) -> bool:
+        """Return whether no limit is exceeded by what is promised to a session of ``owner``."""
+        self.count(owner, promised, -1)
+        lack = self.lacking(owner, promised)
+        self.count(owner, promised)
+        return lack is None
+
     def room_of(self, owner: Owner) -> Lack | None:
         """Return what the cap leaves of the group of ``owner`` that has the least left, or None."""
         caps = self.facts.tree.caps
@@ -267,6 +276,22 @@ class Draft:
             left = {uuid: self.left(room.ledger) for uuid, room in self.rooms.items()}
         return choose(needs, self.facts.devices, left, preferred(s))
 
+    def waits(self, takes: Iterable[Slice], least: int) -> bool:
+        """Return True only if a session with the promise ``takes`` finds too little free, there and
+        elsewhere.
+
+        Most promises wait for a suspend. Without its own promise the session would find on their
+        devices at most all that is promised there, and on each other device what is free now: less
+        than ``least``, which the smallest of its slices needs.
+        """
+        most = max([room.avail for room in self.rooms.values()])
+        late = False
+        for x in takes:
+            room = self.rooms[x.device]
+            most = max(most, room.avail + x.bytes)
+            late = late or room.avail + room.promised < x.bytes
+        return late and most < least
+
     # ------------------------------------------------------------------ the most there can be
 
     def opened(self, room: Room, level: int | None) -> tuple[list[tuple[Session, int]], int]:
@@ -286,14 +311,18 @@ class Draft:
             known = self._opened[key] = found, sum(size for _, size in found)
         return known
 
-    def suitable(self, fixed: str, model: str | None) -> Iterable[Room]:
+    def suitable(self, where: Where) -> list[Room]:
         """Return the rooms of a device, of those of a model, or all, that are in service."""
-        for room in (self.rooms[fixed],) if fixed else self.rooms.values():
-            ledger = room.ledger
-            if ledger.paused or ledger.fault:
-                continue
-            if fixed or model is None or ledger.device.model == model:
-                yield room
+        found = self._suitable.get(where)
+        if found is None:
+            fixed, model = where
+            found = self._suitable[where] = [
+                room
+                for room in ((self.rooms[fixed],) if fixed else self.rooms.values())
+                if not (room.ledger.paused or room.ledger.fault)
+                and (fixed or model is None or room.ledger.device.model == model)
+            ]
+        return found
 
     def reach(self, where: Where, level: int | None) -> list[int]:
         """Return what a session of a class can get at most on each suitable device, the most first.
@@ -303,11 +332,12 @@ class Draft:
         """
         found = self.reaches.get((where, level))
         if found is None:
+            held = self.reservation.wanted if self.reservation is not None else ()
             found = [
                 self.left(room.ledger)
-                if self.reserved(room)
+                if room.uuid in held
                 else room.expect + self.opened(room, level)[1]
-                for room in self.suitable(*where)
+                for room in self.suitable(where)
             ]
             found.sort(reverse=True)
             self.reaches[where, level] = found

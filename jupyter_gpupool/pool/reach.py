@@ -59,7 +59,7 @@ class Bound:
         for where, (count, least) in found.kinds:
             ranked = self.ranked.get(where)
             if ranked is None:
-                ranked = sorted((self.bytes[r.uuid] for r in draft.suitable(*where)), reverse=True)
+                ranked = sorted((self.bytes[r.uuid] for r in draft.suitable(where)), reverse=True)
                 self.ranked[where] = ranked
             if on_each(count, ranked) + more < least:
                 return True

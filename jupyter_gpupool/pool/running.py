@@ -241,9 +241,9 @@ class Asker:
         return None
 
 
-def open_above(holder: Session, shares: Shares) -> float:
+def open_above(holder: Session, shares: Shares, *, over: bool) -> float:
     """Return a number: :meth:`Asker.tier` of ``holder`` is None for each session of a class that is
-    not higher, and is not :attr:`~Asker.guaranteed`.
+    not higher, and is not :attr:`~Asker.guaranteed`. ``over``: its turn is over.
     """
     facts = shares.facts
     if holder.id in facts.grown:
@@ -252,7 +252,7 @@ def open_above(holder: Session, shares: Shares) -> float:
         return -math.inf
     its = holder_level(holder, shares)
     # Classes are whole numbers: the holder's own class is above its half.
-    return its - 0.5 if slice_ends(holder, facts) <= facts.now else its
+    return its - 0.5 if over else its
 
 
 def holder_level(s: Session, shares: Shares) -> int:

@@ -314,11 +314,11 @@ class _Pass:
                 there = [n for n, p in draft.promises.items() if room.uuid in _on(p.takes)]
                 draft.unpromise(facts.sessions[max(there, key=self.turn.__getitem__)])
 
-    def _behind(self, s: Session) -> list[str]:
-        """Return the sessions behind ``s`` that have a promise, the last first."""
-        turn = self.turn
-        behind = [name for name in self.draft.promises if turn[name] > turn[s.id]]
-        return sorted(behind, key=turn.__getitem__, reverse=True)
+    def _behind(self, s: Session, before: float = math.inf) -> list[str]:
+        """Return the sessions behind ``s`` with a promise made ``before`` it, the last first."""
+        turn, own, held = self.turn, self.turn[s.id], self.draft.promises.items()
+        behind = [name for name, p in held if p.made < before and turn[name] > own]
+        return sorted(behind, key=turn.__getitem__, reverse=True) if behind else behind
 
     # ------------------------------------------------------------------ the steps
 
@@ -416,10 +416,13 @@ class _Pass:
 
         Promises of sessions behind it do not delay it.
         """
-        draft, owner = self.draft, s.owner
-        reaches = draft.reaches.copy()
-        promise = draft.unpromise(s)
+        draft, owner, promise = self.draft, s.owner, self.draft.promises[s.id]
         takes, charge = promise.takes, promise.charge
+        if draft.waits(takes, found.least) and draft.within_limits(owner, charge):
+            self.plan.reasons[s.id] = Reason("planned", devices=_on(takes))
+            return True
+        reaches = draft.reaches.copy()
+        draft.unpromise(s)
         if draft.lacking(owner, charge) is None:
             if self._free_for(s, takes):
                 self._gain()  # where the head reserves, more may be backfilled without the promise
@@ -441,9 +444,6 @@ class _Pass:
     def _free_for(self, s: Session, takes: Iterable[Slice]) -> bool:
         """Return whether ``takes`` are free now, also of what is promised to sessions behind."""
         draft, rooms = self.draft, self.draft.rooms
-        # Most promises wait for a suspend: even all promised bytes are not enough.
-        if any((r := rooms[x.device]).avail + r.promised < x.bytes for x in takes):
-            return False
         late = dict.fromkeys(_on(takes), 0)
         for name in self._behind(s):
             for x in draft.promises[name].takes:
@@ -496,11 +496,10 @@ class _Pass:
         was ahead, because ``s`` could not use the bytes. It stays valid, so that its suspends are
         not wasted.
         """
-        promises, number = self.draft.promises, s.wait.number
         # A preempted session, although it has its age, is not to take back what it gave.
-        if not promises or number <= self.oldest or s.preempted:
+        if not self.draft.promises or s.wait.number <= self.oldest or s.preempted:
             return []
-        return [name for name in self._behind(s) if promises[name].made < number]
+        return self._behind(s, s.wait.number)
 
     def _reason(self, rule: Rule, found: Asking) -> Reason:
         key = rule, found.size, len(found.needs)

@@ -64,6 +64,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from typing import Iterable, Mapping
 
@@ -83,8 +84,8 @@ RECHECK = 10.0
 #: A share is exceeded when it is so by this factor: equal users must not be above for a rounding.
 ABOVE = 1.02
 
-#: (number of the class, score, place in the order of age, size, session). No two have one place, so
-#: a sort never compares what follows it.
+#: (number of the class, score, place in the order of age, size, session). No two of a class have
+#: one place, so a sort never compares what follows it.
 Entry = tuple[int, float, int, float, Session]
 #: (account, weight, name) of a group or an owner.
 Step = tuple[Meter | None, float, str]
@@ -115,7 +116,8 @@ class Shares:
         self.entitled: dict[str, frozenset[str]] = {}
         self._spent: dict[tuple[str, str], Budget | None] = {}
         self._scores: dict[str, tuple[float, float]] = {}
-        self._levels: dict[str, int] = {}
+        #: What :meth:`level` has found, by session.
+        self.levels: dict[str, int] = {}
         #: The numbers of the classes, the highest first.
         self._classes = sorted(facts.settings.priority_classes.values(), reverse=True)
         self._above: dict[tuple[str, str], bool] = {}
@@ -160,9 +162,9 @@ class Shares:
 
     def level(self, s: Session) -> int:
         """Return the class in which a waiting session competes: its own, or a higher one by age."""
-        found = self._levels.get(s.id)
+        found = self.levels.get(s.id)
         if found is None:
-            found = self._levels[s.id] = self._level(s)
+            found = self.levels[s.id] = self._level(s)
         return found
 
     def _level(self, s: Session) -> int:
@@ -178,16 +180,26 @@ class Shares:
                 return level if level > own and not self.above(s.owner) else own
         return own
 
+    def _find_levels(self, waiting: Iterable[Session]) -> dict[str, int]:
+        """Find :meth:`level` of all of them, most without a call: they are not old enough."""
+        facts, levels = self.facts, self.levels
+        now, ageing = facts.now, facts.settings.ageing
+        classes = facts.settings.priority_classes
+        for s in waiting:
+            young = ageing <= 0 or now - s.wait.since + EXACT < ageing
+            levels[s.id] = classes.get(s.request.priority, 0) if young else self._level(s)
+        return levels
+
     def _by_share(self, by_age: list[Session]) -> list[Session]:
         """Return sessions, given in the order of age, in the order of classes and shares."""
-        level, spent, budgeted = self.level, self.spent, self.budgeted
+        levels, spent, budgeted = self._find_levels(by_age), self.spent, self.budgeted
         buckets: dict[tuple[bool, int], list[Session]] = {}
         for s in by_age:
-            bucket = budgeted and spent(s.owner) is not None, -level(s)
-            buckets.setdefault(bucket, []).append(s)
-        entries = [(n, s) for n, bucket in enumerate(sorted(buckets)) for s in buckets[bucket]]
+            key = budgeted and spent(s.owner) is not None, -levels[s.id]
+            buckets.setdefault(key, []).append(s)
+        classes = [buckets[key] for key in sorted(buckets)]
         if not self.fair:
-            return [s for _, s in entries]
+            return [*chain(*classes)]
         users = self.facts.meters.users
         tree, groups = self.tree, self.facts.meters.groups
         #: By group: the sessions of its members; those without a group are at the top.
@@ -196,21 +208,22 @@ class Shares:
         before: dict[str, float] = {}
         #: By owner: what it has used, and what it has now.
         scores, mean = self._scores, self._mean
-        for place, (number, s) in enumerate(entries):
-            name, asked = s.owner.name, s.request
-            size = asked.memory * asked.devices / mean  # in devices
-            had = before.get(name, 0.0)
-            before[name] = had + size
-            known = scores.get(name)
-            if known is None:
-                account = users.get(name)
-                known = (0.0, 0.0) if account is None else (self.used(account), account.rate)
-                scores[name] = known
-            item = number, known[0] + HORIZON * (known[1] + had), place, size, s
-            if group := tree.path(s.owner.group) if tree.groups else ():
-                lists.setdefault(group[-1], []).append(item)
-            else:
-                top.append(item)
+        for number, bucket in enumerate(classes):
+            for place, s in enumerate(bucket):
+                name, asked = s.owner.name, s.request
+                size = asked.memory * asked.devices / mean  # in devices
+                had = before.get(name, 0.0)
+                before[name] = had + size
+                known = scores.get(name)
+                if known is None:
+                    account = users.get(name)
+                    known = (0.0, 0.0) if account is None else (self.used(account), account.rate)
+                    scores[name] = known
+                item = number, known[0] + HORIZON * (known[1] + had), place, size, s
+                if group := tree.path(s.owner.group) if tree.groups else ():
+                    lists.setdefault(group[-1], []).append(item)
+                else:
+                    top.append(item)
         for name in sorted(tree.groups, key=lambda g: -len(tree.path(g))) if tree.groups else ():
             members = lists.pop(name, None)
             if members is None:

@@ -134,11 +134,16 @@ class Trial:
 
         Where the head of the queue has a reservation, no lease is preempted.
         """
-        draft = self.draft
-        return {
-            room.uuid: draft.left(room.ledger) if draft.reserved(room) else self.reach(room)
-            for room in draft.suitable(*where)
-        }
+        draft, found = self.draft, {}
+        held = draft.reservation.wanted if draft.reservation is not None else ()
+        for room in draft.suitable(where):
+            if room.uuid in held:
+                found[room.uuid] = draft.left(room.ledger)
+            else:
+                # Most devices have nothing to preempt for a class.
+                some = room.candidates and self._candidates(room)[0]
+                found[room.uuid] = self.reach(room) if some else self.expect(room)
+        return found
 
     def out_of_reach(self, found: Asking) -> bool:
         """Return True only if :meth:`place` fails for several slices, even with all that helps.
@@ -316,7 +321,10 @@ def out_of_reach(draft: Draft, s: Session, found: Asking) -> bool:
     if not draft.offers_known:
         _find_offers(draft)
     shares = draft.shares
-    level = None if s.id in shares.entitled else shares.level(s)
+    if s.id in shares.entitled:
+        level = None
+    elif (level := shares.levels.get(s.id)) is None:  # level(), without a call
+        level = shares.level(s)
     for where, (count, least) in found.kinds:
         ranked = draft.reaches.get((where, level)) or draft.reach(where, level)
         if len(ranked) < count or ranked[count - 1] < least:  # on_each(), without a call
@@ -339,12 +347,13 @@ def _find_offers(draft: Draft) -> None:
     not change during a pass, so it does not matter when the pass notes them.
     """
     draft.offers_known = True
-    facts, rooms = draft.facts, draft.rooms
+    facts, rooms, now = draft.facts, draft.rooms, draft.facts.now
     for v in facts.leased.values():
         tier = candidate(v, facts)
         if tier is None:
             continue
-        opens = open_above(v, draft.shares) if tier else -math.inf
+        over = slice_ends(v, facts) <= now
+        opens = open_above(v, draft.shares, over=over) if tier else -math.inf
         for x in v.lease.slices:
             room = rooms[x.device]
             room.candidates.append((v, x.bytes))
@@ -352,7 +361,7 @@ def _find_offers(draft: Draft) -> None:
             room.offered += x.bytes
         if tier:
             draft.offers_in_use = True
-            if slice_ends(v, facts) <= facts.now:
+            if over:
                 own = draft.turns_over.setdefault(v.owner, {})
                 for x in v.lease.slices:
                     own[x.device] = own.get(x.device, 0) + x.bytes
