@@ -36,7 +36,7 @@ FIGURE = re.compile(
 
 #: Seconds between two looks.
 LOOK = 4.0
-#: Waits before the one that is looked at, so that there is evidence for a range.
+#: The broker learns a range from so many waits before the script reads one.
 EARLIER = 10
 
 #: Uses the GPU until the file is there.

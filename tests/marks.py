@@ -60,7 +60,7 @@ def short_folder() -> Iterator[Path]:
         while left := marked(str(folder)):
             shown = [f"{process.pid} {command_of(process)}" for process in left]
             assert time.monotonic() < deadline, f"not ended within {PATIENCE:g} s: {shown}"
-            time.sleep(0.02)
+            time.sleep(0.02)  # between two looks; the deadline decides
     finally:
         os.environ.pop(MARK)
         if before is not None:

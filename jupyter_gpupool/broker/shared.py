@@ -32,7 +32,7 @@ from .store.journal import Journal
 from .transport.auth import owner_of
 from .transport.connection import Connection
 
-#: Seconds after a change until it is looked at: a grant is several changes.
+#: The broker reports a change after so many seconds, because a grant makes several changes.
 SOON = 0.01
 #: Least seconds between two reports, and the most that one may wait.
 LEAST, LONGEST = 0.05, 60.0

@@ -24,7 +24,7 @@ const OWN = 'gpupool-python3';
 /** JupyterLab's commands behind its tiles, which have the name of a kernel. */
 const CREATE: ReadonlySet<string> = new Set(['notebook:create-new', 'console:create']);
 
-/** Milliseconds after which the pool is asked again what is free, if a launcher is drawn. */
+/** A launcher asks the pool again what is free after so many milliseconds. */
 const AGAIN = 10_000;
 
 /** The text about a machine without a GPU. */

@@ -142,7 +142,7 @@ int32_t value_slot(struct builder *b, char *text, struct type t);
 int32_t constant_slot(struct builder *b, uint64_t value);
 int32_t new_slot(struct builder *b);
 struct instruction *emit(struct builder *b, const struct instruction *i);
-/* Ends the compilation: the message is told to the user, and the launch returns the code. */
+/* Ends the compilation: standard error shows the message, and the launch returns the code. */
 _Noreturn void refuse(struct builder *b, CUresult code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 

@@ -232,7 +232,7 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
   await admin.getByRole('button', { name: 'Let small.ipynb keep its slice' }).click();
   await expect(admin.getByRole('status')).toHaveText('The slice stays.');
 
-  // The class, by keyboard: what is chosen is asked for, journaled, and told.
+  // The admin chooses a class by keyboard: the broker journals it and tells the owner.
   await admin
     .getByRole('button', { name: 'Change the priority of small.ipynb' })
     .focus();
