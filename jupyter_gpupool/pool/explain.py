@@ -111,6 +111,9 @@ class Explanation:
     #: raises the session past others or above a holder, a budget renews, a schedule allows its
     #: class, or the pool tries again. None if nothing of that will happen.
     changes_at: float | None
+    #: What happens then: ``idle-lease-yields``, ``busy-lease-yields``, ``kernel-ends``, ``ageing``,
+    #: ``budget-renews``, ``settings``, ``retry``. "" if nothing of that will happen.
+    changes_by: str
     #: For a lease: the sessions that wait for its devices or some of them, and when they may
     #: preempt it.
     takers: tuple[str, ...]
@@ -182,18 +185,25 @@ def _explain(shares: Shares, plan: Plan, s: Session) -> Explanation:
     changes = _CHANGES[why.rule] if why is not None else ()
     if why is not None and why.lacks:
         changes = tuple(_HOST_CHANGES.get(name, {}).get(why.lacks, name) for name in changes)
-    times: Iterable[float] = ()
+    times: list[tuple[float, str]] = []
     if "idle-lease-yields" in changes:
-        times = [h.yields_at for h in holders if h.yields_at is not None]
-        times += [h.rule_at for h in holders if h.rule_at is not None and not h.covered]
-        times += [h.ends_at for h in holders if h.ends_at is not None]
-        times += [_raised_at(shares, plan, s, holders)]
+        for h in holders:
+            yields = "idle-lease-yields" if h.use == "idle" else "busy-lease-yields"
+            times += _named(h.yields_at, yields)
+            times += _named(None if h.covered else h.rule_at, yields)
+            times += _named(h.ends_at, "kernel-ends")
+        times += _named(_raised_at(shares, plan, s, holders), "ageing")
         spent = shares.spent(s.owner)
-        times += [spent.until] if spent is not None else []
+        times += _named(None if spent is None else spent.until, "budget-renews")
     elif why is not None and why.rule in _BARRED:
-        times = (why.at,)
+        times += _named(why.at, "settings" if why.rule == "class-closed" else "budget-renews")
     elif "time" in changes:
-        times = (s.retry_at,)
+        times += _named(s.retry_at, "retry")
+    changes_at, changes_by = min(
+        (found for found in times if facts.now < found[0] < math.inf),
+        key=lambda found: found[0],
+        default=(None, ""),
+    )
     own = {x.device for x in s.lease.slices}
     promise = plan.promises.get(s.id)
     return Explanation(
@@ -206,7 +216,8 @@ def _explain(shares: Shares, plan: Plan, s: Session) -> Explanation:
         holders=holders,
         host=_host(facts, s.owner) if why is not None and why.lacks == "room" else None,
         changes=changes,
-        changes_at=min((t for t in times if facts.now < t < math.inf), default=None),
+        changes_at=changes_at,
+        changes_by=changes_by,
         takers=tuple(
             w.id
             for w in plan.order
@@ -220,6 +231,10 @@ def _explain(shares: Shares, plan: Plan, s: Session) -> Explanation:
         standing=standing(shares, s.owner, facts.now, shares.entitled.get(s.id, ())),
         text=reason(facts, plan, s) or stays_reason(facts, s, facts.now),
     )
+
+
+def _named(at: float | None, change: str) -> list[tuple[float, str]]:
+    return [] if at is None else [(at, change)]
 
 
 def standing(shares: Shares, owner: Owner, now: float, entitled: Collection[str] = ()) -> Standing:

@@ -247,7 +247,8 @@ def _change_lines(facts: Facts, found: Explanation) -> Iterable[str]:
         goes = "goes" if "suspend-ends" in found.changes else "may go"
         yield f"It {goes} on when {' or '.join(words)}."
     if found.changes_at is not None:
-        yield f"The earliest change by time alone comes {_when(found.changes_at, facts.now)}."
+        comes = _TIME_WORDS[found.changes_by]
+        yield f"If nothing else changes, {comes} {_when(found.changes_at, facts.now)}."
 
 
 _CHANGE_WORDS = {
@@ -263,6 +264,17 @@ _CHANGE_WORDS = {
     "outside-use-ends": "programs outside the pool free their memory",
     "budget-renews": "there are GPU-seconds again",
     "settings": "the schedule or the administrator lets its class run",
+}
+
+#: What the clock alone does for a waiting session.
+_TIME_WORDS = {
+    "idle-lease-yields": "it may take the slice of an idle kernel",
+    "busy-lease-yields": "it may take the slice of a running kernel",
+    "kernel-ends": "the pool ends a kernel in its way",
+    "ageing": "its long wait raises its priority",
+    "budget-renews": "there are GPU-seconds again",
+    "settings": "the schedule lets its class run",
+    "retry": "the pool tries again",
 }
 
 

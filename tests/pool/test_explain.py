@@ -56,6 +56,7 @@ def test_both_sessions_show_the_time_of_the_preemption(make):
     lab.open("w", 16)
     lab.hold("w")
     assert told(lab, "w").changes_at == 5.0
+    assert by_time(lab, "w") == "it may take the slice of an idle kernel in 5 s."
     assert told(lab, "a").taken_from == 5.0
     assert told(lab, "a").takers == ("w",)
     lab.keep("a", 50)
@@ -93,6 +94,7 @@ def test_explanation_has_the_time_of_the_retry(make):
     lab.failed("a", "memory was not free")
     found = told(lab, "a")
     assert (found.reason.rule, found.changes_at) == ("retry", lab.now + 1.0)
+    assert by_time(lab, "a") == "the pool tries again in 1 s."
 
 
 # --------------------------------------------------------------------------- stability
@@ -310,6 +312,12 @@ def lines(lab, name):
     return lab.pool.why(name).lines
 
 
+def by_time(lab, name):
+    """Return what the clock alone does for a session, as its line says it; "" without a line."""
+    begin = "If nothing else changes, "
+    return next((x.removeprefix(begin) for x in lines(lab, name) if x.startswith(begin)), "")
+
+
 def test_closed_class_names_its_time_and_no_estimate(make):
     lab = make(device(0), classes_allowed=frozenset({"notebook"}), classes_open={"batch": 7200.0})
     lab.running("a", 4)
@@ -321,6 +329,7 @@ def test_closed_class_names_its_time_and_no_estimate(make):
     assert lab.pool.why("w").expected is None
     found = told(lab, "w")
     assert (found.changes_at, found.holders) == (7200.0, ())
+    assert by_time(lab, "w") == "the schedule lets its class run in 2 h."
     assert lab.reason("w").endswith("; the schedule lets them run in 2 h, at 02:00 UTC")
     assert told(lab, "a").takers == ()
 
@@ -330,6 +339,7 @@ def test_class_that_no_schedule_opens_names_no_time(make):
     lab.open("w", 4, priority="batch")
     lab.hold("w")
     assert told(lab, "w").changes_at is None
+    assert by_time(lab, "w") == ""
 
 
 @pytest.mark.parametrize(
@@ -359,6 +369,7 @@ def test_age_that_passes_the_queue_counts(make):
     lab.hold("w")
     assert told(lab, "h").changes_at is None
     assert told(lab, "w").changes_at == 120.0
+    assert by_time(lab, "w") == "its long wait raises its priority in 2 min."
 
 
 @pytest.mark.parametrize(("owner", "half_life"), [("ann", 3600.0), ("bob", 0.0)])
@@ -389,6 +400,7 @@ def test_spent_budget_counts_when_it_renews(make):
     lab.open("w", 16, owner="ann")
     lab.hold("w")
     assert told(lab, "w").changes_at == 86400.0
+    assert by_time(lab, "w") == "there are GPU-seconds again in 24 h."
 
 
 def test_lease_that_is_suspended_goes_and_nothing_else_is_told(make):
@@ -422,6 +434,7 @@ def test_end_of_an_unsuspendable_lease_is_told_to_both(make):
     lab.hold("w")
     assert told(lab, "w").changes_at == told(lab, "a").ends_at == 100.0
     assert any("the pool ends it in 40 s" in line for line in lines(lab, "w"))
+    assert by_time(lab, "w") == "the pool ends a kernel in its way in 40 s."
     assert "The pool ends this kernel in 40 s, if another waits." in lines(lab, "a")
     got(lab.after(40), ev.EndSession, session="a")
 
