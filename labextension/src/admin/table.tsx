@@ -8,6 +8,7 @@ import * as React from 'react';
 import type { IAdmin, IDevice, INote } from '../api';
 import { refusal } from '../tell';
 import { bytes, dayAndTime, localTime, part } from '../words';
+import { useKeptFocus } from './focus';
 import type { Orders } from './orders';
 import type { IRow, Sort } from './rows';
 import { duration, rows, stateText, wasteText } from './rows';
@@ -83,8 +84,9 @@ export function AdminPage(props: IAdminProps): React.ReactElement {
     setInverted(column === sort && !inverted);
     setSort(column);
   };
+  const kept = useKeptFocus();
   return (
-    <>
+    <div {...kept} className="jp-gpupool-adminPage" tabIndex={-1}>
       <h2>{trans.__('GPU Pool: all sessions')}</h2>
       {fault && (
         <p className="jp-gpupool-alert" role="alert">
@@ -112,7 +114,7 @@ export function AdminPage(props: IAdminProps): React.ReactElement {
           />
         </>
       )}
-    </>
+    </div>
   );
 }
 

@@ -263,12 +263,45 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
   expect(await faults(page, '.jp-Dialog')).toEqual([]);
   await dialog.getByRole('button', { name: 'Shut it down' }).click();
   await expect(row('hog')).toHaveCount(0);
-  await admin.getByRole('button', { name: /^GPU 1: Empty/ }).click();
-  await dialog.getByRole('button', { name: 'Empty it' }).click();
-  await expect(admin).toContainText('drained by the administrator');
-  await admin.getByRole('button', { name: /^GPU 1: Put back/ }).click();
-  await dialog.getByRole('button', { name: 'Put it back' }).click();
-  await expect(admin).not.toContainText('drained by the administrator');
+
+  // The orders about a GPU, by keyboard alone. The focus returns to the button, or to the one in
+  // its place.
+  const gpu = (text: string) =>
+    admin.getByRole('button', { name: `GPU 1: ${text}…`, exact: true });
+  const order = async (text: string, title: string, accept: string): Promise<void> => {
+    await expect(gpu(text)).toBeFocused();
+    await page.keyboard.press('Enter');
+    await expect(dialog).toContainText(title);
+    await expect(dialog.getByLabel(/^Reason/)).toBeFocused();
+    expect(await faults(page, '.jp-Dialog'), title).toEqual([]);
+    await page.keyboard.press('Escape');
+    await expect(dialog).toHaveCount(0);
+    await expect(gpu(text)).toBeFocused();
+    await page.keyboard.press('Enter');
+    await expect(dialog.getByLabel(/^Reason/)).toBeFocused();
+    await page.keyboard.press('Tab');
+    await expect(dialog.getByRole('button', { name: 'Cancel' })).toBeFocused();
+    await page.keyboard.press('Tab');
+    await expect(dialog.getByRole('button', { name: accept })).toBeFocused();
+    await page.keyboard.press('Enter');
+    await expect(dialog).toHaveCount(0);
+  };
+  await page.locator('.jp-gpupool-admin').focus();
+  for (const name of ['GPU 0: Empty…', 'GPU 0: Pause…', 'GPU 1: Empty…']) {
+    await page.keyboard.press('Tab');
+    await expect(admin.getByRole('button', { name, exact: true })).toBeFocused();
+  }
+  for (const [text, title, accept, done] of [
+    ['Empty', 'Empty GPU 1?', 'Empty it', 'drained by the administrator'],
+    ['Pause', 'Pause GPU 1?', 'Pause it', 'paused by the administrator']
+  ] as const) {
+    await gpu(text).focus();
+    await order(text, title, accept);
+    await expect(admin).toContainText(done);
+    await order('Put back', 'Put GPU 1 back into service?', 'Put it back');
+    await expect(admin).not.toContainText(done);
+    await expect(gpu('Empty')).toBeFocused();
+  }
 });
 
 test('without a kernel of the pool it asks once, and when told to', async ({ lab }) => {

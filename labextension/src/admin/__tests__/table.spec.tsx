@@ -11,8 +11,8 @@ import {
 } from '@testing-library/react';
 import * as React from 'react';
 
-import { NOW, trans } from '../../__tests__/defaults';
-import type { PoolClient } from '../../api';
+import { aDevice, NOW, trans } from '../../__tests__/defaults';
+import type { IAdmin, PoolClient } from '../../api';
 import { PoolError } from '../../api';
 import { Orders } from '../orders';
 import { AdminPage } from '../table';
@@ -43,6 +43,11 @@ async function answer(accept: boolean, stays = false): Promise<void> {
 const told = (text: string) =>
   waitFor(() => expect(screen.getByRole('status').textContent).toBe(text), PATIENCE);
 
+const sessions = () => [
+  session(),
+  session({ id: 'bb', label: 'late.ipynb', recall_at: NOW + 60 })
+];
+
 function show() {
   const asked: string[] = [];
   const note = (text: string) => {
@@ -56,14 +61,11 @@ function show() {
       Promise.reject(new PoolError('Not allowed.', 'not-allowed', 'Ask root.', 403))
   } as unknown as PoolClient;
   let refreshed = 0;
-  render(
+  const page = (now: IAdmin) => (
     <AdminPage
       trans={trans}
       orders={new Orders(client, trans)}
-      view={view([
-        session(),
-        session({ id: 'bb', label: 'late.ipynb', recall_at: NOW + 60 })
-      ])}
+      view={now}
       fault=""
       model={{ now: () => NOW }}
       refresh={() => {
@@ -71,7 +73,12 @@ function show() {
       }}
     />
   );
-  return { asked, refreshed: () => refreshed };
+  const { rerender } = render(page(view(sessions())));
+  return {
+    asked,
+    refreshed: () => refreshed,
+    becomes: (now: IAdmin) => rerender(page(now))
+  };
 }
 
 const press = async (name: string) => {
@@ -141,5 +148,29 @@ describe('the page of admins', () => {
     expect(document.activeElement?.textContent).toBe('Cancel');
     await answer(false);
     expect(asked).toEqual([]);
+  });
+
+  it('keeps the focus on the row of a button that goes', () => {
+    const { becomes } = show();
+    const button = (name: string) => screen.getByRole('button', { name });
+    button('GPU 0: Pause…').focus();
+    const order = {
+      device: aDevice().uuid,
+      kind: 'pause' as const,
+      text: 'paused by the administrator'
+    };
+    becomes({ ...view(sessions()), maintenance: [order] });
+    expect(document.activeElement).toBe(button('GPU 0: Put back…'));
+    // The button is another one, and the place is the same.
+    button('Shut down late.ipynb').focus();
+    becomes({ ...view(sessions().slice(0, 1)), maintenance: [order] });
+    expect(document.activeElement?.className).toBe('jp-gpupool-adminPage');
+    // The admin works elsewhere: nothing draws the focus back.
+    button('Shut down work.ipynb').focus();
+    const elsewhere = document.body.appendChild(document.createElement('button'));
+    elsewhere.focus();
+    becomes(view([]));
+    expect(document.activeElement).toBe(elsewhere);
+    elsewhere.remove();
   });
 });
