@@ -32,7 +32,8 @@ one read.
              ``next_step``; a CUDA call of its processes was refused by the pool
 ``event``    push to a watcher: a row of the journal as it happens
 ``stirred``  push to a watcher: ``session``; its cell began or ended, or its wait has news, and
-             there is no row of that
+             there is no row of that. After a change of the queue one idle session stands for all of
+             the watcher's: others may wait for their slices now, or no more
 ===========  =====================================================================================
 
 Why ``yield``/``yielded``: a cell on an attached session must not pay for a round trip. The agent

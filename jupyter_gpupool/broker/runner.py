@@ -30,9 +30,6 @@ from .store.usage import UsageBook
 #: Events after which no session has, or waits for, more or less than before by itself.
 _SAMPLES = (e.DeviceMemorySeen, e.HostMemorySeen)
 
-#: A change of the queue stirs so many idle sessions at once; readers of more see it by their polls.
-MOST_STIRRED = 64
-
 
 class Runner:
     """Hands events to the pool and performs its actions; nothing else does."""
@@ -119,7 +116,7 @@ class Runner:
         if waits:
             self._hour.count_queue()
         if queue:
-            self._stir_idle()
+            self._core.stirs.note_queue()
         if urgent:
             self._commit()
         elif self._core.marked:
@@ -134,13 +131,6 @@ class Runner:
             self._gone(event)
         if isinstance(event, (e.SessionOpened, e.SessionEnded, e.Recovered)):
             self._monitor.wake()
-
-    def _stir_idle(self) -> None:
-        """Note a change of the idle sessions: others may wait for their slices now, or no more."""
-        leases = self._core.pool.leases()
-        idle = [name for name, (_, since) in leases.items() if since is not None]
-        for name in idle if len(idle) <= MOST_STIRRED else ():
-            self._core.stirs.note(name)
 
     def _commit(self) -> None:
         self._owed = False

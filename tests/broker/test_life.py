@@ -251,14 +251,17 @@ def test_watchers_hear_of_the_end_of_a_cell(broker, kernel):
 
 
 def test_watchers_hear_that_others_wait_for_an_idle_slice(broker, kernel):
+    """One push stands for all idle sessions of the watcher, however many there are."""
     one, other, heir = (kernel(name, memory=400 * MiB) for name in ("v", "o", "h"))
+    idle = {each.session for each in (one, other)}
     for each in (one, other):
         each.attach()
-    one.do("drop", hold="cell")
-    one.wait_state("idle")
+        each.do("drop", hold="cell")
+        each.wait_state("idle")
     seen = []
     with broker.client(on_push=seen.append) as client:
-        client.call("keep", session=one.session, seconds=600)
+        for name in idle:
+            client.call("keep", session=name, seconds=600)
         client.call("watch")
         for ask, wanted in ((True, True), (False, False)):
             seen.clear()
@@ -266,9 +269,8 @@ def test_watchers_hear_that_others_wait_for_an_idle_slice(broker, kernel):
                 heir.do("ask", hold="cell")
             else:
                 heir.kill()
-            told = {"type": "stirred", "session": one.session}
-            wait_until(lambda: any(told.items() <= {**x}.items() for x in seen), "the stir")  # noqa: B023
-            assert broker.session(one.session)["wanted"] is wanted
+            wait_until(lambda: [x for x in seen if x.get("session") in idle], "the stir")
+            assert [broker.session(name)["wanted"] for name in idle] == [wanted, wanted]
 
 
 @pytest.mark.parametrize("when", ["queued", "attached", "suspended"])

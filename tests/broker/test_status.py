@@ -160,13 +160,14 @@ def test_times_of_opening_and_of_idling_are_shown(make):
     try:
         seen = broker.session(kernel.session)
         assert before <= seen["opened_at"] <= broker.status()["now"]
-        assert seen["idle_since"] is None
+        assert (seen["idle_since"], seen["idle_seconds"]) == (None, None)
         kernel.attach()
         kernel.do("drop", hold="cell")
         idle = wait_until(
             lambda: (s := broker.session(kernel.session))["state"] == "idle" and s, "an idle slice"
         )
         assert seen["opened_at"] < idle["idle_since"] <= broker.status()["now"]
+        assert idle["idle_seconds"] >= 0
         again = broker.session(kernel.session)
         assert (again["opened_at"], again["idle_since"]) == (
             *(seen["opened_at"], idle["idle_since"]),

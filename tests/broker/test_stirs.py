@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 
-from jupyter_gpupool.broker.stirs import SETTLED, Stirs
+import pytest
+
+from jupyter_gpupool.broker.stirs import LONGEST_PAUSE, SETTLED, Stirs
 from jupyter_gpupool.kernel.holds import BRIEF
 
 
@@ -30,6 +32,40 @@ def told(*, forget=""):
 
     asyncio.run(main())
     return heard
+
+
+def queue_told(readers):
+    """Return when the first of so many readers hears of the queue, which changes all the time."""
+    heard = []
+
+    async def main():
+        loop, stirs, done = asyncio.get_running_loop(), Stirs(), asyncio.Event()
+
+        def reader():
+            heard.append(loop.time())
+            if len(heard) == 2:
+                done.set()
+            else:
+                loop.call_soon(stirs.note_queue)
+            return readers
+
+        stirs.read_queue(reader)
+        for _ in range(5):
+            stirs.note_queue()
+        await asyncio.wait_for(done.wait(), 30)
+        stirs.note_queue()
+        stirs.stop()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    return heard
+
+
+@pytest.mark.parametrize(("readers", "pause"), [(1, SETTLED), (32, 0.5), (1000, LONGEST_PAUSE)])
+def test_every_reader_hears_of_the_queue_after_a_pause(readers, pause):
+    """Each of them asks for a status then; a change within the pause is told at its end."""
+    first, second = queue_told(readers)
+    assert second - first > pause - 0.01
 
 
 def test_changes_in_a_row_are_told_once():

@@ -72,6 +72,7 @@ class PeopleMessages:
         self._looks: set[asyncio.Task[None]] = set()
         core.read_rows(self._show_row)
         core.stirs.read(self._show_stir)
+        core.stirs.read_queue(self._show_queue)
 
     def close(self) -> None:
         """Stop reading the journal: the broker ends."""
@@ -256,6 +257,27 @@ class PeopleMessages:
         for connection in [*self._watchers]:
             if self._may_see(connection, session.owner.name):
                 connection.send_line(line)
+
+    def _show_queue(self) -> int:
+        """Tell the connections that see an idle session of a change of the queue, by one of them.
+
+        Others may wait for an idle slice now, or no more. Returns how many were told.
+        """
+        owners: dict[str, str] = {}
+        for name, (_, idle_since) in self._core.pool.leases().items() if self._watchers else ():
+            session = self._core.sessions.find(name) if idle_since is not None else None
+            if session is not None:
+                owners[session.owner.name] = name
+        told = 0
+        for connection in [*self._watchers]:
+            peer = connection.peer
+            found = owners.get(owner_of(peer.uid).name)
+            if found is None and self._configuration.access.is_admin(peer):
+                found = next(iter(owners.values()), None)
+            if found is not None:
+                connection.send_line(encode({"type": "stirred", "session": found}))
+                told += 1
+        return told
 
     def _may_see(self, connection: Connection, owner: str) -> bool:
         peer = connection.peer

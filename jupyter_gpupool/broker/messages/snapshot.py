@@ -206,6 +206,7 @@ class Snapshots:
             }
         used = self._used(session, record)
         pinned = record.pinned_reason or session.use.pins
+        idle = record.idle_since if record.state == "idle" else None
         return {
             "id": record.id,
             "pid": session.process.pid if session.process else None,
@@ -242,8 +243,8 @@ class Snapshots:
             "leaves_at": None if pinned or view.leaves_at is None else round(view.leaves_at, 1),
             "wanted": view.wanted,
             "taken_reason": view.taken_reason,
-            "idle_since": record.idle_since if record.state == "idle" else None,
-            "idle_seconds": max(0.0, now - record.idle_since) if record.state == "idle" else 0.0,
+            "idle_since": idle,
+            "idle_seconds": None if idle is None else max(0.0, now - idle),
             "suspends": record.suspends,
             "resumes": record.resumes,
             "migrations": record.migrations,
