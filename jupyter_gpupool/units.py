@@ -168,15 +168,16 @@ def format_waited(seconds: float) -> str:
 
 
 def format_wait(waited: float, left: tuple[float, float] | None = None) -> str:
-    """Return what people read about the time of a wait; "" if there is nothing to tell yet.
+    """Return what people read about the time of a wait.
 
     ``left`` is the least and the most that it will probably go on: ``"20 to 60 s left"``. None
-    where nothing supports that: ``"waiting for 40 s, no estimate yet"``.
+    where nothing supports that: ``"waiting for 40 s, no estimate yet"``, of a wait that has just
+    begun ``"no estimate yet"``: silence about the time leaves people to guess.
     """
     if left is not None and left[1] > 0:
         return f"{format_range(*left)} left"
     text = format_waited(waited)
-    return f"waiting for {text}, no estimate yet" if text else ""
+    return f"waiting for {text}, no estimate yet" if text else "no estimate yet"
 
 
 def wait_of(session: Mapping[str, Any], now: float) -> str:
@@ -186,6 +187,12 @@ def wait_of(session: Mapping[str, Any], now: float) -> str:
     if expected is not None:
         left = max(0.0, expected["since"] - now), expected["until"] - now
     return format_wait(now - since if since is not None else 0.0, left)
+
+
+def idle_of(session: Mapping[str, Any], now: float) -> float | None:
+    """Return for how long a session in the broker's status is idle; None: not idle, not known."""
+    since = session.get("idle_since")
+    return None if since is None else max(0.0, now - since)
 
 
 def format_seconds(value: float) -> str:

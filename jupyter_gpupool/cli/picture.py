@@ -11,7 +11,15 @@ import unicodedata
 from dataclasses import dataclass
 from typing import Any, Iterable, Mapping, Sequence
 
-from ..units import format_bytes, format_grant, format_seconds, guaranteed_bytes, wait_of
+from ..units import (
+    format_bytes,
+    format_clock,
+    format_grant,
+    format_seconds,
+    guaranteed_bytes,
+    idle_of,
+    wait_of,
+)
 
 Snapshot = Mapping[str, Any]
 
@@ -95,14 +103,15 @@ def draw(snapshot: Snapshot, style: Style) -> list[str]:
     attached = (s["id"] for s in sessions if s.get("granted_bytes"))
     letters = dict(zip(attached, _LETTERS, strict=False))
     devices = snapshot["devices"]
+    now = float(snapshot.get("now") or 0)
     # Bars of one length can be compared by eye, so the longest text sets their length.
     beside = max((len(_figures(device)) for device in devices), default=0)
     return [
         *_head(snapshot, style),
         *(line for d in devices for line in _device(d, sessions, letters, style, beside)),
         *_legend(snapshot, style),
-        *_table(sessions, letters, style),
-        *_queue(sessions, float(snapshot.get("now") or 0), style),
+        *_table(sessions, letters, now, style),
+        *_queue(sessions, now, style),
         *_standing(snapshot, sessions, style),
         *_host(snapshot, style),
     ]
@@ -236,14 +245,16 @@ def _legend(snapshot: Snapshot, style: Style) -> list[str]:
     return ["", style.paint(style.cut("  ".join(words), style.width), "dim")]
 
 
-def _table(sessions: Sequence[Snapshot], letters: Mapping[str, str], style: Style) -> list[str]:
+def _table(
+    sessions: Sequence[Snapshot], letters: Mapping[str, str], now: float, style: Style
+) -> list[str]:
     if not sessions:
         return ["", "No kernel is in the pool."]
     titles = (
         *("", "SESSION", "OWNER", "GROUP", "STATE", "SLICE"),
         *("USES", "ON HOST", "WAITED", "GPU-S LEFT", "KERNEL"),
     )
-    rows = [titles, *(_row(session, letters) for session in sessions)]
+    rows = [titles, *(_row(session, letters, now) for session in sessions)]
     keep = [n for n, title in enumerate(titles) if title not in _OPTIONAL or _used(rows[1:], n)]
     widths = {n: max(len(row[n]) for row in rows) for n in keep}
     lines = [""]
@@ -271,14 +282,15 @@ def _used(rows: Sequence[Sequence[str]], column: int) -> bool:
     return any(row[column] for row in rows)
 
 
-def _row(session: Snapshot, letters: Mapping[str, str]) -> tuple[str, ...]:
+def _row(session: Snapshot, letters: Mapping[str, str], now: float) -> tuple[str, ...]:
     state = str(session["state"])
     if state == "queued" and session.get("preempted"):
         state = "preempted"
     if state == "detached" and session.get("suspended_bytes"):
         state = "suspended"
-    if state == "idle" and session.get("idle_seconds") is not None:
-        state = f"idle {format_seconds(session['idle_seconds'])}"
+    idle = idle_of(session, now)
+    if state == "idle" and idle is not None:
+        state = f"idle {format_seconds(idle)}{_leaving(session, now)}"
     waited = session.get("wait_seconds_total") or 0
     return (
         letters.get(session["id"], " "),
@@ -293,6 +305,15 @@ def _row(session: Snapshot, letters: Mapping[str, str]) -> tuple[str, ...]:
         _left(session),
         str(session.get("label") or ""),
     )
+
+
+def _leaving(session: Snapshot, now: float) -> str:
+    """Return when an idle slice leaves, as the chip has it: by the clock only if that decides."""
+    if session.get("wanted"):
+        kept = (session.get("keep_until") or 0.0) > now
+        return ", kept" if kept else ", may move"
+    leaves = session.get("leaves_at")
+    return "" if leaves is None else f", leaves in {format_clock(leaves - now)}"
 
 
 def _short(session_id: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping, Sequence
 
-from ..units import format_bytes, format_seconds
+from ..units import format_bytes, format_seconds, idle_of
 from .picture import Style, columns, printable
 
 Snapshot = Mapping[str, Any]
@@ -74,7 +74,7 @@ def _row(session: Snapshot, now: float, place: Mapping[str, int]) -> TopRow:
         used=used if session.get("granted_bytes") else None,
         busy=share,
         unused=unused,
-        idle=session.get("idle_seconds") if session["state"] == "idle" else None,
+        idle=idle_of(session, now),
         kept=_left(session.get("keep_until"), now),
         recalled=_left(session.get("recall_at"), now),
         waits=None if since is None else max(0.0, now - since),

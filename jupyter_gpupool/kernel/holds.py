@@ -65,7 +65,7 @@ class QueuePlace(NamedTuple):
     expected: tuple[float, float] | None = None
 
     def time(self) -> str:
-        """Return what people read about the time of the wait; "" if there is nothing to tell."""
+        """Return what people read about the time of the wait."""
         return format_wait(time.monotonic() - self.since, self.left())
 
     def left(self) -> tuple[float, float] | None:

@@ -14,6 +14,7 @@ from ..units import (
     format_grant,
     format_seconds,
     guaranteed_bytes,
+    idle_of,
     wait_of,
 )
 from .command import SUBCOMMANDS
@@ -189,9 +190,9 @@ def _used(figures: MemoryFigures) -> str:
 
 def _leaving_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the rows on how long a slice stays."""
-    idle, rows = "", []
-    if session.get("state") == "idle" and isinstance(session.get("idle_seconds"), (int, float)):
-        idle = f"for {format_seconds(session['idle_seconds'])}"
+    rows: list[tuple[str, str]] = []
+    so = idle_of(session, float(snapshot.get("now") or 0))
+    idle = "" if so is None else f"for {format_seconds(so)}"
     kept = float(session.get("kept_until") or 0.0)
     leaves, now = session.get("leaves_at"), snapshot.get("now")
     if stays(session.get("devices") or (), snapshot):

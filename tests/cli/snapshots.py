@@ -53,7 +53,7 @@ def session(session_id: str, **changes):
         "pinned_reason": "",
         "wait_seconds_total": 0.0,
         "attached_seconds_total": 0.0,
-        "idle_seconds": None,
+        "idle_since": None,
         "suspends": 0,
         "resumes": 0,
         "migrations": 0,

@@ -151,7 +151,7 @@ class Watcher:
 def test_watch_redraws_in_place_and_restores_the_terminal(broker):
     broker.snapshots = [
         pool(sessions=[attached("3f2a", "active", 4 * GiB)]),
-        pool(sessions=[attached("3f2a", "idle", 4 * GiB, idle_seconds=7)]),
+        pool(sessions=[attached("3f2a", "idle", 4 * GiB, idle_since=993.0)]),
     ]
     with Watcher("--interval", "0.1", environ={"COLUMNS": "90"}) as watcher:
         watcher.wait_for("idle 7 s")

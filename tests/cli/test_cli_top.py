@@ -33,7 +33,7 @@ def crowd(**changes):
                 used_bytes=3 * GiB, busy_seconds=90.0, counted_seconds=100.0,
             ),
             attached(
-                "bbbb", "idle", 8 * GiB, label="hog.ipynb", owner="bob", idle_seconds=600.0,
+                "bbbb", "idle", 8 * GiB, label="hog.ipynb", owner="bob", idle_since=400.0,
                 used_bytes=GiB, busy_seconds=0.5, counted_seconds=700.0, keep_until=4600.0,
             ),
             session("cccc", state="queued", queued_at=960.0, label="next.ipynb"),

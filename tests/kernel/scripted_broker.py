@@ -361,7 +361,7 @@ class ScriptedBroker:
                 "expected": None,
                 "wait_reason": "",
                 "pinned_reason": "",
-                "idle_seconds": 3.0,
+                "idle_since": time.time() - 3 if self.state == "idle" else None,
                 "leaves_at": time.time() + 297,
                 "wanted": False,
             }

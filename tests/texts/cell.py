@@ -217,9 +217,9 @@ def magic(sheet: Sheet) -> None:
         slices=[{"device": SESSION["devices"][0], "granted_bytes": SESSION["granted_bytes"]}],
         request={**SESSION["request"], "memory": 4 * GiB},
         standing=["Your group is bio.", "You have 70 of 100 GPU-seconds left today."])  # fmt: skip
-    put("of an idle kernel", state="idle", idle_seconds=40.0, leaves_at=1260.0)
-    put("of an idle kernel while others wait", state="idle", idle_seconds=40.0, wanted=True)
-    put("of an idle kernel that stays", state="idle", idle_seconds=400.0,
+    put("of an idle kernel", state="idle", idle_since=960.0, leaves_at=1260.0)
+    put("of an idle kernel while others wait", state="idle", idle_since=960.0, wanted=True)
+    put("of an idle kernel that stays", state="idle", idle_since=600.0,
         stays_reason="The driver refused to suspend it.")  # fmt: skip
     put("of a kernel that the driver cannot move", pinned_reason="it uses managed memory")
     put("of a kernel on a GPU that cannot suspend", devices=["MIG-11aa"])

@@ -85,7 +85,7 @@ def session(name: str, **changes: Any) -> dict[str, Any]:
         "footprint_bytes": 0, "suspended_bytes": 0, "holds": [], "device": None, "devices": [],
         "request": {"memory": 4 * GiB, "limit": 4 * GiB, "devices": 1}, "queue_position": None,
         "queue_length": 0, "expected": None, "wait_reason": "", "pinned_reason": "",
-        "wait_seconds_total": 0.0, "attached_seconds_total": 0.0, "idle_seconds": None,
+        "wait_seconds_total": 0.0, "attached_seconds_total": 0.0, "idle_since": None,
         "suspends": 0, "resumes": 0, "migrations": 0, **changes,
     }  # fmt: skip
 
@@ -108,7 +108,7 @@ STATUS: dict[str, Any] = {
                 expected={"since": 1024.0, "until": 1058.0},
                 wait_reason="all 16 GiB in use by running cells", wait_seconds_total=7,
                 request={"memory": 8 * GiB, "devices": 2}),
-        session("9c0d22", state="idle", granted_bytes=4 * GiB, idle_seconds=40,
+        session("9c0d22", state="idle", granted_bytes=4 * GiB, idle_since=960.0,
                 footprint_bytes=512 * MiB, pinned_reason="it uses managed memory", **on(0)),
         session("3f2a1b", state="active", granted_bytes=6 * GiB, footprint_bytes=GiB,
                 used_bytes=3 * GiB, overuse_bytes=GiB, **on(0)),
