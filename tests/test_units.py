@@ -135,7 +135,8 @@ def test_durations_are_shown_in_a_fitting_unit():
 )
 def test_wait_without_an_estimate_is_formatted(seconds, said):
     assert format_waited(seconds) == said
-    assert format_wait(seconds) == (f"waiting for {said}, no estimate yet" if said else "")
+    whole = f"waiting for {said}, no estimate yet" if said else "no estimate yet"
+    assert format_wait(seconds) == whole
     assert format_wait(seconds, (0.0, -1.0)) == format_wait(seconds), "its time has passed"
 
 

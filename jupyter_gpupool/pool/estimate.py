@@ -36,6 +36,9 @@ from .session import Session
 #: So many sessions at the head of the queue are simulated; those behind go at the pool's pace.
 SIMULATED = 6
 
+#: The rules of a wait for the leases of others: of these alone there are estimates.
+ESTIMATED = ("planned", "busy", "behind-head")
+
 
 class Way(NamedTuple):
     """A lease in the way of waiting sessions: when it ends for which of them, and its bytes."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 
-from .estimate import Ahead, moving
+from .estimate import ESTIMATED, Ahead, moving
 from .events import Action, QueueMoved, StateChanged
 from .evidence import Expected
 from .facts import Facts
@@ -62,7 +62,7 @@ class News:
         """Note how long ``s`` will probably wait."""
         why, wait = plan.reasons.get(s.id), s.wait
         planned = why is not None and why.rule == "planned"
-        if why is None or why.rule not in ("planned", "busy", "behind-head"):
+        if why is None or why.rule not in ESTIMATED:
             wait.expected = None  # it waits for something other than the leases of others
             return
         last = wait.figures[-1] if wait.figures else None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Iterable, Mapping
 
 from ..units import format_bytes, format_range, format_seconds, format_waited
+from .estimate import ESTIMATED
 from .evidence import Expected
 from .explain import Explanation, HeldLease, Standing, explain
 from .facts import Facts
@@ -71,7 +72,7 @@ def _state_lines(facts: Facts, plan: Plan, s: Session, found: Explanation) -> It
     if found.position is not None:
         rank = f"It is {_ordinal(found.position)} of {len(plan.queue)} in the queue"
         yield f"{rank}: {found.text}."
-        yield from _expected_lines(facts, s)
+        yield from _expected_lines(facts, s, found)
         if found.standing.entitled:
             yield (
                 f"Its group {found.standing.entitled[0]} is guaranteed what it asks for, so it "
@@ -93,7 +94,7 @@ def _state_lines(facts: Facts, plan: Plan, s: Session, found: Explanation) -> It
             yield f"The pool took its slice while it was idle: {taken}."
 
 
-def _expected_lines(facts: Facts, s: Session) -> Iterable[str]:
+def _expected_lines(facts: Facts, s: Session, explained: Explanation) -> Iterable[str]:
     """Yield how long a session will probably wait, and what says so."""
     found = s.wait.expected
     left = None if found is None else found.left(facts.now)
@@ -101,6 +102,8 @@ def _expected_lines(facts: Facts, s: Session) -> Iterable[str]:
         waited = format_waited(facts.now - s.queued_at)
         if waited:
             yield f"It has waited for {waited}; there is no estimate yet."
+        elif explained.reason is not None and explained.reason.rule in ESTIMATED:
+            yield "There is no estimate yet of how long it will wait."
         return
     yield f"It will probably wait for another {format_range(*left)}."
     what = "suspends take" if s.wait.figures[-1].moving else "the cells ahead of it usually run"

@@ -30,7 +30,8 @@ _SHOWN = (
     *("id", "owner", "group", "label", "kernel_id", "state", "priority", "devices"),
     *("granted_bytes", "used_bytes", "footprint_bytes", "suspended_bytes", "request"),
     *("busy_seconds", "counted_seconds", "idle_since", "keep_until", "recall_at", "queued_at"),
-    *("queue_position", "wait_reason", "wait_seconds_total", "pinned_reason", "opened_at"),
+    *("queue_position", "expected", "wait_reason", "wait_seconds_total", "pinned_reason"),
+    "opened_at",
 )
 
 

@@ -115,7 +115,7 @@ export interface ISession extends IAnySession {
   readonly standing?: readonly string[];
   readonly budgets?: readonly IBudget[];
   readonly pinned_reason: string;
-  readonly idle_seconds: number;
+  readonly idle_seconds: number | null;
   /** When an idle slice goes back to the pool, if nothing but the clock decides; else null. */
   readonly leaves_at: number | null;
   /** Why the pool took its slice while it was idle; missing or empty if it did not. */
@@ -303,6 +303,7 @@ export interface IAdminSession {
   readonly recall_at: number | null;
   readonly queued_at: number | null;
   readonly queue_position: number | null;
+  readonly expected: ISession['expected'];
   readonly wait_reason: string;
   readonly pinned_reason: string;
   readonly request: { readonly memory: number; readonly devices: number };

@@ -191,10 +191,10 @@ export function waited(trans: TranslationBundle, seconds: number): string {
     : trans.__('%1 h', tenths(whole / 3600));
 }
 
-/** `20 to 60 s left`, or `waiting for 40 s, no estimate yet`; empty if there is nothing to say. */
+/** `20 to 60 s left`, `waiting for 40 s, no estimate yet`, or at first `no estimate yet`. */
 export function waitTime(
   trans: TranslationBundle,
-  session: ISession,
+  session: Pick<ISession, 'expected' | 'queued_at'>,
   now: number
 ): string {
   const { expected, queued_at: since } = session;
@@ -205,7 +205,9 @@ export function waitTime(
     );
   }
   const so = since === null ? '' : waited(trans, now - since);
-  return so && trans.__('waiting for %1, no estimate yet', so);
+  return so
+    ? trans.__('waiting for %1, no estimate yet', so)
+    : trans.__('no estimate yet');
 }
 
 /** `2nd`. Languages that number otherwise translate the four forms. */

@@ -64,7 +64,7 @@ def test_a_reason_is_shown_as_a_sentence(reason: str, said: str) -> None:
     link = SessionLink("/nowhere/broker.sock", "s1", "token")
     link._down_since = None
     link.queue = QueuePlace(1, 1, reason, time.monotonic())
-    expected = f"Waiting for a GPU slice: position 1 of 1. {said}".rstrip()
+    expected = f"Waiting for a GPU slice: position 1 of 1, no estimate yet. {said}".rstrip()
     assert describe(link) == expected
 
 
@@ -77,9 +77,9 @@ def test_a_wait_without_an_estimate_says_how_long_it_has_lasted(
     link._down_since = None
     place = {"type": "queue", "position": 2, "length": 3, "waited": 0.0, "reason": "Why."}
     link._push({**place, "left": None})
-    assert describe(link) == "Waiting for a GPU slice: position 2 of 3. Why."
-    now += 47
     begin = "Waiting for a GPU slice: position 2 of 3"
+    assert describe(link) == f"{begin}, no estimate yet. Why."
+    now += 47
     assert describe(link) == f"{begin}, waiting for 40 s, no estimate yet. Why."
     link._push({**place, "waited": 47.0, "left": [25.0, 100.0]})
     assert describe(link) == f"{begin}, 20 s to 2 min left. Why."
@@ -89,7 +89,7 @@ def test_a_wait_without_an_estimate_says_how_long_it_has_lasted(
     assert describe(link) == f"{begin}, waiting for 2 min, no estimate yet. Why."
     queued = {"state": "queued", "queue_position": 1, "queued_at": 100.0}
     assert rows(queued, {"now": 400.0})["queue"] == "position 1, waiting for 5 min, no estimate yet"
-    assert rows(queued, {"now": 104.0})["queue"] == "position 1"
+    assert rows(queued, {"now": 104.0})["queue"] == "position 1, no estimate yet"
 
 
 def test_a_compute_share_is_shown() -> None:
@@ -102,7 +102,7 @@ IDLE = {
     "state": "idle",
     "granted_bytes": 1 << 30,
     "devices": ["GPU-a"],
-    "idle_seconds": 3.0,
+    "idle_since": 997.0,
     "leaves_at": 1297.0,
 }
 

@@ -217,7 +217,8 @@ def test_leases_of_others_that_are_alike_are_one_line(make):
     lab.open("w", 8, owner="ann")
     lab.hold("w")
     lines = lab.pool.why("w").lines
-    assert [line.partition(";")[0] for line in lines[1:3]] == [
+    assert [line.partition(";")[0] for line in lines[1:4]] == [
+        "There is no estimate yet of how long it will wait.",
         "Your kernel a.ipynb (class notebook) uses 4 B on GPU 0",
         "3 kernels of other users (class notebook) use 4 B each on GPU 0",
     ]

@@ -25,7 +25,7 @@ def session(name, **fields):
         "expected": None,
         "wait_reason": "",
         "idle_since": None,
-        "idle_seconds": 0.0,
+        "idle_seconds": None,
         "priority": "notebook",
         **fields,
     }

@@ -62,7 +62,7 @@ export function aSession(more: Partial<ISession> = {}): ISession {
     queued_at: null,
     wait_reason: '',
     pinned_reason: '',
-    idle_seconds: 0,
+    idle_seconds: null,
     leaves_at: null,
     wanted: false,
     stays_reason: '',

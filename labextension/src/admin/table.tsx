@@ -5,9 +5,10 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
-import type { IAdmin, IDevice, INote } from '../api';
+import type { IAdmin, IAdminSession, IDevice, INote } from '../api';
+import { granted } from '../panel/describe';
 import { refusal } from '../tell';
-import { bytes, dayAndTime, localTime, part } from '../words';
+import { bytes, dayAndTime, localTime, sentence, waitTime } from '../words';
 import { useKeptFocus } from './focus';
 import type { Orders } from './orders';
 import type { IRow, Sort } from './rows';
@@ -143,11 +144,7 @@ function Devices(props: {
             ];
         return (
           <li key={device.uuid}>
-            <b>{trans.__('GPU %1', device.index)}</b>{' '}
-            {trans.__(
-              '%1 in slices',
-              part(trans, device.memory_granted, device.memory_capacity)
-            )}
+            <b>{trans.__('GPU %1', device.index)}</b> {granted(trans, device)}
             {out && <span className="jp-gpupool-note"> {out}</span>}
             <span className="jp-gpupool-actions">
               {actions.map(([action, text]) => (
@@ -236,6 +233,11 @@ function Sessions(props: ISessionsProps): React.ReactElement {
   );
 }
 
+/** `20 to 60 s left`, or that nobody knows; the column says for how long it has waited. */
+function left(trans: TranslationBundle, session: IAdminSession, now: number): string {
+  return waitTime(trans, { ...session, queued_at: null }, now);
+}
+
 function SessionRow(
   props: ISessionsProps & { readonly row: IRow }
 ): React.ReactElement {
@@ -245,6 +247,8 @@ function SessionRow(
     uuid => view.devices.find(device => device.uuid === uuid)?.index ?? '?'
   );
   const until = session.keep_until;
+  // It has no slice, so the reason may take the room of its figures.
+  const waits = session.state === 'queued';
   const recall = session.recall_at;
   const time = (at: number) => dayAndTime(trans, localTime(model, at));
   const button = (text: string, label: string, order: () => Promise<INote | null>) => (
@@ -264,16 +268,25 @@ function SessionRow(
       </th>
       <td>{row.owner}</td>
       <td>{numbers.join(', ')}</td>
-      <td>
+      <td colSpan={waits ? 3 : 1}>
         {stateText(trans, row)}
+        {waits && <> · {left(trans, session, model.now())}</>}
+        {waits && session.wait_reason && (
+          <div className="jp-gpupool-note">{sentence(session.wait_reason)}</div>
+        )}
         {session.pinned_reason && (
           <div className="jp-gpupool-note">{session.pinned_reason}</div>
         )}
       </td>
-      <td className="jp-mod-number">{row.slice > 0 && bytes(row.slice)}</td>
-      <td className="jp-mod-number">
-        {row.slice > 0 && (row.used === null ? trans.__('not known') : bytes(row.used))}
-      </td>
+      {!waits && (
+        <>
+          <td className="jp-mod-number">{row.slice > 0 && bytes(row.slice)}</td>
+          <td className="jp-mod-number">
+            {row.slice > 0 &&
+              (row.used === null ? trans.__('not known') : bytes(row.used))}
+          </td>
+        </>
+      )}
       <td className="jp-mod-number">
         {row.busy !== null && trans.__('%1 %', Math.round(row.busy * 100))}
       </td>

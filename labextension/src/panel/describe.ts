@@ -9,12 +9,13 @@ import { bytes, part } from '../words';
 import type { ISlice } from './arrange';
 import type { IPart } from './geometry';
 
-/** `12 of 15.5 GiB in slices`. */
+/** `12 of 15.5 GiB in slices, 3 GiB free`; out of service nothing is free. */
 export function granted(trans: TranslationBundle, device: IDevice): string {
-  return trans.__(
-    '%1 in slices',
-    part(trans, device.memory_granted, device.memory_capacity)
-  );
+  const { memory_granted, memory_capacity, memory_free: free } = device;
+  const slices = trans.__('%1 in slices', part(trans, memory_granted, memory_capacity));
+  return free === null || device.drained_reason
+    ? slices
+    : trans.__('%1, %2 free', slices, bytes(free));
 }
 
 /** `43 % busy`, as the driver reports it. */

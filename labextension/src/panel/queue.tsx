@@ -71,11 +71,8 @@ const Waiting = React.memo(function Waiting(props: {
       </li>
     );
   }
-  const figures = [size(trans, session.asks ?? session.request)].filter(Boolean);
   const time = waitTime(trans, session, model.now());
-  if (time) {
-    figures.push(time);
-  }
+  const figures = [size(trans, session.asks ?? session.request), time].filter(Boolean);
   return (
     <li>
       <div className="jp-gpupool-line">

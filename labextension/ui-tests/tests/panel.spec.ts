@@ -47,7 +47,7 @@ test('devices, queue, kernels, host memory; names for root; accessible', async (
   const queue = panel.getByRole('region', { name: 'Queue' });
   await expect(queue.getByRole('listitem')).toHaveCount(1);
   await expect(queue).toContainText('mine.ipynb');
-  await expect(queue).toContainText('6 GiB');
+  await expect(queue).toContainText(/6 GiB · (no estimate yet|.* left)/);
   await ask('leave', { name: 'batch' });
   await expect(queue).toContainText('Nobody waits for a GPU.');
   await expect(on(/mine\.ipynb1\.\d of 6 GiB used · idle$/)).toHaveCount(1);
@@ -143,10 +143,11 @@ test('panel in a tab; a kernel without a tab is shut down by keyboard', async ({
   await page.keyboard.press('Enter');
   const dialog = page.getByRole('dialog');
   await expect(dialog).toContainText('Its variables are lost.');
+  expect(await faults(page, '.jp-Dialog')).toEqual([]);
   await page.keyboard.press('Escape');
   await expect(dialog).toHaveCount(0);
   expect(await session(mine.kernelId)).toBeTruthy();
-  await end.focus();
+  await expect(end).toBeFocused();
   await page.keyboard.press('Enter');
   await dialog.getByRole('button', { name: 'Shut it down' }).focus();
   await page.keyboard.press('Enter');

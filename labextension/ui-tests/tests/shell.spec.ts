@@ -2,6 +2,7 @@
 // Distributed under the terms of the Modified BSD License.
 
 /** Where JupyterLab lists things: notifications, commands, what runs, the launcher. */
+import { faults } from '../axe';
 import { expect, test } from '../lab';
 import { ask, session, uses } from '../pool';
 
@@ -67,6 +68,7 @@ test('commands, what runs, and the tile of the launcher', async ({ lab }) => {
   await lab.execute('gpupool:why', {}, false);
   const dialog = page.locator('.jp-Dialog');
   await expect(dialog).toContainText('It keeps, without using it,');
+  expect(await faults(page, '.jp-Dialog')).toEqual([]);
   await dialog.getByRole('button', { name: 'Close' }).click();
 
   await lab.execute('running:show-panel');

@@ -24,6 +24,7 @@ export const session = (more: Partial<IAdminSession> = {}): IAdminSession => ({
   recall_at: null,
   queued_at: null,
   queue_position: null,
+  expected: null,
   wait_reason: '',
   pinned_reason: '',
   request: { memory: 4 * GIB, devices: 1 },

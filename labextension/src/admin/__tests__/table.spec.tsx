@@ -150,6 +150,26 @@ describe('the page of admins', () => {
     expect(asked).toEqual([]);
   });
 
+  it('says why a kernel waits, for how long, and how long it will', () => {
+    const { becomes } = show();
+    const waits = {
+      state: 'queued' as const,
+      granted_bytes: 0,
+      queued_at: NOW - 25,
+      wait_reason: 'at most 2 GiB is free on a GPU'
+    };
+    const row = () => screen.getByRole('row', { name: /^work\.ipynb/ }).textContent;
+    becomes(view([session(waits)]));
+    expect(row()).toContain(
+      'Waits for 4 GiB · no estimate yetAt most 2 GiB is free on a GPU.'
+    );
+    expect(row()).toContain('25 s');
+    becomes(
+      view([session({ ...waits, expected: { since: NOW + 5, until: NOW + 9 } })])
+    );
+    expect(row()).toContain('Waits for 4 GiB · 5 to 10 s left');
+  });
+
   it('keeps the focus on the row of a button that goes', () => {
     const { becomes } = show();
     const button = (name: string) => screen.getByRole('button', { name });

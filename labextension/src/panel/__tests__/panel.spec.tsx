@@ -320,13 +320,14 @@ describe('devices', () => {
   });
 
   it('are pictures, and list below who has how much', () => {
-    const on = device(0, { memory_granted: 12 * GIB, memory_foreign: GIB });
+    const memory = { memory_granted: 12 * GIB, memory_foreign: GIB };
+    const on = device(0, { ...memory, memory_free: 2 * GIB });
     const idle = { state: 'idle', granted_bytes: 4 * GIB } as const;
     const { opened } = show(pool([on], [mine('a'), other('b', idle)]));
     const bar = screen.getByRole('img', BARS);
     expect(bar.getAttribute('aria-label')).toBe(
       [
-        'GPU 0, NVIDIA A100, 12 of 15 GiB in slices, 43 % busy',
+        'GPU 0, NVIDIA A100, 12 of 15 GiB in slices, 2 GiB free, 43 % busy',
         '1 kernel-a.ipynb: 6 of 8 GiB used, in use (the open document)',
         'Another user (batch): 4 GiB, idle',
         'Used outside the pool: 1 GiB',
@@ -341,7 +342,7 @@ describe('devices', () => {
       '12.5%',
       '6.25%'
     ]);
-    screen.getByText('12 of 15 GiB in slices');
+    screen.getByText('12 of 15 GiB in slices, 2 GiB free');
     const lines = within(screen.getByRole('list', { name: 'On GPU 0' }));
     expect(lines.getAllByRole('listitem').map(line => line.textContent)).toEqual([
       '1kernel-a.ipynb6 of 8 GiB used · in use',
@@ -469,10 +470,10 @@ describe('the queue', () => {
     );
   });
 
-  it('shows an unknown place as ?, and leaves an unknown time out', () => {
+  it('shows an unknown place as ?, and an unknown time as one', () => {
     show(pool([device(0)], [mine('a', queued)]));
     expect(region('Queue').getByRole('listitem').textContent).toBe(
-      '?1kernel-a.ipynb8 GiBStop waitingTell me when it starts'
+      '?1kernel-a.ipynb8 GiB · no estimate yetStop waitingTell me when it starts'
     );
   });
 
