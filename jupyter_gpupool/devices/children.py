@@ -137,8 +137,18 @@ class Child:
             raise DriverError(problem, code=Code.NO_DRIVER)
         return self.hello
 
-    async def call(self, op: str, timeout: float, **fields: Any) -> dict[str, Any]:
+    async def call(
+        self,
+        op: str,
+        timeout: float,
+        *,
+        latest: Callable[[], Mapping[str, Any]] = dict,
+        **fields: Any,
+    ) -> dict[str, Any]:
         """Return the child's answer to ``op``.
+
+        ``latest`` returns the fields that may change while a process starts. It is called just
+        before the request is sent.
 
         Raises
         ------
@@ -156,7 +166,7 @@ class Child:
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = _Call(process, future)
         try:
-            line = json.dumps({"id": request_id, "op": op, **fields}) + "\n"
+            line = json.dumps({"id": request_id, "op": op, **fields, **latest()}) + "\n"
             process.stdin.write(line.encode())
             self.current = op
             answer = await asyncio.wait_for(future, timeout)
@@ -174,8 +184,15 @@ class Child:
             raise DriverError(str(answer["error"]), code=Code.of(answer.get("code"), Code.DRIVER))
         return answer
 
-    async def ask(self, op: str, timeout: float, **fields: Any) -> dict[str, Any]:
-        """Make a call that changes nothing; if the child dies during it, ask the next one.
+    async def ask(
+        self,
+        op: str,
+        timeout: float,
+        *,
+        latest: Callable[[], Mapping[str, Any]] = dict,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """Make a :meth:`call` that changes nothing; if the child dies during it, ask the next one.
 
         This goes on for one call's time-out, because an unanswered question may end a notebook. It
         does not ask again after a child that hung, which has used the whole time-out.
@@ -183,7 +200,7 @@ class Child:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                return await self.call(op, timeout, **fields)
+                return await self.call(op, timeout, latest=latest, **fields)
             except ChildLost as lost:
                 if lost.hung or self._closed or time.monotonic() >= deadline:
                     raise
@@ -194,12 +211,16 @@ class Child:
         if self._process is not None:
             await self._end(self._process)
 
+    async def replace(self) -> None:
+        """End the process, even one that is starting. The next call starts another."""
+        async with self._lock:
+            await self.kill()
+
     async def hold(self, reason: str) -> None:
         """End the process, and start none while there is a ``reason``; with "", allow it again."""
         self._held = reason
         if reason:
-            async with self._lock:  # a process may be starting
-                await self.kill()
+            await self.replace()
 
     async def close(self) -> None:
         """End the process for good."""
@@ -213,8 +234,7 @@ class Child:
 
         The one before the last may still be on its way out: its pipes are open until then.
         """
-        async with self._lock:
-            await self.kill()
+        await self.replace()
         if others := self._readers - {asyncio.current_task()}:
             await asyncio.wait(others)
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -633,6 +634,26 @@ async def test_interrupted_sample_leaves_the_paused_device_closed(emulated, wait
         os.kill(service._sampler.child.pid, signal.SIGSTOP)
         under_way = asyncio.create_task(service.sample())
         await until_async(lambda: service._sampler.child.current == "sample")
+        processes = service._sampler.child.generation
         await service.stand_down("paused", [away.uuid])
-        assert kept.uuid in [sample.uuid for sample in await under_way]
+        assert [sample.uuid for sample in await under_way] == [kept.uuid]
+        assert not users_of(machine, away)
+        # The next process was not asked about the paused device, so it did not open the file.
+        assert service._sampler.child.generation == processes + 1
+
+
+async def test_process_that_starts_as_a_device_is_set_aside_ends(emulated, waiting):
+    _, until_async = waiting
+    machine = emulated("2x1GiB,context=16MiB")
+    async with machine.started() as (service, (away, kept)):
+        worker = service._workers.children[kept.uuid]
+        await worker.replace()
+        old = asyncio.create_task(worker.start())
+        await until_async(lambda: worker._lock.locked())
+        processes = worker.generation
+        await service.stand_down("paused", [away.uuid])
+        with contextlib.suppress(ChildLost):
+            await old
+        await worker.start()
+        assert worker.generation == processes + 1
         assert not users_of(machine, away)

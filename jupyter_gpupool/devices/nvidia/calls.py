@@ -152,9 +152,14 @@ class SessionCalls:
                 status: SuspendStatus = "gone" if presence == "gone" else "drain"
                 raise Refused(status, checkpoint.absent(self._root, presence))
             return [self._root]
-        fields = {"root": _wire(self._root), "session": self._session, "again": again}
         try:
-            answer = await self._worker.ask("find", self._call_timeout, **fields)
+            answer = await self._worker.ask(
+                "find",
+                self._call_timeout,
+                root=_wire(self._root),
+                session=self._session,
+                again=again,
+            )
         except (ChildLost, DriverError) as error:
             text = f"The processes of the session cannot be listed: {error}"
             raise Refused("drain", text) from None

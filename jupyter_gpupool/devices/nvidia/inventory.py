@@ -232,7 +232,7 @@ class Inventory:
         """
         for uuid in [uuid for uuid in self._devices if uuid not in self._aside]:
             async with self._workers.locked([uuid]):
-                await self._workers.children[uuid].kill()
+                await self._workers.children[uuid].replace()
         await self._sampler.look_away([u for u in self._devices if u not in self._aside])
 
     def is_aside(self, uuid: str) -> bool:
@@ -290,7 +290,7 @@ class Inventory:
         try:
             rows = await self._discover()
         except GPUPoolError:
-            await self._sampler.child.kill()  # it may have opened set-aside devices
+            await self._sampler.child.replace()  # it may have opened set-aside devices
             await self._sampler.child.hold(self.down)
             raise
         self._aside.take(renewed, self._everything)

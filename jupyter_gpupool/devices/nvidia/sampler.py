@@ -109,9 +109,12 @@ class Sampler:
         await self._rewatch()
 
     async def look_away(self, uuids: Sequence[str]) -> None:
-        """Watch only these from now on, with no other device open. Asks NVML nothing."""
+        """Watch only these from now on, with no other device open. Asks NVML nothing.
+
+        A question that the end of the process interrupts is asked again about these devices only.
+        """
         self._uuids = tuple(uuids)
-        await self.child.kill()
+        await self.child.replace()
 
     @contextlib.contextmanager
     def copying(self, seconds: float) -> Iterator[None]:
@@ -148,14 +151,16 @@ class Sampler:
         DriverError
             If NVML does not answer in time; its process has been killed.
         """
-        wanted = list(self._uuids if uuids is None else uuids)
         await self._rewatch()
         timeout = self._timeout + max(self._copies, default=0.0)
-        answer = await self._call("sample", timeout, uuids=wanted)
-        if uuids is None and not {*wanted} <= {*self._uuids}:
-            # A device was set aside meanwhile, but the process that answered has it open.
-            await self.child.kill()
-            return await self.sample()
+
+        def fields() -> dict[str, Any]:
+            # A process that replaces a lost one is asked this first: it must find the devices
+            # without opening others.
+            wanted = self._uuids if uuids is None else uuids
+            return {"uuids": wanted, "places": self._places}
+
+        answer = await self._call("sample", timeout, fields)
         samples = []
         for row in answer["samples"]:
             processes = tuple(ProcessMemory(**process) for process in row["processes"])
@@ -200,7 +205,7 @@ class Sampler:
         """
         for uuid in uuids:
             self._xids.pop(uuid, None)
-        await self.child.kill()
+        await self.child.replace()
 
     async def close(self) -> None:
         """End the monitor."""
@@ -211,13 +216,17 @@ class Sampler:
         if not self._uuids or (self.child.pid and self._watching == self.child.generation):
             return
         await self._call(
-            "watch", self._timeout, uuids=self._uuids, lost=self._xids, places=self._places
+            "watch",
+            self._timeout,
+            lambda: {"uuids": self._uuids, "lost": self._xids, "places": self._places},
         )
         self._watching = self.child.generation
 
-    async def _call(self, op: str, timeout: float, **fields: Any) -> dict[str, Any]:
+    async def _call(
+        self, op: str, timeout: float, fields: Callable[[], Mapping[str, Any]] = dict
+    ) -> dict[str, Any]:
         try:
-            return await self.child.ask(op, timeout, **fields)
+            return await self.child.ask(op, timeout, latest=fields)
         except ChildLost as error:
             raise DriverError(
                 f"NVML did not answer: {error}",
