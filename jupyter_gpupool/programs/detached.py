@@ -131,12 +131,11 @@ def _supervise(command: Sequence[str], options: RunOptions, report: int) -> NoRe
     code = NOT_RUN
     try:
         code = run.run()
-        keeper.refused(run.refused)
     except Exception as error:
         pump.say(f"[gpupool] The supervisor failed, and no longer keeps the output: {error!r}\n")
     finally:
         pump.finish()
-        keeper.ended(code, str(run.refused.message) if run.refused is not None else "")
+        keeper.ended(code, run.refused)
     os._exit(0)
 
 
@@ -172,12 +171,12 @@ class _Keeper:
         self._change(state="running", started=time.time())
         self.taken()
 
-    def refused(self, error: GPUPoolError | None) -> None:
-        if error is not None:
-            self._tell(message=error.message, code=error.code, next_step=error.next_step)
-
-    def ended(self, code: int, reason: str) -> None:
+    def ended(self, code: int, refused: GPUPoolError | None) -> None:
+        reason = refused.message if refused is not None else ""
         self._change(state="ended", code=code, ended=time.time(), reason=reason)
+        # The record of a command that was refused at once is removed as soon as this is told.
+        if refused is not None:
+            self._tell(message=refused.message, code=refused.code, next_step=refused.next_step)
         self._tell(ok=True)
 
 

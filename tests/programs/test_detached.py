@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import stat
 import subprocess
@@ -16,7 +17,8 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpupool import local_machine, procfs
-from jupyter_gpupool.programs import runfiles
+from jupyter_gpupool.errors import RefusedError
+from jupyter_gpupool.programs import detached, runfiles
 from tests.broker import kit
 from tests.broker.kit import wait_until
 
@@ -142,6 +144,21 @@ def test_program_whose_slice_is_refused_at_once_does_not_start(make_broker):
     assert rows(broker) == {}
     assert started(broker, command=["echo", "lazy"]) == "echo-1"
     assert run(broker, "wait", "echo-1").returncode == 0
+
+
+def test_refusal_is_told_after_the_last_record(monkeypatch):
+    """The command that started the program removes its record then: none may be written later."""
+    reading, writing = os.pipe()
+    told = []
+    monkeypatch.setattr(
+        runfiles, "write", lambda _: told.append(select.select([reading], [], [], 0)[0])
+    )
+    keeper = detached._Keeper(record("none"), None, writing)
+    told.clear()
+    keeper.ended(125, RefusedError("There is none."))
+    assert told == [[]]
+    assert json.loads(os.read(reading, 4096))["message"] == "There is none."
+    os.close(reading)
 
 
 def test_program_that_is_refused_later_points_to_its_log(broker, program):
