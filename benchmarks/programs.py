@@ -126,7 +126,8 @@ class Player(threading.Thread):
         self.pause = pause
         self.times: list[tuple[float, float]] = []
         self.error = ""
-        self.ready = threading.Event()
+        #: Its process runs; and it has all that its turns need, such as its first slice.
+        self.open, self.ready = threading.Event(), threading.Event()
         self._stopped = threading.Event()
         self._random = random.Random(seed)
 
@@ -146,10 +147,12 @@ class Player(threading.Thread):
                 part()
             except Exception as error:
                 self.error = self.error or f"{type(error).__name__}: {error}"[:2000]
+        self.open.set()
         self.ready.set()
 
     def _play(self) -> None:
         self.prepare()
+        self.open.set()
         self.ready.set()
         while not self._stopped.wait(self.pause * self._random.uniform(0.5, 1.5)):
             begun = time.time()
@@ -195,6 +198,7 @@ class Notebook(Player):
         with _starting:
             self.kernel = Kernel("gpupool-python3", attach="lazy", **self.slice)
         self.kernel.run("from benchmarks.workload import Work")
+        self.open.set()
         self.kernel.run(f"work = Work({self.size}, {self._random.randrange(1 << 30)})", PATIENCE)
 
     def turn(self) -> float:
@@ -214,13 +218,15 @@ class Notebook(Player):
             self.kernel.__exit__()
 
 
-def start(players: list[Any]) -> None:
-    """Start them; return when all are ready."""
+def start(players: list[Any], *, ready: bool = True) -> None:
+    """Start them; return when all are ready, or, without ``ready``, when their processes run."""
     for one in players:
         one.start()
-    for one in players:
-        one.ready.wait(PATIENCE)
-    problems = [one.error or "not ready" for one in players if one.error or not one.ready.is_set()]
+    signs = [one.ready if ready else one.open for one in players]
+    for sign in signs:
+        sign.wait(PATIENCE)
+    both = zip(players, signs, strict=True)
+    problems = [one.error or "not ready" for one, sign in both if one.error or not sign.is_set()]
     if problems:
         raise RuntimeError("; ".join(problems))
 

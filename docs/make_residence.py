@@ -30,9 +30,10 @@ That is the *ski-rental problem*: to rent day by day, or to buy.
 The rule applies to kernels that were moved to their slice, and only while another kernel waits:
 
 - A kernel that computes nothing is protected until another kernel has waited for as long as its
-  move takes (out and in again, as measured). This alone never loses more than twice as much as
-  the best decision in hindsight (Karlin, Manasse, Rudolph and Sleator, *Competitive
-  snoopy caching*, Algorithmica 3, 1988).
+  move takes (out and in again, as measured; the time in which its copies waited for those of
+  other kernels counts, so where a GPU does little else than copy, moves become fewer). This alone
+  never loses more than twice as much as the best decision in hindsight (Karlin, Manasse, Rudolph
+  and Sleator, *Competitive snoopy caching*, Algorithmica 3, 1988).
 - Its last eight pauses may shorten that: a kernel that always stays away for longer than a move
   takes is not protected at all (Karlin, Li, Manasse and Owicki, *Empirical studies of
   competitive spinning for a shared-memory multiprocessor*, SOSP 1991). A wrong guess costs one

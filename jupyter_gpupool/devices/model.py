@@ -101,6 +101,8 @@ class SuspendOutcome:
     #: Seconds of the whole operation, and of its driver calls.
     seconds: float = 0.0
     driver_seconds: float = 0.0
+    #: Seconds before it began, in which other operations used the same devices.
+    waited: float = 0.0
     #: The suspended processes, in the order of their suspend (children first).
     processes: tuple[ProcessId, ...] = ()
 
@@ -125,6 +127,8 @@ class ResumeOutcome:
     message: str = ""
     seconds: float = 0.0
     driver_seconds: float = 0.0
+    #: Seconds before it began, in which other operations used the same devices.
+    waited: float = 0.0
     #: The driver does not move this session to another device.
     stay: bool = False
 

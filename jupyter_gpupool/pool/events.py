@@ -326,11 +326,15 @@ class EndAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachDone(Event):
-    """The effect of :class:`Attach` is complete; ``seconds`` is what the driver calls took."""
+    """The effect of :class:`Attach` is complete; ``seconds`` is what the driver calls took.
+
+    Before them it ``waited`` so many seconds for other operations on the same devices.
+    """
 
     session: str
     epoch: int
     seconds: float = 0.0
+    waited: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,7 +355,10 @@ class AttachFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendDone(Event):
-    """The device memory is free. ``suspended`` is empty if the process held no memory."""
+    """The device memory is free. ``suspended`` is empty if the process held no memory.
+
+    ``seconds`` and ``waited``: as in :class:`AttachDone`.
+    """
 
     session: str
     epoch: int
@@ -359,6 +366,7 @@ class SuspendDone(Event):
     #: The process has called cuInit and is bound to its devices (None: not known).
     cuda: bool | None = None
     seconds: float = 0.0
+    waited: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,11 @@ Worst cases:
   at most) in all, and then for the move. Other rules treat a running computation.
 
 ``cost`` is the measured time of the holder's own suspend and resume. So each move is paid for once:
-in a cycle of two holders, each pays its own two copies.
+in a cycle of two holders, each pays its own two copies. The time that they waited for other moves
+on the same devices counts as well (:func:`move_cost`). Otherwise ten sessions whose pauses are a
+little longer than a move, on a device with room for six, would move each other at every pause, and
+each would wait for the moves of all. So, where a device does little else than copy, moves become
+dear, those with short pauses stay, and the moves become fewer until they cost less again.
 """
 
 from __future__ import annotations
@@ -66,6 +70,10 @@ SLICE_LEAST = 10.0
 
 #: Bytes per second with which state is assumed to move as long as nothing was measured.
 RATE = 1 << 30
+
+#: The wait for other moves counts as at most so many times the move itself: a driver that stalls
+#: once does not show what moves cost.
+CROWD = 10.0
 
 #: A gap counts as similar to an earlier one if it is longer by up to this factor.
 SLACK = 1.5
@@ -104,6 +112,11 @@ class Stay:
 def allowance(cost: float, share: float) -> float:
     """Return the seconds of use that pay for a move of ``cost`` seconds."""
     return min(STAY_MOST, cost / share)
+
+
+def move_cost(seconds: float, waited: float) -> float:
+    """Return what a suspend or resume costs that took ``seconds``, and ``waited`` for others."""
+    return seconds + min(waited, CROWD * seconds)
 
 
 def guessed_cost(size: int) -> float:

@@ -40,10 +40,11 @@ only if its bytes are needed. A lease on several devices goes as one.
 *Thrashing.* More sessions than fit, or more state, must not mean that the GPUs only copy. Sessions
 that would thrash are spread out in time: the slice has no upper bound, so state that takes two
 minutes to move has a slice of twenty (at 10 %). All devices copy to the same host memory; where
-many copies slow each other down, the measured cost rises, and every slice becomes longer by itself
-until all moves together take no more than ``max_swap_overhead`` again. The price is the length of a
-round, the sum of the slices of all that wait: a session that waits for its turn waits for longer.
-Sessions that should not wait belong in a higher class, or in a group with a guarantee.
+many copies slow each other down, or wait for each other, the measured cost rises, and every slice
+becomes longer by itself until all moves together take no more than ``max_swap_overhead`` again. The
+price is the length of a round, the sum of the slices of all that wait: a session that waits for its
+turn waits for longer. Sessions that should not wait belong in a higher class, or in a group with a
+guarantee.
 
 A holder gives its turn to an asker of another owner only if the asker, with what the holder uses in
 one slice, would still be behind it: with less, the asker would have to give it back at once.

@@ -20,6 +20,7 @@ from .limits import never
 from .model import Hold, Refusal, Slice
 from .placement import ever
 from .requests import SETTLE, grow_by, held_on, trimmed, unused_for_long
+from .residence import move_cost
 from .running import cost
 from .schedule import Plan
 from .session import NEVER, Session, restored, weighted
@@ -378,7 +379,7 @@ def _bind(s: Session, cuda: bool | None) -> None:
 def _attach_done(facts: Facts, s: Session, event: ev.AttachDone) -> Actions:
     state = s.suspended
     new: State = "active" if s.holds else "idle"
-    actions = move(facts, s, new, "attached", event.seconds)
+    actions = move(facts, s, new, "attached", move_cost(event.seconds, event.waited))
     if state:
         # Only the resume needed the headroom.
         memory = s.request.memory
@@ -420,8 +421,9 @@ def _back_off(facts: Facts, s: Session, kind: str) -> None:
 def _suspend_done(facts: Facts, s: Session, event: ev.SuspendDone) -> Actions:
     held = event.suspended
     if event.seconds > 0 and held:
-        facts.swap = weighted(facts.swap, event.seconds)
-        s.measured.suspend = weighted(s.measured.suspend, event.seconds)
+        took = move_cost(event.seconds, event.waited)
+        facts.swap = weighted(facts.swap, took)
+        s.measured.suspend = weighted(s.measured.suspend, took)
     if s.holds:
         text = s.preempted or "suspended, and a hold was taken meanwhile"
         return move(facts, s, "queued", text, held, event.cuda)

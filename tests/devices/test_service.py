@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -211,6 +213,21 @@ async def test_suspended_session_resumes_on_another_device(emulated):
         )
         assert resumed.status == "resumed", resumed.message
         assert await target.do("digest", 1) == digest
+
+
+async def test_outcome_tells_how_long_it_waited_for_the_device(emulated, waiting):
+    """What a move costs those who wait where many move: see ``residence.move_cost``."""
+    _, until_async = waiting
+    machine = emulated(ONE)
+    async with machine.started() as (service, (device,)), machine.target() as target:
+        await target.do("context")
+        async with service._workers.locked([device.uuid]):
+            task = asyncio.create_task(service.suspend(target.root, [device.uuid], session=SESSION))
+            await until_async(lambda: service._workers._locks[device.uuid]._waiters)
+            begun = time.monotonic()
+            await service.sample()
+            least = time.monotonic() - begun
+        assert (await task).waited >= least
 
 
 async def test_session_without_a_context_has_nothing_to_suspend(emulated):

@@ -75,6 +75,10 @@ class NaiveSession:
         self.recall_at, self.recall_reason = None, ""
 
 
+def _cost(event: ev.AttachDone | ev.SuspendDone) -> float:
+    return event.seconds + min(event.waited, 10 * event.seconds)
+
+
 def _mean(mean: float, seconds: float) -> float:
     return mean if not seconds else mean + 0.3 * (seconds - mean) if mean else seconds
 
@@ -289,7 +293,7 @@ class Naive:
                     if s.suspended:
                         s.bound = tuple(s.lease)
                         s.resumed_at = self.now
-                        s.resume_mean = _mean(s.resume_mean, event.seconds)
+                        s.resume_mean = _mean(s.resume_mean, _cost(event))
                     s.suspended, s.aside = {}, False
                 elif not event.lost:
                     s.lease, s.recall_at = {}, None
@@ -307,7 +311,7 @@ class Naive:
                 elif event.cuda is False:
                     s.bound = ()
                 if event.suspended:
-                    s.suspend_mean = _mean(s.suspend_mean, event.seconds)
+                    s.suspend_mean = _mean(s.suspend_mean, _cost(event))
                     s.suspended = dict.fromkeys(s.lease, 0)
                     s.suspended.update({x.device: x.bytes for x in event.suspended})
                 s.lease = {}

@@ -32,13 +32,13 @@ def suspends(actions):
     return [a.session for a in all_of(actions, ev.Suspend)]
 
 
-def moved(lab, name="a", suspend=1.0, resume=1.0, memory=10, **fields):
+def moved(lab, name="a", suspend=1.0, resume=1.0, memory=10, waited=0.0, **fields):
     """Open a session that is idle on the slice to which it has just been resumed."""
     lab.idle(name, memory, **fields)
     lab.release(name)
-    lab.suspended(name, ("G0", memory), seconds=suspend)
+    lab.suspended(name, ("G0", memory), seconds=suspend, waited=waited)
     lab.hold(name)
-    lab.done(name, seconds=resume)
+    lab.done(name, seconds=resume, waited=waited)
     lab.drop(name)
 
 
@@ -114,6 +114,29 @@ def test_holder_that_always_returns_late_yields_at_once(make):
         lab.drop("a")
     lab.open("w", 10)
     assert suspends(lab.hold("w")) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("waited", "stays"),
+    [(0.0, 0.0), (4.0, 10.0), (1000.0, 22.0)],
+    ids=["free", "crowded", "stalled"],
+)
+def test_waits_for_other_moves_count_as_their_cost(make, waited, stays):
+    """Where a device does little else than copy, a pause of 3 s is shorter than a move."""
+    lab = make(device(0))
+    moved(lab, waited=waited)
+    for _ in range(4):
+        lab.after(3)
+        lab.hold("a")
+        lab.after(0.1)
+        lab.drop("a")
+    lab.open("w", 10)
+    begun = lab.now
+    if not stays:
+        assert suspends(lab.hold("w")) == ["a"]
+        return
+    assert suspends(lab.hold("w")) == []
+    assert lab.pool.next_wakeup() - begun == pytest.approx(stays), "the cost of a move"
 
 
 def test_protection_does_not_restart_with_the_next_wait(make):

@@ -297,7 +297,10 @@ class World:
         common: dict[str, Any] = {"now": self.now, "session": name, "epoch": s.epoch}
         if s.effect == "attach":
             if how <= 17:
-                self.send(ev.AttachDone(**common, seconds=self.c.choice([0.0, 1.5])))
+                # Some of the later ones waited for other moves.
+                waited = 40.0 if s.epoch % 4 == 3 else 0.0
+                seconds = self.c.choice([0.0, 1.5])
+                self.send(ev.AttachDone(**common, seconds=seconds, waited=waited))
             else:
                 stay = how == 19 and self.c.choice([False, True])
                 lost = how == 20

@@ -142,7 +142,10 @@ class DeviceActions:
             self._pages.moved(session, session.frozen, moves)
             self._pages.no_longer_aside(session)
             session.frozen = ()
-            return e.AttachDone(now=now, session=name, epoch=epoch, seconds=outcome.driver_seconds)
+            return e.AttachDone(
+                now=now, session=name, epoch=epoch,
+                seconds=outcome.driver_seconds, waited=outcome.waited,
+            )  # fmt: skip
         if outcome.status == "gone":
             return e.SessionEnded(now=now, session=name, reason="its process has ended")
         lost = outcome.status in ("failed", "hung")
@@ -395,6 +398,7 @@ class DeviceActions:
             suspended=suspended,
             cuda=cuda,
             seconds=outcome.driver_seconds,
+            waited=outcome.waited,
         )
 
     def _refused(self, action: e.Suspend, kind: Obstacle, why: str) -> None:

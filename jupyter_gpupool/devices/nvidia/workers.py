@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
+from dataclasses import replace
 from typing import Any, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, TypeVar
 
 from ... import procfs
 from ...errors import DriverError
 from ...procfs import ProcessId
 from ..children import Child
-from ..model import SuspendOutcome
+from ..model import ResumeOutcome, SuspendOutcome
 from .calls import SessionCalls
 from .interpreter import PROGRAMS
 from .operations import Operation
@@ -144,10 +146,14 @@ class Workers:
         alone: bool = False,
     ) -> _T:
         async def perform() -> _T:
+            asked = time.monotonic()
             async with self.locked(devices):
+                waited = time.monotonic() - asked
                 late = await self._forget_settling(root)
                 operation = self.operation(self.children[devices[0]], root, session, alone=alone)
                 result = await run(operation)
+                if isinstance(result, (SuspendOutcome, ResumeOutcome)):
+                    result = replace(result, waited=waited)
             if not (isinstance(result, SuspendOutcome) and result.status == "suspended"):
                 operation.late += [process for process in late if process not in operation.late]
             self._settle(operation, root, session, devices)
