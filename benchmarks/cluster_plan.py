@@ -33,8 +33,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.common import budget, percentile
-from jupyter_gpupool.cluster import ledger as lg
+from jupyter_gpupool.cluster import ledger_events as ev
 from jupyter_gpupool.cluster.budgets import Budgets, Demand
+from jupyter_gpupool.cluster.ledger import Ledger
 from jupyter_gpupool.cluster.messages import (
     Epoch,
     Key,
@@ -78,7 +79,7 @@ class Simulation:
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.count = itertools.count()
         self.nodes = {f"node{n}": Node(f"node{n}", shards) for n in range(nodes)}
-        self.ledgers: list[lg.Ledger | None] = [self.ledger(0) for _ in range(shards)]
+        self.ledgers: list[Ledger | None] = [self.ledger(0) for _ in range(shards)]
         self.ledger_cpu = [0.0] * shards
         self.node_cpu = 0.0
         self.messages = [0] * shards
@@ -93,11 +94,11 @@ class Simulation:
             for shard in range(shards):
                 self.at(self.random.random() * INTERVAL, lambda n=node, s=shard: self.beat(n, s))
 
-    def ledger(self, life: int) -> lg.Ledger:
+    def ledger(self, life: int) -> Ledger:
         users = {"*": {"leases": USER_SLICES}}
         groups = len(self.nodes) * KERNELS // PER_USER // PER_GROUP + 1
         limits = {f"group{n}": {"leases": GROUP_SLICES} for n in range(groups)}
-        return lg.Ledger(f"life{life}", {"user": users, "group": limits}, self.nodes, self.now)
+        return Ledger(f"life{life}", {"user": users, "group": limits}, self.nodes, self.now)
 
     def shard_of(self, key: Key) -> int:
         return zlib.crc32(key.name.encode()) % self.shards
@@ -199,12 +200,12 @@ class Simulation:
             return
         begun = time.thread_time()
         actions = ledger.handle(
-            lg.Reported(now=self.now, report=report_from_json(json.loads(text)))
+            ev.Reported(now=self.now, report=report_from_json(json.loads(text)))
         )
         answers = [
             (action.answer.node, json.dumps(loan_to_json(action.answer)))
             for action in actions
-            if isinstance(action, lg.Send)
+            if isinstance(action, ev.Send)
         ]
         self.ledger_cpu[shard] += time.thread_time() - begun
         if self.died_at and all(one is not None and one.serving for one in self.ledgers):

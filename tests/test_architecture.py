@@ -175,7 +175,18 @@ def test_only_devices_itself_chooses_the_vendor():
 
 
 #: Modules of ``cluster`` that decide, as the pool does.
-PURE = [PACKAGE / "cluster" / f"{name}.py" for name in ("messages", "ledger", "budgets", "overlay")]
+PURE = [
+    PACKAGE / "cluster" / f"{name}.py"
+    for name in (
+        "messages",
+        "ledger_events",
+        "ledger_nodes",
+        "queues",
+        "ledger",
+        "budgets",
+        "overlay",
+    )
+]
 
 
 def test_the_pool_and_the_ledger_read_no_clock_and_do_no_io():

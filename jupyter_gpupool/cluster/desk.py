@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import ledger as lg
+from . import ledger_events as ev
+from .ledger import Ledger
 from .messages import loan_to_json, report_from_json
 
 _LOG = logging.getLogger(__name__)
@@ -33,14 +34,14 @@ class Desk:
 
     def __init__(
         self,
-        limits: lg.Limits,
+        limits: ev.Limits,
         members: Iterable[str],
         post: Callable[[str, str], None],
         *,
         ttl: float = TTL,
         margin: float = MARGIN,
     ) -> None:
-        self._ledger = lg.Ledger(
+        self._ledger = Ledger(
             secrets.token_hex(8), limits, members, time.monotonic(), ttl=ttl, margin=margin
         )
         self._post = post
@@ -58,22 +59,22 @@ class Desk:
             If it is none.
         """
         report = report_from_json(json.loads(text))
-        self._do(lg.Reported(now=time.monotonic(), report=report))
+        self._do(ev.Reported(now=time.monotonic(), report=report))
         return report.node
 
     def fence(self, node: str) -> None:
         """Note that no kernel runs on a node any more, as an admin says."""
-        self._do(lg.Fenced(now=time.monotonic(), node=node))
+        self._do(ev.Fenced(now=time.monotonic(), node=node))
 
-    def change(self, limits: lg.Limits, members: Iterable[str]) -> None:
+    def change(self, limits: ev.Limits, members: Iterable[str]) -> None:
         """Take other limits and members."""
         now = time.monotonic()
-        self._do(lg.LimitsChanged(now=now, limits=limits))
-        self._do(lg.MembersChanged(now=now, names=frozenset(members)))
+        self._do(ev.LimitsChanged(now=now, limits=limits))
+        self._do(ev.MembersChanged(now=now, names=frozenset(members)))
 
     def view(self) -> dict[str, Any]:
         """Return the members and what counts of each limit, for people."""
-        self._do(lg.Tick(now=time.monotonic()))
+        self._do(ev.Tick(now=time.monotonic()))
         return {
             "epoch": list(self._ledger.epoch),
             "serving": self._ledger.serving,
@@ -89,12 +90,12 @@ class Desk:
             ],
         }
 
-    def _do(self, event: lg.Event) -> None:
+    def _do(self, event: ev.Event) -> None:
         for action in self._ledger.handle(event):
-            if isinstance(action, lg.Send):
+            if isinstance(action, ev.Send):
                 text = json.dumps(loan_to_json(action.answer), separators=(",", ":"))
                 self._post(action.answer.node, text)
-            elif isinstance(action, lg.Stranger):
+            elif isinstance(action, ev.Stranger):
                 if action.node not in self._strangers:
                     self._strangers.add(action.node)
                     _LOG.warning("%s reports and is not in c.GPUPool.cluster_nodes", action.node)
@@ -108,5 +109,5 @@ class Desk:
         if at < float("inf"):
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(
-                max(0.0, at - time.monotonic()), lambda: self._do(lg.Tick(now=time.monotonic()))
+                max(0.0, at - time.monotonic()), lambda: self._do(ev.Tick(now=time.monotonic()))
             )

@@ -39,135 +39,28 @@ would use; for a node that waits, those with the most give up what it lacks.
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Iterable, Literal, Mapping
+from typing import Iterable, Mapping
 
+from .ledger_events import (
+    Action,
+    Event,
+    Fenced,
+    Limits,
+    LimitsChanged,
+    MembersChanged,
+    Reported,
+    Send,
+    Stop,
+    Stranger,
+)
+from .ledger_nodes import Node, NodeView
 from .messages import Epoch, Holding, Key, Loan, Report
+from .queues import Queues
 
-#: By user or group name and resource; ``"*"`` stands for all users without an entry.
-Limits = Mapping[str, Mapping[str, Mapping[str, int]]]
+#: Limits that are remembered: days pass, and users come and go.
+MOST_KNOWN = 100_000
 
-#: Unconfirmed offers to one node that are kept apart; more are merged, which counts no less.
-OFFERS = 16
-
-
-# --------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """Base of all events; ``now`` is in seconds, of any steady clock."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reported(Event):
-    """A node's report has arrived."""
-
-    report: Report
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MembersChanged(Event):
-    """The list of nodes: all that may have ceilings, those included that are dead or silent.
-
-    A node that is no longer in it counts as fenced.
-    """
-
-    names: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fenced(Event):
-    """An admin says that no kernel runs on this node any more.
-
-    A ledger that starts later does not know it: take a node that does not come back from the list.
-    """
-
-    node: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitsChanged(Event):
-    """The quotas have been read again."""
-
-    limits: Limits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick(Event):
-    """Time has passed; see :meth:`Ledger.next_wakeup`."""
-
-
-# --------------------------------------------------------------------------- actions
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send this answer to its node."""
-
-    answer: Loan
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Another ledger has taken over: end, and send nothing more."""
-
-    by: Epoch
-
-
-@dataclass(frozen=True, slots=True)
-class Stranger:
-    """A node has reported that is not in the list of members: it gets nothing."""
-
-    node: str
-
-
-Action = Send | Stop | Stranger
-
-#: ``unheard``: since the ledger started. ``fenced``: its ceilings are about to be free.
-NodeState = Literal["present", "silent", "unheard", "fenced", "gone"]
-
-# --------------------------------------------------------------------------- state
-
-
-@dataclass(slots=True)
-class Node:
-    """What the ledger knows of one member."""
-
-    name: str
-    life: int = 0
-    #: This life of the ledger has read a report of it.
-    heard: bool = False
-    #: It has left, or was fenced, in this life: nothing of it counts.
-    gone: bool = False
-    number: int = 0
-    #: When the last report arrived; for a node that was not heard: when the ledger learnt of it.
-    seen: float = 0.0
-    serial: int = 0
-    version: int = -1
-    holdings: Mapping[Key, Holding] = field(default_factory=dict)
-    waits: tuple[Mapping[Key, int], ...] = ()
-    #: (serial number, ceilings) of offers that it has not confirmed.
-    offers: deque[tuple[int, dict[Key, int]]] = field(default_factory=deque)
-    #: What counts of each key.
-    counted: dict[Key, int] = field(default_factory=dict)
-    #: It is fenced, and its ceilings are free at this time.
-    free_at: float = math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class NodeView:
-    """One node, for people."""
-
-    name: str
-    life: int
-    state: NodeState
-    #: Seconds since its last report.
-    age: float
-    counted: Mapping[Key, int]
+NOTHING = Holding()
 
 
 class Ledger:
@@ -197,9 +90,13 @@ class Ledger:
     ) -> None:
         self.epoch = Epoch(1, name)
         self.nodes = {member: Node(member, seen=now) for member in members}
+        #: Nodes that are fenced, and whose ceilings are not yet free.
+        self._fenced: dict[str, Node] = {}
         self.stopped = False
         self.ttl, self.margin = ttl, margin
         self._limits = limits
+        #: Limits that were looked up since these are in force.
+        self._known: dict[Key, int | None] = {}
         self._now = now
         self._serving = False
         #: What nodes that are gone have used up.
@@ -207,15 +104,11 @@ class Ledger:
         self._version = 1
         #: What counts of each key, over all nodes and what is spent.
         self._totals: dict[Key, int] = {}
-        #: By key: the nodes of which something counts, and some of which nothing does any more.
+        #: By key: the nodes of which something counts.
         self._holders: dict[Key, set[str]] = {}
         #: What all nodes would keep of each key.
         self._keeps: dict[Key, int] = {}
-        #: By key: the nodes that wait, the longest wait first, and what each needs. The order of
-        #: two nodes is the same in all keys.
-        self._queues: dict[Key, dict[str, int]] = {}
-        #: The keys that each node waits for.
-        self._waiting: dict[str, Mapping[Key, int]] = {}
+        self._queues = Queues(self._is_silent)
 
     # ------------------------------------------------------------------ the door
 
@@ -236,14 +129,15 @@ class Ledger:
             self._fence(event.node)
         elif isinstance(event, LimitsChanged):
             self._limits = event.limits
+            self._known.clear()
         if not self.stopped:
-            for node in [node for node in self.nodes.values() if node.free_at <= self._now]:
+            for node in [node for node in self._fenced.values() if node.free_at <= self._now]:
                 actions += self._forget(node)
         return actions
 
     def next_wakeup(self) -> float:
         """Return when the ledger needs a :class:`Tick`; infinity if it needs none."""
-        return min((node.free_at for node in self.nodes.values()), default=math.inf)
+        return min((node.free_at for node in self._fenced.values()), default=math.inf)
 
     @property
     def serving(self) -> bool:
@@ -257,11 +151,16 @@ class Ledger:
 
     def limit_of(self, key: Key) -> int | None:
         """Return the limit of a key; None if there is none."""
+        if key in self._known:
+            return self._known[key]
         known = self._limits.get(key.kind, {})
         found = known.get(key.name)
         if found is None and key.kind == "user":
             found = known.get("*")
-        return None if found is None else found.get(key.resource)
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        self._known[key] = limit = None if found is None else found.get(key.resource)
+        return limit
 
     def counted(self, key: Key) -> int:
         """Return how much of a key the nodes may use at most, and have used up."""
@@ -269,21 +168,11 @@ class Ledger:
 
     def views(self) -> list[NodeView]:
         """Return all members, by name."""
-        return [
-            NodeView(
-                node.name, node.life, self._state(node), self._now - node.seen, dict(node.counted)
-            )
-            for node in sorted(self.nodes.values(), key=lambda node: node.name)
-        ]
+        nodes = sorted(self.nodes.values(), key=lambda node: node.name)
+        return [node.view(self._now, self.ttl) for node in nodes]
 
-    def _state(self, node: Node) -> NodeState:
-        if node.gone:
-            return "gone"
-        if node.free_at < math.inf:
-            return "fenced"
-        if not node.heard:
-            return "unheard"
-        return "silent" if self._now - node.seen > self.ttl else "present"
+    def _is_silent(self, name: str) -> bool:
+        return self._now - self.nodes[name].seen > self.ttl
 
     # ------------------------------------------------------------------ reports
 
@@ -305,7 +194,7 @@ class Ledger:
             return [Send(self._answer(node))]
         node.seen = self._now
         if node.free_at < math.inf and not report.leaves:
-            node.free_at = math.inf  # it lives
+            self._unfence(node)  # it lives
         # While it obeys an earlier ledger, what it has can still change.
         if report.epoch == self.epoch and report.spent is not None and not node.heard:
             node.heard = True
@@ -333,7 +222,7 @@ class Ledger:
         """Let the offers to an earlier life count no more: no node applies them."""
         for key, amount in node.counted.items():
             # A broker that has lost its journal does not know what it has used up.
-            now = report.holdings.get(key, Holding())
+            now = report.holdings.get(key, NOTHING)
             if key.window and amount > max(now.used, now.ceiling):
                 self._spend(key, amount - max(now.used, now.ceiling))
         node.life, node.number, node.serial, node.version = report.life, 0, 0, -1
@@ -356,33 +245,48 @@ class Ledger:
         """Count what a report says; return the keys of which there is more now."""
         while node.offers and node.offers[0][0] <= report.applied:
             node.offers.popleft()
-        self._drop_keeps(node)
-        old, node.holdings, node.counted = node.counted, report.holdings, {}
+        old, node.counted = node.counted, {}
+        before, node.holdings = node.holdings, report.holdings
         freed, node.waits = [], report.waits
-        if not node.waits and node.name in self._waiting:
-            freed += self._leave_queues(node.name)
+        if not node.waits and node.name in self._queues:
+            freed += self._queues.drop(node.name)
         for key, held in report.holdings.items():
             if amount := max(held.ceiling, held.used):
                 node.counted[key] = amount
-            if held.keep:
-                self._keeps[key] = self._keeps.get(key, 0) + held.keep
+            if more := held.keep - before.get(key, NOTHING).keep:
+                self._keep(key, more)
+        for key, held in before.items():
+            if key not in report.holdings:
+                self._keep(key, -held.keep)
         for _, ceilings in node.offers:
             for key, amount in ceilings.items():
-                node.counted[key] = max(amount, node.counted.get(key, 0))
-        for key in dict.fromkeys((*old, *node.counted)):
-            self._holders.setdefault(key, set()).add(node.name)
-            more = node.counted.get(key, 0) - old.get(key, 0)
-            self._add(key, more)
-            if more < 0:
+                if amount > node.counted.get(key, 0):
+                    node.counted[key] = amount
+        for key, amount in node.counted.items():
+            if more := amount - old.get(key, 0):
+                self._add(key, more)
+                if key not in old:
+                    self._holders.setdefault(key, set()).add(node.name)
+                if more < 0:
+                    freed.append(key)
+        for key, amount in old.items():
+            if key not in node.counted:
+                self._add(key, -amount)
+                self._drop_holder(key, node.name)
                 freed.append(key)
         return freed
 
-    def _drop_keeps(self, node: Node) -> None:
-        for key, held in node.holdings.items():
-            if held.keep:
-                self._keeps[key] -= held.keep
-                if not self._keeps[key]:
-                    del self._keeps[key]
+    def _keep(self, key: Key, more: int) -> None:
+        keeps = self._keeps.get(key, 0) + more
+        if keeps:
+            self._keeps[key] = keeps
+        else:
+            self._keeps.pop(key, None)
+
+    def _drop_holder(self, key: Key, name: str) -> None:
+        self._holders[key].discard(name)
+        if not self._holders[key]:
+            del self._holders[key]
 
     def _add(self, key: Key, amount: int) -> None:
         total = self._totals.get(key, 0) + amount
@@ -395,13 +299,13 @@ class Ledger:
 
     def _lend(self, node: Node) -> list[Action]:
         """Answer a report: offer new ceilings, and ask others for what the node waits for."""
-        waited = self._waiting.get(node.name, {})
+        waited = self._queues.of(node.name)
         new = self._ceilings(node)
-        ceilings = {k: n for k, n in new.items() if n != node.holdings.get(k, Holding()).ceiling}
+        ceilings = {k: n for k, n in new.items() if n != node.holdings.get(k, NOTHING).ceiling}
         self._offer(node, ceilings)
         actions: list[Action] = [Send(self._answer(node, ceilings))]
         asked: dict[str, bool] = {}
-        for key, need in self._waiting.get(node.name, {}).items():
+        for key, need in self._queues.of(node.name).items():
             if key not in waited:
                 asked.update(dict.fromkeys(self._keep_unused(key, need), True))
         for name in asked:
@@ -413,7 +317,7 @@ class Ledger:
         """Offer a node more without a report of it; with ``less`` also smaller ceilings."""
         ceilings: dict[Key, int] = {}
         for key, new in self._ceilings(node).items():
-            last = _last(node, key)
+            last = node.last_offer(key)
             if new > last or (less and new < last):
                 ceilings[key] = new
         if not ceilings:
@@ -425,80 +329,69 @@ class Ledger:
         """Return the ceilings that a node should have, of keys with a limit; note if it waits."""
         extra: dict[Key, int] = {}
         unserved: Mapping[Key, int] = {}
-        left = _Left(self, node)
         for wait in node.waits:
             limited = {key: need for key, need in wait.items() if self.limit_of(key) is not None}
-            used = {key: self._used(node, key) + extra.get(key, 0) for key in limited}
-            if all(used[key] + need <= left.of(key) for key, need in limited.items()):
+            if all(
+                node.used(key) + extra.get(key, 0) + need <= self._left(node, key)
+                for key, need in limited.items()
+            ):
                 for key, need in limited.items():
                     extra[key] = extra.get(key, 0) + need
             elif not unserved and all(
                 need <= (self.limit_of(key) or 0) for key, need in limited.items()
             ):
                 unserved = limited
-        self._queue(node, unserved)
+        # How much nodes that wait for longer need does not change by this.
+        self._queues.put(node.name, unserved)
         found: dict[Key, int] = {}
-        for key in {**node.holdings, **extra}:
-            if self.limit_of(key) is None:
+        for key in {**node.holdings, **extra} if extra else node.holdings:
+            limit = self.limit_of(key)
+            if limit is None:
                 continue
-            held = node.holdings.get(key, Holding())
-            new = held.used + extra.get(key, 0)
-            found[key] = max(new, min(self._part(key, held.keep), left.unused(key)))
+            held = node.holdings.get(key, NOTHING)
+            found[key] = held.used + extra.get(key, 0) if extra else held.used
+            if held.keep > found[key]:
+                # What all would keep is divided, rounded up.
+                keep, keeps = held.keep, self._keeps[key]
+                part = keep if keeps <= limit else -(-limit * keep // keeps)
+                found[key] = max(found[key], min(part, self._unused(node, key)))
         return found
 
-    def _part(self, key: Key, keep: int) -> int:
-        """Return how much of a key a node may keep that would keep ``keep``, rounded up."""
-        limit, keeps = self.limit_of(key) or 0, self._keeps.get(key, 0)
-        return keep if keeps <= limit else -(-limit * keep // keeps)
+    def _left(self, node: Node, key: Key) -> int:
+        """Return the most of a key that the sessions of a node may use."""
+        # What it was just offered for a session stays, or two nodes would take it from each other.
+        kept = min(self._free(node, key), node.last_offer(key))
+        return max(self._unused(node, key), kept)
 
-    def _used(self, node: Node, key: Key) -> int:
-        held = node.holdings.get(key)
-        return 0 if held is None else held.used
+    def _unused(self, node: Node, key: Key) -> int:
+        """Return the most of a key that a node may keep: not what nodes before it wait for."""
+        free = self._free(node, key)
+        return free - self._queues.before(key, node.name, free)
 
-    def _queue(self, node: Node, needs: Mapping[Key, int]) -> None:
-        """Let a node wait for these amounts; {}: for nothing. Its place stays for the same keys."""
-        if needs.keys() != self._waiting.get(node.name, {}).keys():
-            self._leave_queues(node.name)
-        if needs:
-            self._waiting[node.name] = needs
-            for key, need in needs.items():
-                self._queues.setdefault(key, {})[node.name] = need
-
-    def _leave_queues(self, name: str) -> list[Key]:
-        keys = [*self._waiting.pop(name, ())]
-        for key in keys:
-            self._queues[key].pop(name, None)
-            if not self._queues[key]:
-                del self._queues[key]
-        return keys
-
-    def before(self, key: Key, node: Node) -> int:
-        """Return how much of a key is kept for nodes that wait for longer than ``node``."""
-        found = 0
-        for name, need in [*self._queues.get(key, {}).items()]:
-            if name == node.name:
-                break
-            if self._now - self.nodes[name].seen > self.ttl:
-                self._leave_queues(name)  # silent since
-            else:
-                found += need
-        return found
+    def _free(self, node: Node, key: Key) -> int:
+        """Return what no other node has of a key."""
+        return (self.limit_of(key) or 0) - self.counted(key) + node.counted.get(key, 0)
 
     def _push_all(self, keys: Iterable[Key], but: str = "") -> list[Action]:
-        """Offer what has come free of ``keys`` to the nodes that wait for it."""
-        waiting = dict.fromkeys(name for key in keys for name in self._queues.get(key, ()))
+        """Offer what has come free of ``keys`` to the nodes that wait for it.
+
+        Only to those that it reaches in the order of their waits: a queue may be long.
+        """
+        reached = dict.fromkeys(
+            name
+            for key in keys
+            for name in self._queues.reached(key, (self.limit_of(key) or 0) - self.counted(key))
+        )
         return [
-            action for name in waiting if name != but for action in self._push(self.nodes[name])
+            action for name in reached if name != but for action in self._push(self.nodes[name])
         ]
 
     def _keep_unused(self, key: Key, need: int) -> list[str]:
         """Return the nodes that keep the most of a key unused, until that is ``need``."""
         found = []
-        for name in [*self._holders.get(key, ())]:
+        for name in self._holders.get(key, ()):
             node = self.nodes[name]
-            if key not in node.counted:
-                self._holders[key].discard(name)
-            elif (spare := node.counted[key] - self._used(node, key)) > 0:
+            if (spare := node.counted[key] - node.used(key)) > 0:
                 found.append((spare, name))
         names: list[str] = []
         for spare, name in sorted(found, reverse=True):
@@ -512,11 +405,7 @@ class Ledger:
         """Count an offer from now on; the next answer makes it."""
         if not ceilings:
             return
-        node.offers.append((node.serial + 1, ceilings))
-        if len(node.offers) > OFFERS:
-            (_, first), (serial, second) = node.offers.popleft(), node.offers.popleft()
-            both = {key: max(first.get(key, 0), second.get(key, 0)) for key in {**first, **second}}
-            node.offers.appendleft((serial, both))
+        node.note_offer(ceilings)
         for key, amount in ceilings.items():
             had = node.counted.get(key, 0)
             if amount > had:
@@ -526,9 +415,7 @@ class Ledger:
 
     def _answer(self, node: Node, ceilings: Mapping[Key, int] = {}) -> Loan:
         node.serial += 1
-        wanted = frozenset(
-            key for key in node.counted if any(n != node.name for n in self._queues.get(key, ()))
-        )
+        wanted = self._queues.wanted(node.counted, but=node.name)
         return Loan(
             node.name, node.life, node.number, self.epoch, node.serial, ceilings, wanted, self.ttl,
             self._version, self._spent if node.version != self._version else None, node.gone,
@@ -540,54 +427,27 @@ class Ledger:
         node = self.nodes.get(name)
         if node is not None and node.free_at == math.inf and not node.gone:
             node.free_at = node.seen + self.ttl + self.margin
+            self._fenced[name] = node
+
+    def _unfence(self, node: Node) -> None:
+        node.free_at = math.inf
+        self._fenced.pop(node.name, None)
 
     def _forget(self, node: Node) -> list[Action]:
         """Count no ceiling of a node any more, except what it has used up."""
         freed = []
         for key, amount in node.counted.items():
             self._add(key, -amount)
+            self._drop_holder(key, node.name)
             if key.window:
                 self._spend(key, amount)
             else:
                 freed.append(key)
-        self._leave_queues(node.name)
-        self._drop_keeps(node)
+        self._queues.drop(node.name)
+        for key, held in node.holdings.items():
+            self._keep(key, -held.keep)
         node.counted, node.holdings, node.waits = {}, {}, ()
-        node.free_at, node.gone = math.inf, True
+        self._unfence(node)
+        node.gone = True
         node.offers.clear()
         return self._push_all(freed) if self.serving else []
-
-
-class _Left:
-    """How much a node may have of each key, without what nodes before it wait for."""
-
-    def __init__(self, ledger: Ledger, node: Node) -> None:
-        self._ledger = ledger
-        self._node = node
-        self._known: dict[Key, int] = {}
-
-    def of(self, key: Key) -> int:
-        """Return the most that sessions may use."""
-        if key not in self._known:
-            # What it was just offered for a session stays, or two nodes would take it from each
-            # other.
-            kept = min(self._free(key), _last(self._node, key)) if self._node.waits else 0
-            self._known[key] = max(self.unused(key), kept)
-        return self._known[key]
-
-    def unused(self, key: Key) -> int:
-        """Return the most that it may keep for sessions to come."""
-        return self._free(key) - self._ledger.before(key, self._node)
-
-    def _free(self, key: Key) -> int:
-        others = self._ledger.counted(key) - self._node.counted.get(key, 0)
-        return (self._ledger.limit_of(key) or 0) - others
-
-
-def _last(node: Node, key: Key) -> int:
-    """Return the ceiling that a node was offered last."""
-    for _, offered in reversed(node.offers):
-        if key in offered:
-            return offered[key]
-    held = node.holdings.get(key)
-    return 0 if held is None else held.ceiling

@@ -24,7 +24,7 @@ from ..config import load_settings
 from ..errors import GPUPoolError
 from ..protocol import MAX_LINE
 from .desk import MARGIN, TTL, Desk
-from .ledger import Limits
+from .ledger_events import Limits
 from .overlay import limits_of
 
 _LOG = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Callable, Iterable
 
 from ..pool.groups import path
 from ..pool.model import Charge, Owner, PoolSettings, Quota
-from .ledger import Limits
+from .ledger_events import Limits
 from .messages import Key
 
 #: The limits of a quota that machines share.

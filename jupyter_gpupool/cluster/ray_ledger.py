@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 from ..config import load_settings
 from .courier import AGAIN, carry
 from .desk import MARGIN, TTL, Desk
-from .ledger import Limits
+from .ledger_events import Limits
 from .overlay import limits_of
 
 _LOG = logging.getLogger(__name__)

@@ -285,11 +285,17 @@ class Facts:
         elsewhere = self.settings.elsewhere_groups.get(group, 0)
         return elsewhere if known is None else known.memory + elsewhere
 
-    def elsewhere_text(self, owner: str, group: str = "") -> str:
-        """Return why other machines keep a part of a quota, or (``group``) a cap; "" if none do."""
+    def elsewhere_text(self, owner: str, limit: str, group: str = "") -> str:
+        """Return why other machines keep a part of this limit of a quota, or of a group's cap.
+
+        "" if none do: what they have of another limit does not explain a wait for this one.
+        """
         rules = self.settings
-        kept = rules.elsewhere_groups.get(group) if group else rules.elsewhere.get(owner)
-        return rules.elsewhere_reason if kept else ""
+        if group:
+            return rules.elsewhere_reason if rules.elsewhere_groups.get(group) else ""
+        found = OwnerUsage()
+        found.add(rules.elsewhere.get(owner) or (0, 0, 0))
+        return rules.elsewhere_reason if getattr(found, limit) else ""
 
     def leases_of(self, owner: str) -> Iterable[Session]:
         """Return the owner's sessions that have a lease."""

@@ -457,7 +457,7 @@ def make_room(
             return Reason("quota-host", limit=limit, group=group, most=host, lacks=_lack(lacking))
         others = sum(1 for v in draft.sharing(owner, group) if v is not s)
         rule: Rule = "cap" if group else "quota"
-        text = draft.facts.elsewhere_text(owner.name, group)
+        text = draft.facts.elsewhere_text(owner.name, lacks.name, group)
         return Reason(rule, limit=limit, most=lacks.most, count=others, group=group, text=text)
     rule = "host" if lacking else "busy"
     if behind_head and fits_now(draft, needs):

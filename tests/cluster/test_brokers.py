@@ -7,13 +7,14 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 
 from jupyter_gpupool.broker import shared
 from jupyter_gpupool.broker.transport.auth import Access, Peer
-from jupyter_gpupool.errors import RefusedError
+from jupyter_gpupool.errors import GPUPoolError, RefusedError
 from tests.broker.kit import remove, short_folder, wait_until
 
 from .kit import QUOTA, Cluster
@@ -123,53 +124,87 @@ def test_a_killed_agent_is_replaced_without_a_loss(cluster):
     third.wait_state("queued")
 
 
-def churn(cluster, steps, seed):
-    """Take and drop slices anywhere, and kill; return how many were granted."""
-    chance, granted = random.Random(seed), 0
-    kernels = [cluster.kernel(name) for name in cluster.names for _ in range(2)]
-    waiting, holding, number = {}, {}, 0
-    for step in range(steps):
-        kernel = chance.choice(kernels)
-        if kernel in holding:
-            kernel.do("drop", hold=holding.pop(kernel))
-            kernel.server.call("release", session=kernel.session)
-        elif kernel not in waiting:
-            number += 1
-            waiting[kernel] = f"h{number}"
-            kernel.do("ask", hold=f"h{number}")
-        for other in [*waiting]:
-            if other.state() in ("active", "idle"):
-                hold = waiting.pop(other)
-                other.do("got", hold=hold)
-                holding[other] = hold
-                granted += 1
-        if step % 12 == 11:
-            victim = chance.choice(["ledger", "agent", "broker"])
-            name = chance.choice(cluster.names)
-            if victim == "ledger":
-                cluster.ledger.kill()
-                cluster.ledger.start()
-            elif victim == "agent":
-                cluster.agents[name].kill()
-                cluster.agents[name].start()
+class Churn:
+    """Takes and drops slices on all machines, and kills what carries the quota."""
+
+    #: Steps between two kills.
+    STEPS = 40
+
+    def __init__(self, cluster, seed):
+        self.cluster, self.chance = cluster, random.Random(seed)
+        self.kernels = [cluster.kernel(name) for name in cluster.names for _ in range(2)]
+        self.waiting, self.holding = {}, {}
+        self.granted = self.asked = self.kills = 0
+
+    def step(self):
+        """Let a kernel ask or stop, take what was granted, and count all slices."""
+        kernels = [kernel for kernel in self.kernels if kernel not in self.waiting]
+        if kernels:
+            kernel = self.chance.choice(kernels)
+            if kernel in self.holding:
+                self.give_back(kernel)
             else:
-                cluster.brokers[name].kill()
-                assert cluster.brokers[name].started
-                for other in kernels:
-                    if other.broker.socket == cluster.brokers[name].socket and other in holding:
-                        other.wait_state("active", "idle")
-        assert cluster.attached() <= QUOTA
-    return granted
+                self.asked += 1
+                self.waiting[kernel] = f"h{self.asked}"
+                kernel.do("ask", hold=self.waiting[kernel])
+            self.look()
+        else:
+            wait_until(self.look, "a waiting kernel to be served")
+
+    def look(self):
+        """Take what was granted; return whether that was something."""
+        sessions = {
+            s["id"]: s for b in self.cluster.brokers.values() for s in b.status()["sessions"]
+        }
+        assert sum(bool(s["slices"]) for s in sessions.values()) <= QUOTA
+        served = [k for k in self.waiting if sessions[k.session]["state"] in ("active", "idle")]
+        for kernel in served:
+            self.holding[kernel] = self.waiting.pop(kernel)
+            kernel.do("got", hold=self.holding[kernel])
+        self.granted += len(served)
+        return bool(served)
+
+    def give_back(self, kernel):
+        """Release a slice, as soon as the broker knows that the cell has ended."""
+        kernel.do("drop", hold=self.holding.pop(kernel))
+
+        def is_released():
+            with suppress(GPUPoolError), kernel.broker.client() as client:
+                client.call("release", session=kernel.session)
+            return kernel.state() not in ("active", "idle")
+
+        wait_until(is_released, "the slice to come back")
+
+    def kill(self):
+        """Kill the ledger, an agent or a broker, and start it again."""
+        self.kills += 1
+        name = self.chance.choice(self.cluster.names)
+        victim = self.chance.choice(["ledger", "agent", "broker"])
+        if victim == "broker":
+            broker = self.cluster.brokers[name]
+            broker.kill()
+            assert broker.started
+            for kernel in self.holding:
+                if kernel.broker is broker:
+                    kernel.wait_state("active", "idle")
+        else:
+            process = self.cluster.ledger if victim == "ledger" else self.cluster.agents[name]
+            process.kill()
+            process.start()
 
 
 @pytest.mark.long
 def test_ten_thousand_leases_with_kills_exceed_no_quota(cluster):
-    granted = 0
-    for seed in range(1000):
-        granted += churn(cluster, 240, seed)
+    granted = kills = 0
+    for seed in range(100):
+        churn = Churn(cluster, seed)
+        while churn.granted < 100:
+            for _ in range(churn.STEPS):
+                churn.step()
+            churn.kill()
+        granted, kills = granted + churn.granted, kills + churn.kills
         cluster.end_kernels()
-        if granted >= 10_000:
-            break
+        print(f"{granted} leases, {kills} kills")
     assert granted >= 10_000
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -17,8 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jupyter_gpupool.cluster import ledger as lg
+from jupyter_gpupool.cluster import ledger_events as ev
 from jupyter_gpupool.cluster.budgets import Budgets, Demand
+from jupyter_gpupool.cluster.ledger import Ledger
 from jupyter_gpupool.cluster.messages import Epoch, Holding, Loan, Report
 
 from .world import LIMITS, SECONDS, USERS, Node, World, keys_of
@@ -153,7 +155,7 @@ def test_a_fenced_node_is_freed_after_its_own_time_out(world):
     world.ask("n0", "ada", 8)
     world.settle(1)
     world.crash("n0")
-    world.do(world.current, lg.Fenced(now=world.now, node="n0"))
+    world.do(world.current, ev.Fenced(now=world.now, node="n0"))
     world.ask("n1", "ada", 8)
     world.settle(1, silent={"n0"})
     assert sizes(world)["n1"] == 0
@@ -165,7 +167,7 @@ def test_a_fenced_node_is_freed_after_its_own_time_out(world):
 def test_a_fenced_node_that_lives_begins_a_new_life(world):
     world.ask("n0", "ada", 4)
     world.settle(1)
-    world.do(world.current, lg.Fenced(now=world.now, node="n0"))
+    world.do(world.current, ev.Fenced(now=world.now, node="n0"))
     world.advance(11)
     life = world.nodes["n0"].budgets.life
     world.settle()
@@ -223,7 +225,7 @@ def test_a_node_that_is_no_member_gets_nothing(world):
     world.ask("n9", "ada", 1)
     world.settle(2)
     assert sizes(world)["n9"] == 0
-    world.do(world.current, lg.MembersChanged(now=world.now, names=frozenset(world.nodes)))
+    world.do(world.current, ev.MembersChanged(now=world.now, names=frozenset(world.nodes)))
     world.settle(2)
     assert sizes(world)["n9"] == 1
 
@@ -258,10 +260,10 @@ def test_a_ceiling_does_not_fall_below_what_is_in_use(budgets):
 
 
 def test_what_a_restarted_broker_uses_counts_without_a_ceiling():
-    ledger = lg.Ledger("a", LIMITS, ["n0"], 0.0)
+    ledger = Ledger("a", LIMITS, ["n0"], 0.0)
     for number, epoch in ((1, Epoch()), (2, Epoch(1, "a"))):
         report = Report("n0", 7, number, epoch, 0, {ADA: Holding(0, 5)}, (), -1, {})
-        ledger.handle(lg.Reported(now=0.0, report=report))
+        ledger.handle(ev.Reported(now=0.0, report=report))
     assert ledger.counted(ADA) == 5
 
 
@@ -277,6 +279,57 @@ def test_sessions_that_need_two_limits_do_not_block_each_other(world):
             node.running.clear()
             node.tell()
     assert [session for node in world.nodes.values() for session in node.waiting] == []
+
+
+# --------------------------------------------------------------------------- what it costs
+
+
+def lines_of(work):
+    """Return how many lines of the cluster's modules run: the same on any machine."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        if "/cluster/" not in frame.f_code.co_filename:
+            return None
+        count += event == "line"
+        return trace
+
+    old = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(old)
+    return count
+
+
+def lines_to_free(nodes):
+    """Let all nodes but one wait for what this one has; return what its end costs the ledger."""
+    names = [f"n{number}" for number in range(nodes)]
+    world = World(names, [1.0] * nodes)
+    world.settle(2)
+    world.ask("n0", "ada", 8)
+    world.settle(1)
+    for name in names[1:]:
+        world.ask(name, "ada", 2)
+    world.settle(1)
+    world.end("n0")
+    world.report("n0")
+    world.deliver()  # the ledger asks for what has come free
+    world.deliver()
+    world.report("n0")  # and here it is
+    (report,) = (message for _, message in world.wires)
+    actions = []
+    found = lines_of(
+        lambda: actions.extend(world.ledger.handle(ev.Reported(now=world.now, report=report)))
+    )
+    assert [action.answer.node for action in actions] == ["n0", "n1", "n2", "n3", "n4"]
+    return found
+
+
+def test_a_long_queue_costs_no_more_than_what_is_free():
+    assert lines_to_free(60) == lines_to_free(8)
 
 
 # --------------------------------------------------------------------------- everything at once
@@ -376,7 +429,7 @@ class Cluster(RuleBasedStateMachine):
         for ledger in [*self.world.ledgers]:
             if not self.world.ledgers[ledger].nodes[name].heard:
                 self.world.lost += self.world.nodes[name].consumed
-            self.world.do(ledger, lg.Fenced(now=self.world.now, node=name))
+            self.world.do(ledger, ev.Fenced(now=self.world.now, node=name))
 
     @invariant()
     def no_quota_is_exceeded(self):

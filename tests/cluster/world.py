@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from jupyter_gpupool.cluster import ledger as lg
+from jupyter_gpupool.cluster import ledger_events as ev
 from jupyter_gpupool.cluster.budgets import Budgets, Demand
+from jupyter_gpupool.cluster.ledger import Ledger
 from jupyter_gpupool.cluster.messages import (
     Key,
     Loan,
@@ -126,7 +127,7 @@ class World:
         """Start another ledger; those before it go on unless :meth:`kill_ledger` ended them."""
         self.starts += 1
         name = f"l{self.starts}"
-        self.ledgers[name] = lg.Ledger(
+        self.ledgers[name] = Ledger(
             name, LIMITS, self.nodes if members is None else members, self.now, **self.options
         )
         self.current = name
@@ -144,9 +145,9 @@ class World:
         if name not in self.ledgers:
             return
         for action in self.ledgers[name].handle(event):
-            if isinstance(action, lg.Send):
+            if isinstance(action, ev.Send):
                 self.wires.append((name, action.answer))
-            if isinstance(action, lg.Stop):
+            if isinstance(action, ev.Stop):
                 del self.ledgers[name]
                 # Only the one that took over goes on; if it died, somebody starts another.
                 found = action.by.ledger
@@ -161,7 +162,7 @@ class World:
         self.now += seconds
         for name in [*self.ledgers]:
             if self.ledgers[name].next_wakeup() <= self.now:
-                self.do(name, lg.Tick(now=self.now))
+                self.do(name, ev.Tick(now=self.now))
 
     def report(self, name, to=None):
         node = self.nodes[name]
@@ -174,7 +175,7 @@ class World:
         ledger, message = self.wires[at] if keep else self.wires.pop(at)
         if isinstance(message, Report):
             message = report_from_json(report_to_json(message))
-            self.do(ledger, lg.Reported(now=self.now, report=message))
+            self.do(ledger, ev.Reported(now=self.now, report=message))
         elif (node := self.nodes[message.node]).alive:
             node.budgets.answered(loan_from_json(loan_to_json(message)))
             node.serve(self.clock(node))

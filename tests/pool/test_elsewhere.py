@@ -69,6 +69,16 @@ def test_the_reason_names_other_machines(lab):
     assert lab.reason("b") == f"your group lab has its 20 B in use by no kernel here, {rest}"
 
 
+def test_the_reason_names_them_for_the_limit_they_count_in(lab):
+    lab.running("a", 12, owner=ANN)
+    elsewhere(lab, (0, 0, 1))
+    lab.open("b", 8, owner=ANN)
+    lab.hold("b")
+    assert lab.reason("b") == "your quota of 16 B is in use by your other kernel"
+    elsewhere(lab, (1, 0, 1))
+    assert "kernels on other machines use the rest" in lab.reason("b")
+
+
 def test_no_lease_here_is_suspended_when_more_is_elsewhere(lab):
     lab.running("a", 8, owner=ANN)
     assert elsewhere(lab, (16, 2, 2), 20) == []

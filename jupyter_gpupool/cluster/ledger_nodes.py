@@ -1,0 +1,88 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What a ledger knows of each node of its cluster. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal, Mapping
+
+from .messages import Holding, Key
+
+#: Unconfirmed offers to one node that are kept apart; more are merged, which counts no less.
+OFFERS = 16
+
+#: ``unheard``: since the ledger started. ``fenced``: its ceilings are about to be free.
+NodeState = Literal["present", "silent", "unheard", "fenced", "gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node, for people."""
+
+    name: str
+    life: int
+    state: NodeState
+    #: Seconds since its last report.
+    age: float
+    counted: Mapping[Key, int]
+
+
+@dataclass(slots=True)
+class Node:
+    """What the ledger knows of one member."""
+
+    name: str
+    life: int = 0
+    #: This life of the ledger has read a report of it.
+    heard: bool = False
+    #: It has left, or was fenced, in this life: nothing of it counts.
+    gone: bool = False
+    number: int = 0
+    #: When the last report arrived; for a node that was not heard: when the ledger learnt of it.
+    seen: float = 0.0
+    serial: int = 0
+    version: int = -1
+    holdings: Mapping[Key, Holding] = field(default_factory=dict)
+    waits: tuple[Mapping[Key, int], ...] = ()
+    #: (serial number, ceilings) of offers that it has not confirmed.
+    offers: deque[tuple[int, dict[Key, int]]] = field(default_factory=deque)
+    #: What counts of each key.
+    counted: dict[Key, int] = field(default_factory=dict)
+    #: It is fenced, and its ceilings are free at this time.
+    free_at: float = math.inf
+
+    def used(self, key: Key) -> int:
+        """Return how much of a key its sessions used at its last report."""
+        held = self.holdings.get(key)
+        return 0 if held is None else held.used
+
+    def last_offer(self, key: Key) -> int:
+        """Return the ceiling that it was offered last."""
+        for _, offered in reversed(self.offers):
+            if key in offered:
+                return offered[key]
+        held = self.holdings.get(key)
+        return 0 if held is None else held.ceiling
+
+    def note_offer(self, ceilings: dict[Key, int]) -> None:
+        """Note that the next answer offers ``ceilings``."""
+        self.offers.append((self.serial + 1, ceilings))
+        if len(self.offers) > OFFERS:
+            (_, first), (serial, second) = self.offers.popleft(), self.offers.popleft()
+            both = {key: max(first.get(key, 0), second.get(key, 0)) for key in {**first, **second}}
+            self.offers.appendleft((serial, both))
+
+    def view(self, now: float, ttl: float) -> NodeView:
+        """Return what people see of it; without a report for ``ttl`` seconds it is silent."""
+        age = now - self.seen
+        state: NodeState = "silent" if age > ttl else "present"
+        if self.gone:
+            state = "gone"
+        elif self.free_at < math.inf:
+            state = "fenced"
+        elif not self.heard:
+            state = "unheard"
+        return NodeView(self.name, self.life, state, age, dict(self.counted))

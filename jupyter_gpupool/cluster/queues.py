@@ -1,0 +1,93 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Which nodes wait for which key, and in which order. Pure.
+
+The order of two nodes is the same in all keys: that in which they began to wait.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Iterable, Iterator, Mapping
+
+from .messages import Key
+
+
+class Queues:
+    """By key: the nodes that wait for some of it, the longest wait first.
+
+    Parameters
+    ----------
+    is_silent:
+        Whether a node has not reported for too long: it no longer waits.
+    """
+
+    def __init__(self, is_silent: Callable[[str], bool]) -> None:
+        self._is_silent = is_silent
+        #: By key: what each node needs.
+        self._needs: dict[Key, dict[str, int]] = {}
+        #: The keys that each node waits for.
+        self._waiting: dict[str, Mapping[Key, int]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._waiting
+
+    def of(self, name: str) -> Mapping[Key, int]:
+        """Return what a node waits for."""
+        return self._waiting.get(name, {})
+
+    def put(self, name: str, needs: Mapping[Key, int]) -> None:
+        """Let a node wait for these amounts; {}: for nothing. Its place stays for the same keys."""
+        if needs.keys() != self.of(name).keys():
+            self.drop(name)
+        if needs:
+            self._waiting[name] = needs
+            for key, need in needs.items():
+                self._needs.setdefault(key, {})[name] = need
+
+    def drop(self, name: str) -> list[Key]:
+        """Let a node wait no more; return the keys that it waited for."""
+        keys = [*self._waiting.pop(name, ())]
+        for key in keys:
+            self._needs[key].pop(name, None)
+            if not self._needs[key]:
+                del self._needs[key]
+        return keys
+
+    def wanted(self, keys: Iterable[Key], but: str) -> frozenset[Key]:
+        """Return those of ``keys`` that another node than ``but`` waits for."""
+        found = []
+        for key in keys:
+            queue = self._needs.get(key)
+            if queue and (len(queue) > 1 or but not in queue):
+                found.append(key)
+        return frozenset(found)
+
+    def before(self, key: Key, name: str, most: int) -> int:
+        """Return how much is kept for nodes that wait for longer than ``name``.
+
+        Not more than ``most`` is counted: a queue may be long, and what is free short.
+        """
+        if key not in self._needs:
+            return 0
+        found = 0
+        for other, need in self._walk(key):
+            if other == name or found >= most:
+                break
+            found += need
+        return min(found, most)
+
+    def reached(self, key: Key, free: int) -> Iterator[str]:
+        """Return the nodes of a queue that get something if so much is free."""
+        for name, need in self._walk(key):
+            if free <= 0:
+                return
+            yield name
+            free -= need
+
+    def _walk(self, key: Key) -> Iterator[tuple[str, int]]:
+        """Return who waits for a key and for how much; drop the silent ones on the way."""
+        for name, need in [*self._needs.get(key, {}).items()]:
+            if self._is_silent(name):
+                self.drop(name)
+            else:
+                yield name, need
