@@ -173,6 +173,8 @@ async def build(
         core, service, configuration, health=health, aside=aside,
         log=log,
     )  # fmt: skip
+    if shared is not None:
+        shared.drain_with(maintenance)
     hour = HourBook(core, samples)
     monitor = Monitor(
         core, service, configuration, samples=samples, room=room, pressure=pressure,

@@ -305,6 +305,9 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     "account": ({}, {"wait": Number()}),
     # the ledger's answer to a report, as text. ok: -
     "lend": ({"answer": Text(1 << 17)}, {}),
+    # an admin: this machine drains and leaves its cluster. ok: name (of the machine), left (the
+    # ledger counts nothing of it any more), kernels (with a slice), connected (the ledger answers)
+    "leave": ({}, {}),
     # ---- any client
     # ok: the snapshot described in ``broker/messages/snapshot.py``
     "status": ({}, {}),

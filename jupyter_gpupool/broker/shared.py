@@ -28,6 +28,7 @@ from ..pool.model import Charge, Owner, PoolSettings
 from ..protocol import Message
 from .configuration import Configuration
 from .core import Core
+from .gpu.maintenance import Maintenance
 from .store.journal import Journal
 from .transport.auth import owner_of
 from .transport.connection import Connection
@@ -39,8 +40,12 @@ LEAST, LONGEST = 0.05, 60.0
 #: How often a changed budget is applied before a report; each pass can only grant more.
 ROUNDS = 8
 
-#: In the journal's metadata: the number of this broker's life, for the ledger.
-LIFE = "cluster-life"
+#: In the journal's metadata: the number of this broker's life, for the ledger; and "1" while this
+#: machine drains and leaves the cluster.
+LIFE, DRAINS = "cluster-life", "cluster-drains"
+
+#: Why its GPUs are drained then.
+LEAVES = "this machine leaves the cluster"
 
 
 class SharedLimits:
@@ -54,10 +59,12 @@ class SharedLimits:
         self._configuration = configuration
         self._log = log
         self._core: Core | None = None
+        self._journal = journal
+        self._maintenance: Maintenance | None = None
         share = {"memory": settings.cluster_min_share, "devices": 1, "leases": 1}
         self._budgets = Budgets(
             settings.cluster_node or socket.gethostname(), life,
-            on_loss=settings.on_ledger_loss, share=share,
+            on_loss=settings.on_ledger_loss, share=share, drains=journal.meta(DRAINS) == "1",
         )  # fmt: skip
         self._pending: tuple[Connection, int | None] | None = None
         self._timeout: asyncio.TimerHandle | None = None
@@ -71,6 +78,10 @@ class SharedLimits:
         """Look at the sessions of this broker from now on."""
         self._core = core
 
+    def drain_with(self, maintenance: Maintenance) -> None:
+        """Have this take the GPUs out of service when this machine leaves."""
+        self._maintenance = maintenance
+
     # ------------------------------------------------------------------ for the pool
 
     def limits(self, settings: PoolSettings) -> PoolSettings:
@@ -79,7 +90,7 @@ class SharedLimits:
         owners = () if self._core is None else {s.owner.name for s in self._core.sessions}
         return overlay(
             settings, sorted(owners), lambda key: self._budgets.most(key, now),
-            connected=self._budgets.is_connected(now),
+            connected=self._budgets.is_connected(now), drains=self._budgets.drains,
         )  # fmt: skip
 
     def changed(self) -> None:
@@ -157,8 +168,9 @@ class SharedLimits:
                 waits.append((since, {key: n for key in keys if (n := _of(key, lacks))}))
         waits.sort(key=itemgetter(0))
         self._budgets.use(
-            {key: Demand(used[key], keep[key]) for key in keep}, [wait for _, wait in waits]
-        )
+            {key: Demand(used[key], keep[key]) for key in keep}, [wait for _, wait in waits],
+            is_empty=not any(slices for slices, _ in leases.values()),
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ the agent
 
@@ -189,10 +201,48 @@ class SharedLimits:
             ) from None
         # First: a ceiling never falls below what is in use now.
         self._look_at_sessions(core)
+        before = self._budgets.drains
         self._budgets.answered(answer)
+        if self._budgets.drains != before:
+            self._drains_now("the cluster")
         self._settle()
         connection.answer(message.get("id"))
         self._report_if_due()
+
+    def leave(self, connection: Connection, message: Message) -> None:
+        """Drain this machine, so that it leaves; answer how far it is."""
+        peer = connection.peer
+        if not self._configuration.access.is_admin(peer):
+            raise RefusedError(
+                "Only an admin of this machine may take it out of its cluster.",
+                code=Code.NOT_ALLOWED,
+                next_step="Ask root, or one of c.GPUPool.admins.",
+            )
+        if not self._budgets.drains:
+            self._budgets.drain(True)
+            self._drains_now(owner_of(peer.uid).name)
+        self._settle()
+        self._report_if_due()
+        connection.answer(message.get("id"), {
+            "name": self._budgets.node,
+            "left": self._budgets.has_left,
+            "kernels": 0 if self._core is None else len(self._core.pool.leases()),
+            "connected": self._budgets.is_connected(time.monotonic()),
+        })  # fmt: skip
+
+    def _drains_now(self, by: str) -> None:
+        """Drain the GPUs of this machine, or put them back into service."""
+        drains = self._budgets.drains
+        self._journal.remember(DRAINS, "1" if drains else "")
+        assert self._maintenance is not None
+        if drains:
+            self._log.warning("This machine drains and leaves the cluster, by order of %s", by)
+            self._maintenance.drain_all(LEAVES, by)
+        else:
+            self._log.warning("This machine is back in the cluster")
+            self._maintenance.undrain(LEAVES)
+        if self._core is not None:
+            self._core.commit()
 
     def gone(self, connection: Connection) -> None:
         """Forget the request of a connection that has ended."""

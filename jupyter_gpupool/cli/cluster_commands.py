@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The commands of a cluster: join it, see it, fence a machine. They need the extra ``cluster``."""
+"""The commands of a cluster: join it, see it, drain or fence a machine.
+
+All but ``leave`` need the extra ``cluster``.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ import asyncio
 import json
 import logging
 import os
-from collections import defaultdict
 from pathlib import Path
 from typing import Any, Mapping
 
 from ..errors import Code, RefusedError
-from ..units import format_bytes, format_seconds
+from ..units import format_seconds
+from .leaving import carry_out, leave, uses
 from .registry import JSON, SOCKET, Options, argument, command, either
 
 TOKEN = argument(
@@ -53,27 +56,48 @@ def _node(options: Options) -> int:
     )  # fmt: skip
 
 
+#: What may be ordered, and in what state the machine is then.
+ORDERS = {"drain": "left", "resume": "present", "fence": ""}
+
+
 @command(
-    "Several machines", "show the machines of a cluster, or fence one",
-    argument("do", choices=("status", "fence"), help="status, or fence: no kernel runs there"),
-    argument("machine", nargs="?", default="", metavar="MACHINE", help="which one to fence"),
-    argument("--address", required=True, metavar="ADDRESS", help="the head's: 10.0.0.1:6379"),
-    TOKEN, JSON,
+    "Several machines", "show the machines of a cluster, drain or fence one, or leave it",
+    argument(
+        "do", choices=("status", *ORDERS, "leave"), metavar="ORDER",
+        help="status; drain a machine, so that it leaves once no kernel has a slice there; resume: "
+        "take it back; fence: no kernel runs there any more; leave: drain this machine",
+    ),
+    argument("machine", nargs="?", default="", metavar="MACHINE", help="drain, resume or fence it"),
+    argument("--address", default="", metavar="ADDRESS", help="the head's, such as 10.0.0.1:6379"),
+    TOKEN, SOCKET, JSON,
 )  # fmt: skip
 def _cluster(options: Options) -> int:
+    do, machine, address = options.do, options.machine, options.address
+    if (do in ORDERS) != bool(machine):
+        takes = "needs the name of a machine" if do in ORDERS else "takes no name of a machine"
+        raise RefusedError(f"{do} {takes}.", code=Code.BAD_REQUEST)
+    if do == "leave":
+        return leave(options.socket)
     from ..cluster.node import check_ray, token_environment
 
     check_ray()
-    if (options.do == "fence") != bool(options.machine):
+    if not address:
         raise RefusedError(
-            "fence needs the name of a machine, and status takes none.", code=Code.BAD_REQUEST
+            "The cluster is found by the address of its head.",
+            code=Code.BAD_REQUEST,
+            next_step="Give it with --address.",
         )
     os.environ.update(token_environment(options.token, create=False))
-    from ..cluster.ray_ledger import fence, view
+    from ..cluster import ray_ledger as ray
 
-    if options.do == "fence":
-        fence(options.address, options.machine)
-    found = view(options.address)
+    if do in ("drain", "resume"):
+        return carry_out(
+            do, machine, ORDERS[do], look=lambda: ray.view(address),
+            order=lambda: ray.drain(address, machine, do == "drain"),
+        )  # fmt: skip
+    if do == "fence":
+        ray.fence(address, machine)
+    found = ray.view(address)
     print(json.dumps(found, indent=2) if options.json else picture(found))
     return 0
 
@@ -86,9 +110,5 @@ def picture(found: Mapping[str, Any]) -> str:
     for node in found["nodes"]:
         age = f", last heard {format_seconds(node['age'])} ago" if node["life"] else ""
         lines.append(f"{node['name']}: {node['state']}{age}")
-        by_name: dict[str, list[str]] = defaultdict(list)
-        for kind, name, resource, _, amount in node["counted"]:
-            text = format_bytes(amount) if resource == "memory" else f"{amount} {resource}"
-            by_name[f"{kind} {name}"].append(text)
-        lines += [f"  {name} may use {', '.join(parts)}" for name, parts in by_name.items()]
+        lines += [f"  {row}" for row in uses(node)]
     return "\n".join(lines)

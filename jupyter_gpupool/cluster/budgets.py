@@ -43,8 +43,10 @@ class Budgets:
     on_loss: OnLoss = "closed"
     #: By resource: what a user or group may have here under ``min_share``.
     share: Mapping[str, int] = field(default_factory=dict)
-    #: It asks for nothing more, and is no longer counted as soon as it has no session.
-    leaves: bool = False
+    #: It grants and asks for nothing more; once no session has a slice, it is no longer counted.
+    drains: bool = False
+    #: No session of this node has a slice, of a user without a limit neither.
+    is_empty: bool = True
     epoch: Epoch = field(default_factory=Epoch)
     ceilings: dict[Key, int] = field(default_factory=dict)
     uses: dict[Key, Demand] = field(default_factory=dict)
@@ -65,6 +67,9 @@ class Budgets:
     #: The first report to the ledger of ``epoch``. Until one is answered, each has ``spent``.
     _first: int = 1
     _told: bool = False
+    #: The last report when it began or ceased to drain: the ledger knew no later one when it gave
+    #: an order that arrives with a smaller number.
+    _changed: int = -1
     #: When the last reports were sent, by number.
     _sent: dict[int, float] = field(default_factory=dict)
 
@@ -79,14 +84,25 @@ class Budgets:
 
         Sessions that have more keep it, and no other one is added.
         """
+        if self.drains:
+            return 0
         if now < self.until:
             return self.ceilings.get(key, 0)
         return self.share.get(key.resource, 0) if self.on_loss == "min_share" else 0
 
     # ------------------------------------------------------------------ events
 
-    def use(self, uses: Mapping[Key, Demand], waits: Sequence[Mapping[Key, int]] = ()) -> None:
+    def use(
+        self,
+        uses: Mapping[Key, Demand],
+        waits: Sequence[Mapping[Key, int]] = (),
+        *,
+        is_empty: bool = False,
+    ) -> None:
         """Take what the broker's sessions use and wait for now: all of it, not only a change."""
+        if is_empty != self.is_empty:
+            self.is_empty = is_empty
+            self.due = self.due or self.drains
         new = tuple(waits[:MOST_WAITS])
         if new != self.waits and any(
             key not in self.ceilings or uses.get(key, Demand()).used + need > self.ceilings[key]
@@ -105,6 +121,25 @@ class Budgets:
             if self.uses.get(key, Demand()).used < old.get(key, Demand()).used:
                 self.due = True
 
+    def drain(self, drains: bool) -> None:
+        """Grant nothing more, and leave once no session has a slice; with False, come back."""
+        if drains == self.drains:
+            return
+        self.drains, self.due = drains, True
+        if drains:
+            self._changed = self._number
+        else:
+            # The ledger may have lent to others what this node could use before.
+            self._begin_life()
+
+    def _begin_life(self) -> None:
+        self.life += 1
+        self.ceilings.clear()
+        self._number = self._applied = 0
+        self._first, self._told, self._changed = 1, False, -1
+        self._sent.clear()
+        self.has_left, self.due = False, True
+
     def answered(self, loan: Loan) -> None:
         """Apply an answer; ignore one that is late, repeated, or of an earlier ledger."""
         if loan.life != self.life or loan.epoch < self.epoch:
@@ -114,13 +149,8 @@ class Budgets:
             self.epoch, self._applied, self._version = loan.epoch, 0, -1
             self._told, self.due = False, True
             self._first = self._number + 1
-        if loan.gone and not self.leaves:
-            self.life += 1
-            self.ceilings.clear()
-            self._number = self._applied = 0
-            self._first, self._told = 1, False
-            self._sent.clear()
-            self.due = True
+        if loan.gone and not (self.drains and self.is_empty):
+            self._begin_life()
             return
         self._told = self._told or loan.number >= self._first
         sent = self._sent.get(loan.number)
@@ -131,7 +161,11 @@ class Budgets:
         if loan.serial <= self._applied:
             return
         self._applied = loan.serial
-        self.has_left = self.leaves and loan.gone
+        if loan.drains is not None and loan.number > self._changed:
+            self.drain(loan.drains)
+            if not self.drains:
+                return
+        self.has_left = self.drains and loan.gone
         self.wanted = loan.wanted
         if loan.spent is not None:
             self._spent, self._version = larger(self._spent, loan.spent), loan.version
@@ -156,11 +190,12 @@ class Budgets:
         return Report(
             self.node, self.life, self._number, self.epoch, self._applied,
             {key: self._holding(key) for key in {**self.ceilings, **self.uses}},
-            () if self.leaves else self.waits,
-            self._version, None if self._told else self._spent, self.leaves,
+            () if self.drains else self.waits,
+            self._version, None if self._told else self._spent, self.drains,
+            self.drains and self.is_empty,
         )  # fmt: skip
 
     def _holding(self, key: Key) -> Holding:
         use = self.uses.get(key, Demand())
-        keep = 0 if self.leaves else use.keep
+        keep = 0 if self.drains else use.keep
         return Holding(self.ceilings.get(key, 0), use.used, keep)

@@ -66,6 +66,10 @@ class Desk:
         """Note that no kernel runs on a node any more, as an admin says."""
         self._do(ev.Fenced(now=time.monotonic(), node=node))
 
+    def drain(self, node: str, drains: bool) -> None:
+        """Order a node to drain and to leave, or to come back."""
+        self._do(ev.DrainAsked(now=time.monotonic(), node=node, drains=drains))
+
     def change(self, limits: ev.Limits, members: Iterable[str]) -> None:
         """Take other limits and members."""
         now = time.monotonic()

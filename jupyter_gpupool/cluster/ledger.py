@@ -28,6 +28,11 @@ runs there any more, or takes it from the list. They count in any case until the
 stopped to grant (``ttl`` after the last answer that it can have seen, and ``margin`` for a clock
 that is slow).
 
+A node that leaves
+------------------
+drains first: it grants nothing more, and what its sessions have stays counted until they have given
+it back. A node that comes back begins a new life, because what it could use may be lent to others.
+
 Who gets what is free
 ---------------------
 A session gets all its keys or none. Nodes whose sessions wait are served in the order in which they
@@ -43,6 +48,7 @@ from typing import Iterable, Mapping
 
 from .ledger_events import (
     Action,
+    DrainAsked,
     Event,
     Fenced,
     Limits,
@@ -127,6 +133,8 @@ class Ledger:
                 self._fence(name)
         elif isinstance(event, Fenced):
             self._fence(event.node)
+        elif isinstance(event, DrainAsked):
+            actions += self._order(event)
         elif isinstance(event, LimitsChanged):
             self._limits = event.limits
             self._known.clear()
@@ -190,6 +198,7 @@ class Ledger:
         if report.life > node.life:
             self._new_life(node, report)
         node.number = report.number
+        node.read_drain(report)
         if node.gone:
             return [Send(self._answer(node))]
         node.seen = self._now
@@ -215,7 +224,7 @@ class Ledger:
         self.epoch = Epoch(number, self.epoch.ledger)
         for node in self.nodes.values():
             node.heard = False
-            node.serial = 0
+            node.serial = node.order_serial = 0
             node.version = -1
 
     def _new_life(self, node: Node, report: Report) -> None:
@@ -226,6 +235,7 @@ class Ledger:
             if key.window and amount > max(now.used, now.ceiling):
                 self._spend(key, amount - max(now.used, now.ceiling))
         node.life, node.number, node.serial, node.version = report.life, 0, 0, -1
+        node.order_serial = 0
         node.gone = False
         node.offers.clear()
 
@@ -300,33 +310,37 @@ class Ledger:
     def _lend(self, node: Node) -> list[Action]:
         """Answer a report: offer new ceilings, and ask others for what the node waits for."""
         waited = self._queues.of(node.name)
-        new = self._ceilings(node)
+        new = self._ceilings(node, node.holdings)
         ceilings = {k: n for k, n in new.items() if n != node.holdings.get(k, NOTHING).ceiling}
         self._offer(node, ceilings)
         actions: list[Action] = [Send(self._answer(node, ceilings))]
-        asked: dict[str, bool] = {}
+        asked: dict[str, list[Key]] = {}
         for key, need in self._queues.of(node.name).items():
             if key not in waited:
-                asked.update(dict.fromkeys(self._keep_unused(key, need), True))
-        for name in asked:
+                for name in self._keep_unused(key, need):
+                    asked.setdefault(name, []).append(key)
+        for name, keys in asked.items():
             if name != node.name:
-                actions += self._push(self.nodes[name], less=True)
+                actions += self._push(self.nodes[name], less=keys)
         return actions
 
-    def _push(self, node: Node, *, less: bool = False) -> list[Action]:
-        """Offer a node more without a report of it; with ``less`` also smaller ceilings."""
+    def _push(self, node: Node, *, less: Iterable[Key] = ()) -> list[Action]:
+        """Offer a node more for its sessions without a report of it, or less of some keys."""
         ceilings: dict[Key, int] = {}
-        for key, new in self._ceilings(node).items():
+        for key, new in self._ceilings(node, less).items():
             last = node.last_offer(key)
-            if new > last or (less and new < last):
+            if new > last or (new < last and key in less):
                 ceilings[key] = new
         if not ceilings:
             return []
         self._offer(node, ceilings)
         return [Send(self._answer(node, ceilings))]
 
-    def _ceilings(self, node: Node) -> dict[Key, int]:
-        """Return the ceilings that a node should have, of keys with a limit; note if it waits."""
+    def _ceilings(self, node: Node, keys: Iterable[Key]) -> dict[Key, int]:
+        """Return the ceilings that a node should have, of keys with a limit; note if it waits.
+
+        Those of ``keys``, and of what its sessions wait for and can have.
+        """
         extra: dict[Key, int] = {}
         unserved: Mapping[Key, int] = {}
         for wait in node.waits:
@@ -344,7 +358,7 @@ class Ledger:
         # How much nodes that wait for longer need does not change by this.
         self._queues.put(node.name, unserved)
         found: dict[Key, int] = {}
-        for key in {**node.holdings, **extra} if extra else node.holdings:
+        for key in dict.fromkeys((*keys, *extra)) if extra else keys:
             limit = self.limit_of(key)
             if limit is None:
                 continue
@@ -419,9 +433,18 @@ class Ledger:
         return Loan(
             node.name, node.life, node.number, self.epoch, node.serial, ceilings, wanted, self.ttl,
             self._version, self._spent if node.version != self._version else None, node.gone,
+            node.order,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ nodes that are gone
+
+    def _order(self, event: DrainAsked) -> list[Action]:
+        """Order a node to drain or to come back, until its reports say that it does."""
+        node = self.nodes.get(event.node)
+        if node is None or (node.heard and node.drains == event.drains and node.order is None):
+            return []
+        node.order, node.order_serial = event.drains, node.serial + 1
+        return [Send(self._answer(node))]
 
     def _fence(self, name: str) -> None:
         node = self.nodes.get(name)

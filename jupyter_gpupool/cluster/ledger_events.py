@@ -50,6 +50,17 @@ class Fenced(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainAsked(Event):
+    """An admin wants a node to drain and to leave; with ``drains`` False, to come back.
+
+    A ledger that starts later does not know it; a node that has begun to drain goes on.
+    """
+
+    node: str
+    drains: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsChanged(Event):
     """The quotas have been read again."""
 

@@ -9,13 +9,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal, Mapping
 
-from .messages import Holding, Key
+from .messages import Holding, Key, Report
 
 #: Unconfirmed offers to one node that are kept apart; more are merged, which counts no less.
 OFFERS = 16
 
-#: ``unheard``: since the ledger started. ``fenced``: its ceilings are about to be free.
-NodeState = Literal["present", "silent", "unheard", "fenced", "gone"]
+#: ``unheard``: since the ledger started. ``fenced``: its ceilings are about to be free. ``gone``:
+#: they are. ``draining``: it grants nothing more. ``left``: it has drained, and no slice is left.
+NodeState = Literal["present", "silent", "unheard", "fenced", "gone", "draining", "left"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,23 @@ class Node:
     counted: dict[Key, int] = field(default_factory=dict)
     #: It is fenced, and its ceilings are free at this time.
     free_at: float = math.inf
+    #: It says that it drains; what an admin has ordered, until it says so; and the first answer
+    #: with that order.
+    drains: bool = False
+    order: bool | None = None
+    order_serial: int = 0
 
     def used(self, key: Key) -> int:
         """Return how much of a key its sessions used at its last report."""
         held = self.holdings.get(key)
         return 0 if held is None else held.used
+
+    def read_drain(self, report: Report) -> None:
+        """Note whether it drains, and whether it has carried out its order."""
+        self.drains = report.drains
+        # Before it has read this order, it may have reported the same and then read an earlier one.
+        if report.drains == self.order and report.applied >= self.order_serial:
+            self.order = None
 
     def last_offer(self, key: Key) -> int:
         """Return the ceiling that it was offered last."""
@@ -78,9 +91,11 @@ class Node:
     def view(self, now: float, ttl: float) -> NodeView:
         """Return what people see of it; without a report for ``ttl`` seconds it is silent."""
         age = now - self.seen
-        state: NodeState = "silent" if age > ttl else "present"
+        state: NodeState = "draining" if self.drains or self.order else "present"
+        if age > ttl:
+            state = "silent"
         if self.gone:
-            state = "gone"
+            state = "left" if self.drains else "gone"
         elif self.free_at < math.inf:
             state = "fenced"
         elif not self.heard:

@@ -4,7 +4,8 @@
 
 ``python -m jupyter_gpupool.cluster.ledger_service --socket PATH [--config FILE]``. Only its own
 user can connect. Each line of a connection is a report, or ``{"order": "view"}`` or
-``{"order": "fence", "node": NAME}``. SIGHUP reads members and limits again.
+``{"order": "fence", "node": NAME}``, in which ``drain`` and ``resume`` are other orders. SIGHUP
+reads members and limits again.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class LedgerService:
         order = message.get("order")
         if order == "fence":
             self.desk.fence(str(message["node"]))
+        if order in ("drain", "resume"):
+            self.desk.drain(str(message["node"]), order == "drain")
         if order is not None:
             writer.write(json.dumps(self.desk.view()).encode() + b"\n")
             return

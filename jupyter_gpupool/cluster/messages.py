@@ -64,7 +64,8 @@ class Report:
     #: started, else None: what nodes that are gone have used up, by keys with a window.
     version: int = -1
     spent: Mapping[Key, int] | None = None
-    #: It has drained, has no session, and leaves the cluster.
+    #: It grants nothing more; and it has drained: no session there has a slice, and it leaves.
+    drains: bool = False
     leaves: bool = False
 
 
@@ -95,6 +96,8 @@ class Loan:
     #: The ledger counts nothing of this life any more. A node that has not asked for that was
     #: declared dead, and begins a new life.
     gone: bool = False
+    #: What an admin has ordered, until the node does it: drain, or (False) come back.
+    drains: bool | None = None
 
 
 # --------------------------------------------------------------------------- as JSON
@@ -114,6 +117,8 @@ def report_to_json(report: Report) -> dict[str, Any]:
     }
     if report.spent is not None:
         found["spent"] = _amounts_to_json(report.spent)
+    if report.drains:
+        found["drains"] = True
     if report.leaves:
         found["leaves"] = True
     return found
@@ -126,7 +131,8 @@ def report_from_json(values: Mapping[str, Any]) -> Report:
         values["applied"],
         {_key(row[:4]): Holding(*row[4:]) for row in values["holdings"]},
         tuple(_amounts(rows) or {} for rows in values["waits"]),
-        values["version"], _amounts(values.get("spent")), bool(values.get("leaves")),
+        values["version"], _amounts(values.get("spent")), bool(values.get("drains")),
+        bool(values.get("leaves")),
     )  # fmt: skip
 
 
@@ -147,6 +153,8 @@ def loan_to_json(answer: Loan) -> dict[str, Any]:
         found["spent"] = _amounts_to_json(answer.spent)
     if answer.gone:
         found["gone"] = True
+    if answer.drains is not None:
+        found["drains"] = answer.drains
     return found
 
 
@@ -157,6 +165,7 @@ def loan_from_json(values: Mapping[str, Any]) -> Loan:
         values["serial"], _amounts(values["ceilings"]) or {},
         frozenset(map(_key, values["wanted"])), values["ttl"],
         values["version"], _amounts(values.get("spent")), bool(values.get("gone")),
+        values.get("drains"),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ RESOURCES = ("memory", "devices", "leases")
 Most = Callable[[Key], int]
 
 SILENT = "the ledger of the cluster does not answer, so this machine gets no more of it now"
+DRAINS = "this machine is leaving the cluster and gets no more of it"
 
 
 class Elsewhere(dict[str, Charge]):
@@ -73,7 +74,7 @@ def keys_of(settings: PoolSettings, owner: Owner) -> list[Key]:
 
 
 def overlay(
-    settings: PoolSettings, owners: Iterable[str], most: Most, *, connected: bool
+    settings: PoolSettings, owners: Iterable[str], most: Most, *, connected: bool, drains: bool
 ) -> PoolSettings:
     """Return the rules with all that this machine may not have now counted as elsewhere."""
     elsewhere = Elsewhere(_whole(settings.quota_of("*")))
@@ -86,6 +87,8 @@ def overlay(
         if missing:
             groups[name] = missing
     found = replace(settings, elsewhere=elsewhere, elsewhere_groups=groups)
+    if drains:
+        return replace(found, elsewhere_reason=DRAINS)
     return found if connected else replace(found, elsewhere_reason=SILENT)
 
 

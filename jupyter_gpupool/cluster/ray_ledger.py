@@ -70,6 +70,10 @@ class LedgerActor:
         """Note that no kernel runs on a node any more."""
         self._open().fence(node)
 
+    async def drain(self, node: str, drains: bool) -> None:
+        """Order a node to drain and to leave, or to come back."""
+        self._open().drain(node, drains)
+
     async def change(self, limits: Limits, members: Sequence[str]) -> None:
         """Take other limits and members."""
         self._open().change(limits, members)
@@ -170,3 +174,9 @@ def fence(address: str, node: str) -> None:
     """Tell the cluster's ledger that no kernel runs on a node any more."""
     connect(address)
     ray.get(ray.get_actor(NAME).fence.remote(node), timeout=PATIENCE)
+
+
+def drain(address: str, node: str, drains: bool) -> None:
+    """Order a node, through the cluster's ledger, to drain and to leave, or to come back."""
+    connect(address)
+    ray.get(ray.get_actor(NAME).drain.remote(node, drains), timeout=PATIENCE)

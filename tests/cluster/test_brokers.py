@@ -8,12 +8,14 @@ import random
 import subprocess
 import sys
 from contextlib import suppress
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 
 from jupyter_gpupool.broker import shared
 from jupyter_gpupool.broker.transport.auth import Access, Peer
+from jupyter_gpupool.cli import main
 from jupyter_gpupool.errors import GPUPoolError, RefusedError
 from tests.broker.kit import remove, short_folder, wait_until
 
@@ -122,6 +124,60 @@ def test_a_killed_agent_is_replaced_without_a_loss(cluster):
     second.attach()
     third.do("ask", hold="cell")
     third.wait_state("queued")
+
+
+def state_of(cluster, name):
+    view = cluster.order() or {"nodes": []}
+    return next((node["state"] for node in view["nodes"] if node["name"] == name), None)
+
+
+def wait_node(cluster, name, state):
+    wait_until(lambda: state_of(cluster, name) == state, f"{name} to be {state}")
+
+
+def test_a_machine_that_drains_keeps_what_its_kernels_have(cluster):
+    first, _, third = two_and_a_third(cluster)
+    waiting = cluster.kernel("m0")
+    waiting.do("ask", hold="cell")
+    cluster.order(order="drain", node="m0")
+    wait_node(cluster, "m0", "draining")
+    wait_until(lambda: "leaves the cluster" in reason(cluster, waiting), "the reason to say that")
+    # Ledger and broker begin anew; the machine still drains, and its kernel still counts.
+    cluster.ledger.kill()
+    cluster.ledger.start()
+    cluster.brokers["m0"].kill()
+    assert cluster.brokers["m0"].started
+    first.wait_state("active", "idle")
+    wait_node(cluster, "m0", "draining")
+    assert (third.state(), waiting.state()) == ("queued", "queued")
+    first.do("drop", hold="cell")  # its cell ends: an idle kernel leaves a drained GPU
+    wait_node(cluster, "m0", "left")
+    third.do("got", hold="cell")
+    assert waiting.state() == "queued"
+    third.close()
+    cluster.order(order="resume", node="m0")
+    waiting.do("got", hold="cell")
+    assert state_of(cluster, "m0") == "present"
+
+
+def test_leave_waits_for_the_kernels_of_this_machine(cluster, capsys):
+    first = cluster.kernel("m1")
+    first.attach()
+    socket = str(cluster.brokers["m1"].socket)
+    done = []
+    command = Thread(target=lambda: done.append(main(["cluster", "leave", "--socket", socket])))
+    command.start()
+    try:
+        wait_node(cluster, "m1", "draining")
+        assert not done
+    finally:
+        first.close()
+        command.join(60)
+    assert done == [0]
+    assert "Waiting for 1 kernel with a slice here." in capsys.readouterr().out
+    assert state_of(cluster, "m1") == "left"
+    cluster.order(order="resume", node="m1")
+    wait_node(cluster, "m1", "present")
 
 
 class Churn:

@@ -207,17 +207,100 @@ def test_an_earlier_ledger_stops_when_it_hears_of_a_later(world):
     assert old not in world.ledgers
 
 
-def test_a_node_that_has_drained_leaves(world):
+def state(world, name):
+    return next(node.state for node in world.ledger.views() if node.name == name)
+
+
+@pytest.mark.parametrize("by", ["the ledger", "the node"])
+def test_a_node_leaves_once_its_sessions_have_ended(world, by):
     world.ask("n0", "ada", 4)
     world.settle(1)
     node = world.nodes["n0"]
-    node.budgets.leaves = True
+    if by == "the ledger":
+        world.order("n0", True)
+    else:
+        node.budgets.drain(True)
     world.settle(1)
-    assert not node.budgets.has_left
+    world.ask("n0", "bob", 1)
+    world.settle(1)
+    assert (state(world, "n0"), sizes(world)["n0"]) == ("draining", 4)
+    world.ask("n1", "ada", 6)
+    world.settle(1)
+    assert sizes(world)["n1"] == 0
     world.end("n0")
     world.settle(1)
+    assert (state(world, "n0"), node.budgets.has_left) == ("left", True)
+    assert sizes(world) == {"n0": 0, "n1": 6, "n2": 0}
+
+
+def test_what_a_draining_node_keeps_unused_is_free_at_once(world):
+    world.nodes["n0"].spare = 7
+    world.ask("n0", "ada", 1)
+    world.settle(2)
+    world.order("n0", True)
+    world.settle(1)
+    assert world.ledger.counted(ADA) == 1
+
+
+def test_a_node_that_fills_again_is_counted_again(world):
+    """An admin may let users without a limit have slices there again."""
+    node = world.nodes["n0"]
+    world.order("n0", True)
+    world.settle(1)
     assert node.budgets.has_left
-    assert world.ledger.counted(ADA) == 0
+    node.others = 1
+    node.tell()
+    world.settle(1)
+    assert (state(world, "n0"), node.budgets.has_left) == ("draining", False)
+
+
+def test_a_node_that_comes_back_uses_no_ceiling_it_had_before(world):
+    node = world.nodes["n0"]
+    node.spare = 8
+    world.ask("n0", "ada", 1)
+    world.settle(2)
+    world.end("n0")
+    node.spare = 0
+    world.order("n0", True)
+    world.settle(1)
+    world.ask("n1", "ada", 8)
+    world.settle(1)
+    world.ask("n0", "ada", 1)
+    world.order("n0", False)
+    world.settle(1)
+    assert (state(world, "n0"), sizes(world)) == ("present", {"n0": 0, "n1": 8, "n2": 0})
+    world.end("n1")
+    world.settle(1)
+    assert sizes(world)["n0"] == 1
+
+
+def test_a_later_order_to_come_back_overtakes_one_to_drain(world):
+    world.order("n0", True)
+    world.report("n0")
+    world.order("n0", False)
+    world.deliver(1)
+    world.settle(2)
+    assert (state(world, "n0"), world.nodes["n0"].budgets.drains) == ("present", False)
+
+
+def test_an_order_reaches_a_node_that_was_not_heard_yet(world):
+    world.order("n0", True)
+    world.settle(2)
+    world.kill_ledger()
+    world.order("n0", False)
+    world.settle(3)
+    assert state(world, "n0") == "present"
+
+
+def test_a_draining_node_goes_on_when_ledger_and_broker_restart(world):
+    world.ask("n0", "ada", 4)
+    world.settle(1)
+    world.order("n0", True)
+    world.settle(1)
+    world.kill_ledger()
+    world.nodes["n0"].begin(5)
+    world.settle(3)
+    assert (state(world, "n0"), world.ledger.counted(ADA)) == ("draining", 4)
 
 
 def test_a_node_that_is_no_member_gets_nothing(world):
@@ -304,8 +387,8 @@ def lines_of(work):
     return count
 
 
-def lines_to_free(nodes):
-    """Let all nodes but one wait for what this one has; return what its end costs the ledger."""
+def queue(nodes):
+    """Return a world in which all nodes but one wait for what this one has."""
     names = [f"n{number}" for number in range(nodes)]
     world = World(names, [1.0] * nodes)
     world.settle(2)
@@ -314,22 +397,39 @@ def lines_to_free(nodes):
     for name in names[1:]:
         world.ask(name, "ada", 2)
     world.settle(1)
-    world.end("n0")
-    world.report("n0")
-    world.deliver()  # the ledger asks for what has come free
-    world.deliver()
-    world.report("n0")  # and here it is
+    return world
+
+
+def handle(world):
+    """Let the ledger handle the only message; return what it costs, and who gets an answer."""
     (report,) = (message for _, message in world.wires)
     actions = []
     found = lines_of(
         lambda: actions.extend(world.ledger.handle(ev.Reported(now=world.now, report=report)))
     )
-    assert [action.answer.node for action in actions] == ["n0", "n1", "n2", "n3", "n4"]
-    return found
+    return found, [action.answer.node for action in actions]
+
+
+def free(nodes):
+    world = queue(nodes)
+    world.end("n0")
+    world.report("n0")
+    world.deliver()  # the ledger asks for what has come free
+    world.deliver()
+    world.report("n0")  # and here it is
+    return handle(world)
+
+
+def wait(nodes):
+    world = queue(nodes)
+    world.report(f"n{nodes - 1}")
+    return handle(world)[0]
 
 
 def test_a_long_queue_costs_no_more_than_what_is_free():
-    assert lines_to_free(60) == lines_to_free(8)
+    assert free(60) == free(8)
+    assert free(8)[1] == ["n0", "n1", "n2", "n3", "n4"]
+    assert wait(60) == wait(8)
 
 
 # --------------------------------------------------------------------------- everything at once
@@ -416,6 +516,13 @@ class Cluster(RuleBasedStateMachine):
         elif len(self.world.ledgers) < 3:
             self.world.start_ledger()
 
+    @rule(name=names, drains=st.booleans(), by_ledger=st.booleans())
+    def drain(self, name, drains, by_ledger):
+        if by_ledger:
+            self.world.order(name, drains)
+        else:
+            self.world.nodes[name].budgets.drain(drains)
+
     @rule(name=names)
     def restart_broker(self, name):
         node = self.world.nodes[name]
@@ -452,6 +559,11 @@ class Cluster(RuleBasedStateMachine):
             if not node.alive:
                 self.restart_broker(name)
         world.advance(20)
+        for _ in range(2):
+            for name in world.nodes:
+                world.order(name, False)  # again, as a command does: a ledger may have begun anew
+            world.settle(4)
+        assert not any(node.budgets.drains for node in world.nodes.values())
         for _ in range(1 + sum(len(node.waiting) for node in world.nodes.values())):
             world.settle(4)
             self.no_quota_is_exceeded()

@@ -54,6 +54,8 @@ class Node:
     running: list[Session] = field(default_factory=list)
     waiting: list[Session] = field(default_factory=list)
     consumed: int = 0
+    #: Slices of users without a limit.
+    others: int = 0
     #: How much of each key it would keep beyond what is in use.
     spare: int = 0
     budgets: Budgets = None
@@ -65,7 +67,10 @@ class Node:
     def begin(self, life):
         """Start the broker: its sessions and what they used up come from its journal."""
         self.life = life
-        self.budgets = Budgets(self.name, life, on_loss=self.on_loss, share={"memory": 1})
+        drains = self.budgets is not None and self.budgets.drains
+        self.budgets = Budgets(
+            self.name, life, on_loss=self.on_loss, share={"memory": 1}, drains=drains
+        )
         self.tell()
 
     def used(self):
@@ -81,7 +86,7 @@ class Node:
         uses = {key: Demand(used[key], used[key] + self.spare) for key in used}
         uses[SECONDS] = Demand(self.consumed, min(20, self.consumed + 2))
         waits = [dict.fromkeys(keys_of(s.user), s.size) for s in self.waiting]
-        self.budgets.use(uses, waits)
+        self.budgets.use(uses, waits, is_empty=not self.running and not self.others)
 
     def serve(self, now):
         """Grant what the budgets allow, the longest wait first; return the granted sessions."""
@@ -213,6 +218,10 @@ class World:
             node.tell()
             node.serve(self.clock(node))
 
+    def order(self, name, drains):
+        """Have an admin ask the ledger that a node drains, or comes back."""
+        self.do(self.current, ev.DrainAsked(now=self.now, node=name, drains=drains))
+
     def crash(self, name):
         """Cut the power: its kernels are gone."""
         node = self.nodes[name]
@@ -257,6 +266,7 @@ class World:
         """Add up what really runs, and compare it with the limits; know nothing of budgets."""
         memory, seconds = Counter(), 0
         for node in self.nodes.values():
+            assert not (node.budgets.has_left and node.running), node.name
             seconds += node.consumed
             for session in node.running:
                 memory["user", session.user] += session.size

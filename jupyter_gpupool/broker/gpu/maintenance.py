@@ -150,7 +150,7 @@ class Maintenance:
         device = self._device(str(message.get("device") or ""))
         if action in ("pause", "drain"):
             reason = str(message.get("reason") or "").strip()[:MAX_REASON]
-            note = self._order(action, device, reason, peer)
+            note = self._order(action, device, reason, owner_of(peer.uid).name)
             connection.answer(message.get("id"), {"note": note, "device": device})
         elif action in ("resume", "retest"):
             method = self._resume if action == "resume" else self._retest
@@ -178,7 +178,7 @@ class Maintenance:
             f"{name[:60]!r} {what}; it has: {there or 'none'}.", code=Code.UNKNOWN_DEVICE
         )
 
-    def _order(self, kind: Kind, device: str, reason: str, peer: Peer) -> str:
+    def _order(self, kind: Kind, device: str, reason: str, by: str) -> str:
         if kind == "drain" and not device:
             raise RefusedError(
                 "Draining is for one GPU.",
@@ -187,7 +187,7 @@ class Maintenance:
             )
         old = self._orders.get(device)
         order = Order(
-            kind, device, reason, owner_of(peer.uid).name, self._core.now(),
+            kind, device, reason, by, self._core.now(),
             closed=old is not None and old.kind == kind and old.closed,
         )  # fmt: skip
         self._orders[device] = order
@@ -197,6 +197,21 @@ class Maintenance:
         self._shut(order)
         self.go_on()
         return self._sentence(order)
+
+    def drain_all(self, reason: str, by: str) -> None:
+        """Drain each GPU that is neither paused nor drained."""
+        for uuid in [uuid for uuid in self._health.devices if uuid not in self._orders]:
+            self._order("drain", uuid, reason, by)
+
+    def undrain(self, reason: str) -> None:
+        """Put back what :meth:`drain_all` has drained for this reason."""
+        ended = [o for o in self._orders.values() if (o.kind, o.reason) == ("drain", reason)]
+        for order in ended:
+            del self._orders[order.device]
+            self._core.note("unpause", device=order.device)
+        self._save()
+        for order in ended:
+            self._open(order)
 
     async def _resume(self, device: str) -> str:
         async with self._busy:

@@ -1,0 +1,117 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Machines leave their cluster and come back: the orders, and the wait until they are done."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from typing import Any, Callable, Mapping
+
+from ..client import Client
+from ..errors import Code, RefusedError
+from ..units import format_bytes
+from .status import socket_path
+
+#: Seconds between two checks of an order's progress.
+LOOK = 0.5
+
+#: States in which an order is given again: a ledger that began anew has forgotten it.
+UNDONE = {"drain": ("present",), "resume": ("draining", "left")}
+
+_NEXT = (
+    "It may be switched off: end jupyter gpupool node there, and take it from "
+    "c.GPUPool.cluster_nodes on the other machines. To take it back: jupyter gpupool cluster "
+    "resume {}."
+)
+
+
+def uses(node: Mapping[str, Any]) -> list[str]:
+    """Return what each user and group may use on a machine, as one line for each."""
+    by_name: dict[str, list[str]] = defaultdict(list)
+    for kind, name, resource, _, amount in node["counted"]:
+        text = format_bytes(amount) if resource == "memory" else f"{amount} {resource}"
+        by_name[f"{kind} {name}"].append(text)
+    return [f"{name} may use {', '.join(parts)}" for name, parts in by_name.items()]
+
+
+def carry_out(
+    do: str,
+    machine: str,
+    goal: str,
+    *,
+    look: Callable[[], Mapping[str, Any]],
+    order: Callable[[], None],
+) -> int:
+    """Order a machine to drain or to come back; return 0 when it has, 130 if interrupted."""
+    printer, ordered = _Printer(), False
+    try:
+        while True:
+            nodes = {node["name"]: node for node in look()["nodes"]}
+            if machine not in nodes:
+                raise RefusedError(
+                    f"No machine of this cluster is called {machine[:60]}; it has: "
+                    f"{', '.join(nodes)}.",
+                    code=Code.BAD_REQUEST,
+                )
+            node = nodes[machine]
+            state = node["state"]
+            if do == "drain" and state in ("left", "gone"):
+                why = "no kernel has a slice there" if state == "left" else "it was fenced"
+                printer.tell(f"The cluster counts nothing of {machine}: {why}.")
+                printer.tell(_NEXT.format(machine))
+                return 0
+            if ordered and state == goal:
+                printer.tell(f"{machine} is back in the cluster.")
+                return 0
+            if not ordered or state in UNDONE[do]:
+                order()
+                ordered = True
+            printer.tell("\n  ".join([f"{machine}: {state}", *uses(node)]))
+            time.sleep(LOOK)
+    except KeyboardInterrupt:
+        print("\nThe order stays in force. To see how far it is: jupyter gpupool cluster status.",
+              file=sys.stderr)  # fmt: skip
+        return 130
+
+
+def leave(socket: str) -> int:
+    """Drain this machine; return 0 when it has left its cluster, 130 if interrupted."""
+    printer = _Printer()
+    with Client(socket_path(socket)) as client:
+        try:
+            while True:
+                found = client.call("leave")
+                name = found["name"]
+                if found["left"]:
+                    printer.tell(f"The cluster counts nothing of {name} any more.")
+                    printer.tell(_NEXT.format(name))
+                    return 0
+                printer.tell(_waits_for(found))
+                time.sleep(LOOK)
+        except KeyboardInterrupt:
+            print("\nThe order stays in force: idle kernels leave their GPUs, and none gets a "
+                  "slice.", file=sys.stderr)  # fmt: skip
+            return 130
+
+
+def _waits_for(found: Mapping[str, Any]) -> str:
+    slices = int(found["kernels"])
+    if slices:
+        return f"Waiting for {slices} kernel{'s' if slices > 1 else ''} with a slice here."
+    if not found["connected"]:
+        return "Waiting for the ledger of the cluster, which does not answer."
+    return "Waiting for the ledger of the cluster to note it."
+
+
+class _Printer:
+    """Prints each line once."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def tell(self, text: str) -> None:
+        if text != self._last:
+            print(text, flush=True)
+            self._last = text
