@@ -16,13 +16,18 @@ from typing import Any, Iterable, Mapping, Sequence
 from .facts import DeviceLedger, Facts
 from .ledgers import OwnerUsage
 from .limits import lacking
-from .model import Charge, HostLack, Owner, Slice
+from .model import NO_LIMIT, Charge, HostLack, Owner, Reason, Slice
 from .placement import Need, Where, choose, preferred
 from .session import Session
 from .shares import Shares
 
 #: Those of a need for any device.
 ANY: Where = ("", None)
+
+#: A lease that some session may preempt, its bytes on a device, and the class above which a session
+#: may preempt it (:func:`.running.open_above`); minus infinity for an idle lease that nothing
+#: protects.
+Candidate = tuple[Session, int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,6 @@ class Room:
         "leases",
         "ledger",
         "offered",
-        "opens",
         "promised",
         "uuid",
     )
@@ -63,11 +67,8 @@ class Room:
         self.leases: list[tuple[Session, int]] = []
         #: The leases that some session may preempt, and their bytes in all; see
         #: :attr:`Draft.offers_known`.
-        self.candidates: list[tuple[Session, int]] = []
+        self.candidates: list[Candidate] = []
         self.offered = 0
-        #: For each of them the class above which a session may preempt it
-        #: (:func:`.running.open_above`); minus infinity for an idle lease that nothing protects.
-        self.opens: list[float] = []
 
     def promise(self, size: int) -> None:
         """Set ``size`` bytes (may be negative) aside for a session."""
@@ -126,6 +127,20 @@ class Promise:
     made: int
 
 
+class Known:
+    """What was found out about a draft; it holds until the draft changes."""
+
+    __slots__ = ("hopeless", "most_free", "reaches")
+
+    def __init__(self) -> None:
+        #: The answers of :meth:`Draft.reach`.
+        self.reaches: dict[tuple[Where, int | None], list[int]] = {}
+        #: By kind of request: why it must fail, and for which owners; see :mod:`.reach`.
+        self.hopeless: dict[object, tuple[float, float, Reason]] = {}
+        #: The answer of :meth:`Draft.most_free`.
+        self.most_free: int | None = None
+
+
 @dataclass(slots=True)
 class Draft:
     """The devices and budgets as they are for later sessions of the pass."""
@@ -150,14 +165,13 @@ class Draft:
     turns_over: dict[Owner, dict[str, int]] = field(default_factory=dict)
     #: The tiers found so far, by asker or kind of asker, and holder: see ``victims.Trial.tier``.
     tiers: dict[tuple[Any, str], int | None] = field(default_factory=dict)
-    #: The answers of :meth:`reach` since the last change of the draft.
-    reaches: dict[tuple[Where, int | None], list[int]] = field(default_factory=dict)
+    #: Every method that changes the draft begins a new one.
+    known: Known = field(default_factory=Known)
     #: What this plan grants; and whether the rooms know their leases.
     _taken: list[tuple[Session, Slice]] = field(default_factory=list)
     _leases_known: bool = False
-    _opened: dict[tuple[str, int], tuple[list[tuple[Session, int]], int]] = field(
-        default_factory=dict
-    )
+    #: The answers of :meth:`opened`.
+    _opened: dict[int | None, dict[str, tuple[list[Candidate], int]]] = field(default_factory=dict)
     #: The answers of :meth:`suitable`, which only the facts change.
     _suitable: dict[Where, list[Room]] = field(default_factory=dict)
     _usage: dict[str, OwnerUsage] = field(default_factory=dict)
@@ -181,7 +195,9 @@ class Draft:
 
     def count(self, owner: Owner, charge: Charge, sign: int = 1) -> None:
         """Count a charge in with the owner and its groups, or out with ``sign`` -1."""
-        if self.facts.settings.quotas:  # else no limit reads it
+        settings = self.facts.settings
+        # Of an owner without limits, nothing reads it.
+        if settings.quotas and settings.quota_of(owner.name) is not NO_LIMIT:
             self.usage(owner.name).add(charge, sign)
         for name in self.facts.tree.capped(owner.group) if self.facts.tree.caps else ():
             self._groups[name] += sign * charge[0]
@@ -194,7 +210,8 @@ class Draft:
         facts = self.facts
         settings, caps = facts.settings, facts.tree.caps
         capped = facts.tree.capped(owner.group) if caps else ()
-        if not (settings.quotas or capped):
+        quota = settings.quota_of(owner.name) if settings.quotas else NO_LIMIT
+        if quota is NO_LIMIT and not capped:
             return None
         back: Charge = (0, 0, 0)
         groups = dict.fromkeys(capped, 0)
@@ -206,7 +223,7 @@ class Draft:
                 for name in facts.tree.capped(v.owner.group):
                     if name in groups:
                         groups[name] += charge
-        found = lacking(settings.quota_of(owner.name), self.usage(owner.name), more, back)
+        found = lacking(quota, self.usage(owner.name), more, back)
         if found is not None:
             return Lack(*found)
         for name, freed in groups.items():
@@ -268,7 +285,7 @@ class Draft:
     def now(self, s: Session, needs: Sequence[Need]) -> tuple[Slice, ...] | None:
         """Return where ``s`` could have its ``needs`` at once, or None."""
         least = min(need.least for need in needs) if len(needs) > 1 else needs[0].least
-        if max([room.avail for room in self.rooms.values()]) < least:
+        if self.most_free() < least:
             return None  # as usual when sessions wait
         if self.reservation is None:  # as ``left``, without a call for each device
             left = {uuid: room.avail for uuid, room in self.rooms.items()}
@@ -284,8 +301,7 @@ class Draft:
         devices at most all that is promised there, and on each other device what is free now: less
         than ``least``, which the smallest of its slices needs.
         """
-        most = max([room.avail for room in self.rooms.values()])
-        late = False
+        most, late = self.most_free(), False
         for x in takes:
             room = self.rooms[x.device]
             most = max(most, room.avail + x.bytes)
@@ -294,22 +310,30 @@ class Draft:
 
     # ------------------------------------------------------------------ the most there can be
 
-    def opened(self, room: Room, level: int | None) -> tuple[list[tuple[Session, int]], int]:
-        """Return the candidates on a device that a session of a class might preempt, and their
-        bytes in all.
+    def most_free(self) -> int:
+        """Return the bytes that are free now on the device that has most."""
+        found = self.known.most_free
+        if found is None:
+            found = self.known.most_free = max([room.avail for room in self.rooms.values()])
+        return found
+
+    def opened(self, level: int | None) -> Mapping[str, tuple[list[Candidate], int]]:
+        """Return by device the candidates that a session of a class might preempt, and their bytes
+        in all.
 
         ``level`` is None for a session within the guarantee of a group. The lists hold for the
         whole pass, like the tiers.
         """
-        if level is None:
-            return room.candidates, room.offered
-        key = room.uuid, level
-        known = self._opened.get(key)
-        if known is None:
-            both = zip(room.candidates, room.opens, strict=True)
-            found = [candidate for candidate, above in both if level > above]
-            known = self._opened[key] = found, sum(size for _, size in found)
-        return known
+        found = self._opened.get(level)
+        if found is None:
+            found = self._opened[level] = {}
+            for room in self.rooms.values():
+                some, size = room.candidates, room.offered
+                if some and level is not None:
+                    some = [candidate for candidate in some if level > candidate[2]]
+                    size = sum([candidate[1] for candidate in some])
+                found[room.uuid] = some, size
+        return found
 
     def suitable(self, where: Where) -> list[Room]:
         """Return the rooms of a device, of those of a model, or all, that are in service."""
@@ -330,17 +354,17 @@ class Draft:
         If all were preempted that the class might preempt there. Where the head of the queue has a
         reservation, no lease is preempted.
         """
-        found = self.reaches.get((where, level))
+        reaches = self.known.reaches
+        found = reaches.get((where, level))
         if found is None:
             held = self.reservation.wanted if self.reservation is not None else ()
+            opened = self.opened(level)
             found = [
-                self.left(room.ledger)
-                if room.uuid in held
-                else room.expect + self.opened(room, level)[1]
+                self.left(room.ledger) if room.uuid in held else room.expect + opened[room.uuid][1]
                 for room in self.suitable(where)
             ]
             found.sort(reverse=True)
-            self.reaches[where, level] = found
+            reaches[where, level] = found
         return found
 
     # ------------------------------------------------------------------ host memory
@@ -393,7 +417,7 @@ class Draft:
     def take(self, s: Session, takes: Iterable[Slice], charge: Charge) -> None:
         """Grant ``takes`` to ``s``: later sessions cannot have them."""
         self.settled.add(s.id)
-        self.reaches.clear()
+        self.known = Known()
         self.count(s.owner, charge)
         for x in takes:
             room = self.rooms[x.device]
@@ -418,16 +442,15 @@ class Draft:
         order, not when this is done.
         """
         self._leases_known = True
-        for s in self.facts.leased.values():
-            for x in s.lease.slices:
-                self.rooms[x.device].leases.append((s, x.bytes))
+        for room in self.rooms.values():
+            room.leases = [*room.ledger.leases.items()]
         for s, x in self._taken:
             self._note_taken(s, x)
 
     def promise(self, s: Session, promise: Promise) -> None:
         """Promise bytes to ``s`` that suspends under way will free."""
         self.promises[s.id] = promise
-        self.reaches.clear()
+        self.known = Known()
         for x in promise.takes:
             self.rooms[x.device].promise(x.bytes)
         self.count(s.owner, promise.charge)
@@ -435,7 +458,7 @@ class Draft:
     def unpromise(self, s: Session) -> Promise:
         """Take the promise of ``s`` back, and return it."""
         promise = self.promises.pop(s.id)
-        self.reaches.clear()
+        self.known = Known()
         for x in promise.takes:
             self.rooms[x.device].promise(-x.bytes)
         self.count(s.owner, promise.charge, -1)
@@ -446,7 +469,7 @@ class Draft:
         if v.id in self.promises:
             self.unpromise(v)  # a promise of growth, which ends with the lease
         self.leaving.add(v.id)
-        self.reaches.clear()
+        self.known = Known()
         self.host -= v.state_bound
         self.usage(v.owner.name).suspended += v.state_bound
         for name in self.facts.tree.path(v.owner.group):
@@ -472,7 +495,7 @@ class Draft:
         if not self._leases_known:
             self._find_leases()
         self.reservation = held
-        self.reaches.clear()
+        self.known = Known()
         self.count(head.owner, held.charge)
         for uuid in held.wanted if head.lease.slices else ():
             # The head waits for other leases to end, not for its own.
@@ -484,4 +507,4 @@ class Draft:
         assert self.reservation is not None
         self.count(head.owner, self.reservation.charge, -1)
         self.reservation = None
-        self.reaches.clear()
+        self.known = Known()

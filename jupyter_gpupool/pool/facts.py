@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Iterable, Iterator, Mapping, Sequence
 
 from ..states import ATTACHED
@@ -50,6 +50,8 @@ class DeviceLedger:
     #: Why nothing is granted here: a failure, or an admin's reason; "" if neither.
     fault: str = ""
     paused: str = ""
+    #: The leases of ``granted``, and the bytes of each.
+    leases: dict[Session, int] = field(default_factory=dict)
 
     @property
     def drained(self) -> str:
@@ -210,6 +212,10 @@ class Facts:
         for x in lease.slices:
             ledger = self.devices[x.device]
             ledger.granted += sign * x.bytes
+            if sign > 0:
+                ledger.leases[s] = x.bytes
+            else:
+                ledger.leases.pop(s, None)
             if s.state == "detaching":
                 ledger.incoming += sign * x.bytes
         if lease.slices or parked:

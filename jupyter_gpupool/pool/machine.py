@@ -356,16 +356,11 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
         return actions, changed
     waits = Waits(facts, plan)
     for v in facts.leased.values():
-        gap = v.measured.gap
-        moved = v.state == "idle" and gap is not None and v.lease.resumed_at > NEVER
-        untold = v.attach == "lazy" and v.state == "active" and not v.lease.told_wanted
-        if not (moved or untold):
-            continue
-        since = waits.since(v) if waits.found else math.inf
-        if untold and since < math.inf:
-            v.lease.told_wanted = True
-            actions.append(Wanted(session=v.id, epoch=v.epoch))
-        if moved and gap is not None:
+        if v.state == "idle":
+            gap = v.measured.gap
+            if gap is None or v.lease.resumed_at == NEVER:
+                continue
+            since = waits.since(v) if waits.found else math.inf
             if since < math.inf:
                 # Even if the first one is served by now, sessions waited all the time.
                 since = min(since, gap.wanted)
@@ -373,6 +368,10 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
                 v.measured.gap = replace(gap, wanted=since)
                 facts.forget_times(v)
                 changed = True
+        elif v.attach == "lazy" and v.state == "active" and not v.lease.told_wanted:
+            v.lease.told_wanted = waits.found and waits.since(v) < math.inf
+            if v.lease.told_wanted:
+                actions.append(Wanted(session=v.id, epoch=v.epoch))
     return actions, changed
 
 
@@ -391,7 +390,10 @@ class Waits:
         self._owners: dict[str, float] = {}
         self._groups: dict[str, float] = {}
         found: set[str] = set()
+        suitable = sum([not ledger.drained for ledger in facts.devices.values()])
         for s in plan.order:
+            if len(found) == suitable and not (facts.short or plan.limited):
+                break  # no session that follows waits for growth or for a limit
             why, grows = plan.reasons.get(s.id), s.id in facts.short
             if why is None or not (grows or s.state == "queued"):
                 continue
@@ -399,7 +401,7 @@ class Waits:
                 self._groups.setdefault(why.group, s.wait.since)
             elif why.limit:
                 self._owners.setdefault(s.owner.name, s.wait.since)
-            memory = why.rule in FOR_MEMORY and len(found) < len(facts.devices)
+            memory = why.rule in FOR_MEMORY and len(found) < suitable
             if grows or memory:
                 needs = asking(s, facts).needs
                 for uuid, ledger in facts.devices.items():

@@ -161,8 +161,8 @@ def in_order(
 HEADROOM_PART = 16
 
 
-#: :attr:`Asking.verdict` of needs that an empty pool could serve.
-POSSIBLE: tuple[Reason | None] = (None,)
+#: Points for class and age, and for equal points: since when it waits, the number of its wait.
+Age = tuple[float, float, int]
 
 
 @dataclass(slots=True)
@@ -181,8 +181,15 @@ class Asking:
     kinds: tuple[tuple[Where, tuple[int, int]], ...]
     #: Bytes that it waits for: suspended state may be larger than the request.
     size: int
+    #: The number of its class, and its place in the order of age: see :meth:`.shares.Shares.order`.
+    level: int
+    age: Age
     #: It needs no more than its request guarantees.
     modest: bool
+    #: All of it but for the charge and the origins. As long as devices and rules do not change,
+    #: sessions of one shape fit on the same devices: only where an origin can migrate is its model
+    #: named, and then its own device is suitable like any other of that model.
+    shape: tuple[object, ...]
     #: The cached result of :func:`impossible`.
     verdict: tuple[Reason | None] | None = None
 
@@ -220,13 +227,17 @@ def asking(s: Session, facts: Facts) -> Asking:
         memory = s.request.memory
         least = most = size = memory if not needs else needs[0].least
         kinds: dict[Where, tuple[int, int]] = {}
+        parts: list[object] = []
         for need in needs:
             least, most, size = min(least, need.least), max(most, need.least), max(size, need.bytes)
             amount = need.least if need.bytes == need.least else _least_amount(need, facts)
             where = need.fixed, need.model
             count, smallest = kinds.get(where, (0, amount))
             kinds[where] = count + 1, min(smallest, amount)
+            parts.append((*where, need.least, need.bytes))
         alone = free and len(needs) == 1 and not s.lease.slices
+        level, ageing = rules.priority_classes.get(s.request.priority, 0), rules.ageing
+        place = s.wait.since / ageing - level if ageing > 0 else float(-level)
         found = Asking(
             needs,
             charge,
@@ -235,7 +246,10 @@ def asking(s: Session, facts: Facts) -> Asking:
             least=least,
             kinds=tuple(kinds.items()),
             size=max(memory, size),
+            level=level,
+            age=(place, s.wait.since, s.wait.number),
             modest=most <= memory,
+            shape=(memory, bool(s.lease.slices), *parts),
         )
         s.asking = found
     return found

@@ -7,7 +7,7 @@ were preempted. A request that needs more on all devices (with ``n`` slices: on 
 is hopeless: free bytes, suspends under way and every choice of victims give it no more than that.
 There are two bounds. That of a class is found once for each (:meth:`.draft.Draft.reach`). That of a
 session needs the tier of each lease, and holds for others that may preempt no more
-(:meth:`Bound.rules_out`). So a pass searches victims for a few sessions of a queue of hundreds.
+(:meth:`Bound.adds`). So a pass searches victims for a few sessions of a queue of hundreds.
 
 Bounds found earlier in a pass stay true as long as the draft only loses bytes. The pass drops them
 with every gain (a suspend, a promise that moves or is void).
@@ -15,20 +15,40 @@ with every gain (a suspend, a promise that moves or is void).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Mapping
+import math
+from dataclasses import dataclass, replace
+from typing import Mapping, NamedTuple
 
 from .draft import ANY, Draft
-from .model import Owner
-from .placement import Asking, Where
-from .running import kind_of
+from .model import Owner, Reason, Rule
+from .placement import Asking, Where, impossible
+from .preemption import asker_kind
 from .session import Session
-from .victims import Trial, on_each, out_of_reach
+from .victims import Trial, blocked_as, kept_for_head, leases_in_use, on_each, out_of_reach
+
+
+class OwnerTerms(NamedTuple):
+    """What the bounds read of an owner."""
+
+    #: Its group, and whether its daily budget is used up.
+    kind: tuple[str, bool]
+    #: Its decayed usage.
+    used: float
+    #: The most bytes on one device of its own leases whose turn is over.
+    over: int
+
+
+#: All that :func:`~.running.kind_of` reads of a session but how much it asks for: its class, the
+#: groups within whose guarantee it is, and the kind of its owner.
+Kind = tuple[int, "frozenset[str] | None", tuple[str, bool]]
+
+#: Two answers of :meth:`Reach._out_of_reach`.
+ANYBODY, NOBODY = (-1.0, math.inf), (math.inf, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What one session can get at most, and others of its :func:`~.running.kind_of`."""
+    """What one session can get at most, and others of its kind."""
 
     owner: Owner
     #: The decayed usage of its owner.
@@ -39,8 +59,19 @@ class Bound:
     #: By suitable devices: the same, the most first.
     ranked: dict[Where, list[int]]
 
-    def rules_out(self, s: Session, used: float, found: Asking, draft: Draft) -> bool:
-        """Return True only if ``s`` needs more than it can get at most.
+    def lacks(self, found: Asking, draft: Draft) -> int:
+        """Return the bytes by which a request exceeds the bound; 0 if it does not."""
+        most = 0
+        for where, (count, least) in found.kinds:
+            ranked = self.ranked.get(where)
+            if ranked is None:
+                sizes = [self.bytes[room.uuid] for room in draft.suitable(where)]
+                ranked = self.ranked[where] = sorted(sizes, reverse=True)
+            most = max(most, least - on_each(count, ranked))
+        return most
+
+    def adds(self, s: Session, owner: OwnerTerms, draft: Draft) -> float:
+        """Return the most bytes by which ``s`` may get more than this bound; infinity if unknown.
 
         Where all candidates are idle, any session may preempt them. Else two things can make a
         difference between two sessions of a kind. The usage of the owner: of a group, an owner that
@@ -50,47 +81,139 @@ class Bound:
         lease of this bound's owner counts for ``s`` like that of any other. The leases of its own
         owner whose turn is over may add to the bound: on no device more than the largest sum.
         """
-        more, fair = 0, draft.shares.fair
+        fair = draft.shares.fair
         if draft.offers_in_use and (s.wait.since < self.since or (fair and s.owner != self.owner)):
-            if used < self.used or not fair:
-                return False
-            own = draft.turns_over.get(s.owner)
-            more = 0 if own is None else max(own.values())
-        for where, (count, least) in found.kinds:
-            ranked = self.ranked.get(where)
-            if ranked is None:
-                ranked = sorted((self.bytes[r.uuid] for r in draft.suitable(where)), reverse=True)
-                self.ranked[where] = ranked
-            if on_each(count, ranked) + more < least:
-                return True
-        return False
+            return owner.over if fair and owner.used >= self.used else math.inf
+        return 0
 
 
-#: By kind of asker: the bounds that a pass knows.
-Bounds = dict[object, list[Bound]]
+class Reach:
+    """What one pass has found out about requests behind the head that must fail."""
 
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._shares = draft.shares
+        #: By kind of asker.
+        self._bounds: dict[object, list[Bound]] = {}
+        #: Requests that found nothing, by kind of asker: (least, bytes, since, reason).
+        self._failed: dict[object, list[tuple[int, int, float, Reason]]] = {}
+        #: The reasons given so far: equal waits share one.
+        self._reasons: dict[tuple[Rule, int, int], Reason] = {}
+        self._owners: dict[Owner, OwnerTerms] = {}
 
-def hopeless(s: Session, found: Asking, draft: Draft, bounds: Bounds) -> bool:
-    """Return whether ``s``, which no quota or cap keeps, must fail behind the head.
+    def gained(self) -> None:
+        """Forget what holds as long as the draft only loses bytes."""
+        self._failed.clear()
+        self._bounds.clear()
 
-    ``bounds`` are those that the pass knows; a new one is added.
-    """
-    shares = draft.shares
-    if out_of_reach(draft, s, found):
-        return True
-    if s.lease.slices:
-        return False  # it cannot preempt itself, and others can
-    kind = kind_of(s, shares) if draft.offers_in_use else None
-    known = bounds.get(kind)
-    if known is None:
-        known = bounds[kind] = []
-    account = draft.facts.meters.users.get(s.owner.name)
-    used = 0.0 if account is None else shares.used(account)
-    for bound in known:
-        if bound.rules_out(s, used, found, draft):
-            return True
-    if kind is None and known:
-        return False  # one bound holds for all
-    mine = Bound(s.owner, used, s.wait.since, Trial(draft, s, draft.host).most(ANY), {})
-    known.append(mine)
-    return mine.rules_out(s, used, found, draft)
+    def hopeless(self, s: Session, found: Asking) -> Reason | None:
+        """Return why ``s``, which no quota or cap keeps, must fail; None if it must be tried.
+
+        It needs more than it can get at most, or an earlier request failed
+        (:meth:`_failed_before`).
+
+        Most sessions get the answer of one before them, which holds until the draft changes. For
+        another session of the same kind and :attr:`~.placement.Asking.shape`, nothing that the
+        answer comes from differs but owner and time of the wait. Only :meth:`Bound.adds` reads
+        these. If the owner has used as much as the bound's, the time does not matter, and all that
+        the owner can add is ``over``.
+        """
+        draft, shares = self._draft, self._shares
+        whose, used, over = self._owners.get(s.owner) or self._terms(s.owner)
+        level = shares.levels.get(s.id)  # as level(), without a call
+        if level is None:
+            level = shares.level(s)
+        kind: Kind = level, shares.entitled.get(s.id), whose
+        known = draft.known.hopeless.get((found.shape, kind))
+        if known is not None and used >= known[0] and over < known[1]:
+            return known[2]
+        if impossible(found, draft.facts) is not None:
+            return None
+        limits = self._out_of_reach(s, kind, found)
+        if limits is None:
+            return self._failed_before(s, found)
+        # The same reason as that of make_room().
+        why = self._reason("behind-head" if kept_for_head(draft, found) else "busy", found)
+        draft.known.hopeless[found.shape, kind] = *limits, why
+        return why
+
+    def _terms(self, owner: Owner) -> OwnerTerms:
+        draft, shares = self._draft, self._shares
+        own = draft.turns_over.get(owner) if leases_in_use(draft) else None
+        account = draft.facts.meters.users.get(owner.name)
+        found = self._owners[owner] = OwnerTerms(
+            (owner.group, shares.budgeted and shares.spent(owner) is not None),
+            0.0 if account is None else shares.used(account),
+            0 if own is None else max(own.values()),
+        )
+        return found
+
+    def _out_of_reach(self, s: Session, kind: Kind, found: Asking) -> tuple[float, float] | None:
+        """Return None if ``s`` may be within reach. Else for which owners the same holds at any
+        time: those that have used at least so much, and can add less than so many bytes.
+        """
+        draft, owner = self._draft, self._owners[s.owner]
+        if out_of_reach(draft, s, found):
+            return ANYBODY
+        if s.lease.slices:
+            return None  # it cannot preempt itself, and others can
+        in_use = draft.offers_in_use
+        bounds = self._bounds.setdefault((kind, found.modest) if in_use else None, [])
+        for bound in bounds:
+            lacks = bound.lacks(found, draft)
+            if lacks > bound.adds(s, owner, draft):
+                break
+        else:
+            if bounds and not in_use:
+                return None  # any session may preempt idle leases: one bound holds for all
+            most = Trial(draft, s, draft.host).most(ANY)
+            bound = Bound(s.owner, owner.used, s.wait.since, most, {})
+            bounds.append(bound)
+            lacks = bound.lacks(found, draft)
+            if lacks <= 0:
+                return None
+        if not in_use:
+            return ANYBODY
+        return (bound.used, lacks) if self._shares.fair else NOBODY
+
+    def _failed_before(self, s: Session, found: Asking) -> Reason | None:
+        """Return why ``s`` must fail because an earlier, no larger request of its kind did.
+
+        Since that failure the draft has only lost bytes: every gain clears the failures. ``s`` asks
+        for at least as much of the same devices, in one slice, and without a quota. It may preempt
+        the same victims. Every step of :func:`~.victims.attempt` that finds room for an amount
+        finds it for a smaller one: free bytes, greedy victims in a fixed order, and the
+        combinations, whose options are then the same. And it can take over no promise that the
+        other request could not.
+        """
+        draft = self._draft
+        if not self._failed or found.where is None:
+            return None
+        need = found.needs[0]
+        for least, size, since, why in self._failed.get((found.where, self._asker(s)), ()):
+            if need.least >= least and need.bytes >= size and s.wait.since >= since:
+                rule = blocked_as(draft, s, need, why.rule)
+                if rule == "host":
+                    return replace(why, bytes=found.size, most=draft.host_left())
+                if rule is not None:
+                    return self._reason(rule, found)
+        return None
+
+    def failed(self, s: Session, found: Asking, why: Reason) -> None:
+        """Note that ``s`` found nothing."""
+        if found.where is not None:
+            need = found.needs[0]
+            failure = need.least, need.bytes, s.wait.since, why
+            # The smallest request first: it rules out the most others.
+            self._failed.setdefault((found.where, self._asker(s)), []).insert(0, failure)
+
+    def _asker(self, s: Session) -> object:
+        in_use = leases_in_use(self._draft)  # else any session may preempt what there is
+        return (s.owner, asker_kind(s, self._shares, in_use=True)) if in_use else None
+
+    def _reason(self, rule: Rule, found: Asking) -> Reason:
+        key = rule, found.size, len(found.needs)
+        known = self._reasons.get(key)
+        if known is None:
+            known = self._reasons[key] = Reason(rule, bytes=found.size, count=len(found.needs))
+        return known

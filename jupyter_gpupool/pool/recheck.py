@@ -78,7 +78,7 @@ def next_turn(queue: Sequence[Session], facts: Facts) -> float:
         if since >= found:
             break
         debt = time_slice(v, facts) * rate(v, shares)
-        for owner, ours in askers.get(holder_level(v, shares), {}).items():
+        for owner, ours in askers.get(holder_level(v, facts), {}).items():
             for mine, its in zip(ours, theirs, strict=False):
                 if mine.name != its.name:
                     break

@@ -124,18 +124,28 @@ def began(s: Session) -> float:
     return max(s.lease.attached_at, s.lease.resumed_at)
 
 
-def use_times(s: Session, facts: Facts) -> tuple[float, float]:
-    """Return from when on a rule may preempt ``s`` while in use, and when its turn is over.
+def terms(s: Session, facts: Facts) -> tuple[int, float, float, int]:
+    """Return, after :attr:`Facts.version`, from when on a rule may preempt ``s`` while in use, when
+    its turn is over, and its class as a holder.
 
-    Kept with the session like :func:`~.preemption.times`. Infinity: no rule may.
+    Kept with the session like :func:`~.preemption.times`: what else the class comes from (request
+    and lease) changes only inside :meth:`Facts.change`. Infinity: no rule may.
     """
-    if s.using is None or s.using[0] != facts.version:
-        found = math.inf, math.inf
+    found: tuple[int, float, float, int] | None = s.using
+    if found is None or found[0] != facts.version:
+        at = ends = math.inf
         if movable(s, facts):
             least, ends = _times(s, facts)
-            found = max(s.retry_at, least), max(s.retry_at, ends)
-        s.using = facts.version, *found
-    return s.using[1], s.using[2]
+            at, ends = max(s.retry_at, least), max(s.retry_at, ends)
+        own = facts.settings.priority_classes.get(s.request.priority, 0)
+        found = s.using = facts.version, at, ends, max(own, s.lease.level)
+    return found
+
+
+def use_times(s: Session, facts: Facts) -> tuple[float, float]:
+    """Return from when on a rule may preempt ``s`` while in use, and when its turn is over."""
+    _, at, ends, _ = terms(s, facts)
+    return at, ends
 
 
 def _times(s: Session, facts: Facts) -> tuple[float, float]:
@@ -217,7 +227,7 @@ class Asker:
         overdrawn = shares.spent(holder.owner) is not None
         if "guarantee" in rules and (overdrawn or _guaranteed(asker, holder, shares)):
             yield 2, at
-        level, its = self.level, holder_level(holder, shares)
+        level, its = self.level, holder_level(holder, facts)
         if level > its:
             if self._within and "class" in rules:
                 yield 3, at
@@ -242,24 +252,23 @@ class Asker:
         return None
 
 
-def open_above(holder: Session, shares: Shares, *, over: bool) -> float:
+def open_above(holder: Session, level: int, shares: Shares, *, over: bool) -> float:
     """Return a number: :meth:`Asker.tier` of ``holder`` is None for each session of a class that is
-    not higher, and is not :attr:`~Asker.guaranteed`. ``over``: its turn is over.
+    not higher, and is not :attr:`~Asker.guaranteed`.
+
+    ``level`` is the holder's class; ``over``: its turn is over.
     """
-    facts = shares.facts
-    if holder.id in facts.grown:
+    if holder.id in shares.facts.grown:
         return -math.inf
     if shares.budgeted and shares.spent(holder.owner) is not None:
         return -math.inf
-    its = holder_level(holder, shares)
     # Classes are whole numbers: the holder's own class is above its half.
-    return its - 0.5 if over else its
+    return level - 0.5 if over else level
 
 
-def holder_level(s: Session, shares: Shares) -> int:
+def holder_level(s: Session, facts: Facts) -> int:
     """Return the class of a holder: its own, or the one in which it got its lease."""
-    classes = shares.facts.settings.priority_classes
-    return max(classes.get(s.request.priority, 0), s.lease.level)
+    return terms(s, facts)[3]
 
 
 def rate(s: Session, shares: Shares) -> float:

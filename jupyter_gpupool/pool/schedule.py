@@ -76,10 +76,10 @@ from typing import Iterable
 from ..states import ATTACHED
 from .draft import Draft, Promise, Reservation
 from .facts import Facts
-from .model import FOR_MEMORY, FOR_QUOTA, Charge, Reason, Rule, Slice
-from .placement import POSSIBLE, Asking, asking, impossible
-from .preemption import asker_kind, leaving, not_before, paused, score
-from .reach import Bounds, hopeless
+from .model import FOR_MEMORY, FOR_QUOTA, Charge, Reason, Slice
+from .placement import Asking, asking
+from .preemption import leaving, not_before, paused, score
+from .reach import Reach
 from .running import REASONS, RECALLED, STOPPED, free_from, rule_of
 from .session import Session
 from .shares import Shares
@@ -87,9 +87,6 @@ from .victims import (
     Offer,
     Trial,
     attempt,
-    blocked_as,
-    kept_for_head,
-    leases_in_use,
     make_room,
     reservation,
 )
@@ -120,6 +117,8 @@ class Plan:
     #: their cap.
     held: set[str] = field(default_factory=set)
     held_groups: set[str] = field(default_factory=set)
+    #: Some reason names a limit.
+    limited: bool = False
     #: The order may change as usage decays and grows: sessions of several owners wait.
     contended: bool = False
 
@@ -261,22 +260,22 @@ class _Pass:
         self.before = before
         self.shares = Shares(facts)
         everybody = self.shares.order()
-        self.plan = Plan(everybody, [s for s in everybody if s.state == "queued"])
+        waits = [s for s in everybody if s.state == "queued"] if facts.short else everybody
+        self.plan = Plan(everybody, waits)
         #: Whether :func:`barred` may bar a session whose last attempt did not fail.
         self.bars = self.shares.budgeted or facts.settings.classes_allowed is not None
         self.turn = {s.id: at for at, s in enumerate(everybody)}
         self.draft = Draft(facts, self.shares)
-        owners = {s.owner for s in everybody}
-        if len(owners) > 1 or (owners and facts.settings.preempt):
+        if everybody and (
+            facts.settings.preempt or any(s.owner != everybody[0].owner for s in everybody)
+        ):
             self.plan.contended = self.shares.fair
         #: How many waits had begun when the oldest promise was made.
-        self.oldest = min((p.made for p in before.promises.values()), default=facts.arrivals)
-        #: Requests that found nothing behind the head, by kind of request; see :meth:`_hopeless`.
-        self.failed: dict[object, list[tuple[int, int, float, Reason]]] = {}
-        #: See :mod:`.reach`.
-        self.bounds: Bounds = {}
-        #: The reasons given so far: equal waits share one.
-        self.blocked: dict[tuple[Rule, int, int], Reason] = {}
+        self.oldest = facts.arrivals
+        #: The last turn with a promise. The pass makes others only to the session whose turn it is.
+        self.last = -1
+        #: Which requests behind the head are not tried; None before a request has failed.
+        self.reach: Reach | None = None
         if before.promises:
             self._keep_promises(but)
         held = before.reservation
@@ -313,10 +312,14 @@ class _Pass:
             while room.promised and room.expect < 0:
                 there = [n for n, p in draft.promises.items() if room.uuid in _on(p.takes)]
                 draft.unpromise(facts.sessions[max(there, key=self.turn.__getitem__)])
+        self.oldest = min([promise.made for promise in self.before.promises.values()])
+        self.last = max([self.turn[name] for name in draft.promises], default=-1)
 
     def _behind(self, s: Session, before: float = math.inf) -> list[str]:
         """Return the sessions behind ``s`` with a promise made ``before`` it, the last first."""
         turn, own, held = self.turn, self.turn[s.id], self.draft.promises.items()
+        if own >= self.last:
+            return []
         behind = [name for name, p in held if p.made < before and turn[name] > own]
         return sorted(behind, key=turn.__getitem__, reverse=True) if behind else behind
 
@@ -373,6 +376,7 @@ class _Pass:
             found = asking(s, facts)
         if (self.bars or s.wait.failed) and (why := barred(s, self.shares)) is not None:
             plan.reasons[s.id] = why
+            plan.limited = plan.limited or why.limit != ""
             return
         if s.id in draft.promises and self._kept(s, found):
             return
@@ -381,10 +385,11 @@ class _Pass:
             return
         behind_head = draft.reservation is not None
         lacks = None if found.where is not None else draft.lacking(s.owner, found.charge)
-        if behind_head and lacks is None:
-            why = self._hopeless(s, found)
-            if why is not None:
-                plan.reasons[s.id] = why
+        reach = self.reach if behind_head and lacks is None else None
+        if reach is not None and (s.wait.number <= self.oldest or not self._newer(s)):
+            hopeless = reach.hopeless(s, found)
+            if hopeless is not None:
+                plan.reasons[s.id] = hopeless
                 return
         takes = draft.now(s, found.needs) if lacks is None else None
         offer: Offer | Reason
@@ -398,16 +403,15 @@ class _Pass:
             self._accept(s, offer, found.charge)
             return
         plan.reasons[s.id] = offer
+        plan.limited = plan.limited or offer.limit != ""
         if offer.rule in FOR_QUOTA and offer.group:
             plan.held_groups.add(offer.group)
         elif offer.rule in FOR_QUOTA:
             plan.held.add(s.owner.name)
         elif offer.rule in FOR_MEMORY:
-            if found.where is not None:
-                need = found.needs[0]
-                failure = need.least, need.bytes, s.wait.since, offer
-                # The smallest request first: it rules out the most others.
-                self.failed.setdefault((found.where, self._kind(s)), []).insert(0, failure)
+            if self.reach is None:
+                self.reach = Reach(draft)
+            self.reach.failed(s, found, offer)
             if not behind_head and s.state != "idle":
                 self._reserve(s, found)
 
@@ -421,11 +425,12 @@ class _Pass:
         if draft.waits(takes, found.least) and draft.within_limits(owner, charge):
             self.plan.reasons[s.id] = Reason("planned", devices=_on(takes))
             return True
-        reaches = draft.reaches.copy()
+        known = draft.known
         draft.unpromise(s)
         if draft.lacking(owner, charge) is None:
             if self._free_for(s, takes):
-                self._gain()  # where the head reserves, more may be backfilled without the promise
+                # Where the head reserves, more may be backfilled without the promise.
+                self._gain()
                 self._accept(s, Offer(takes, ready=True), charge)
                 return True
             elsewhere = draft.now(s, found.needs)
@@ -437,7 +442,7 @@ class _Pass:
             self._gain()
             return False
         draft.promise(s, promise)
-        draft.reaches.update(reaches)  # the draft is as it was
+        draft.known = known  # the draft is as it was
         self.plan.reasons[s.id] = Reason("planned", devices=_on(takes))
         return True
 
@@ -501,55 +506,10 @@ class _Pass:
             return []
         return self._behind(s, s.wait.number)
 
-    def _reason(self, rule: Rule, found: Asking) -> Reason:
-        key = rule, found.size, len(found.needs)
-        known = self.blocked.get(key)
-        if known is None:
-            known = self.blocked[key] = Reason(rule, bytes=found.size, count=len(found.needs))
-        return known
-
-    def _hopeless(self, s: Session, found: Asking) -> Reason | None:
-        """Return why ``s``, which no quota or cap keeps, is blocked; None if it must be tried.
-
-        A skipped request could not have succeeded, for one of two reasons. It needs more than it
-        can get at most (:mod:`.reach`). Or an earlier, no larger request of the same kind found
-        nothing. Since that failure the draft has only lost bytes: every gain (:meth:`_gain`) clears
-        the failures. ``s`` asks for at least as much of the same devices, in one slice, and without
-        a quota. It may preempt the same victims. Every step of :func:`attempt` that finds room for
-        an amount finds it for a smaller one: free bytes, greedy victims in a fixed order, and the
-        combinations, whose options are then the same. And it can take over no promise that the
-        other request could not.
-        """
-        if s.wait.number > self.oldest and self._newer(s):
-            return None
-        if found.verdict != POSSIBLE and impossible(found, self.facts) is not None:
-            return None
-        if hopeless(s, found, self.draft, self.bounds):
-            # The same reason as that of make_room().
-            return self._reason(
-                "behind-head" if kept_for_head(self.draft, found) else "busy", found
-            )
-        if not self.failed or found.where is None:
-            return None
-        need = found.needs[0]
-        for least, size, since, why in self.failed.get((found.where, self._kind(s)), ()):
-            if need.least >= least and need.bytes >= size and s.wait.since >= since:
-                rule = blocked_as(self.draft, s, need, why.rule)
-                if rule == "host":
-                    return replace(why, bytes=found.size, most=self.draft.host_left())
-                if rule is not None:
-                    return self._reason(rule, found)
-        return None
-
-    def _kind(self, s: Session) -> object:
-        if not leases_in_use(self.draft):
-            return None  # any session may preempt idle leases
-        return s.owner, asker_kind(s, self.shares, in_use=True)
-
     def _gain(self) -> None:
-        """Forget what holds as long as the draft only loses bytes."""
-        self.failed.clear()
-        self.bounds.clear()
+        """Note that the draft may have more bytes than before."""
+        if self.reach is not None:
+            self.reach.gained()
 
     # ------------------------------------------------------------------ 4. the head
 

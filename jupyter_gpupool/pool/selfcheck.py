@@ -16,7 +16,9 @@ def problems(facts: Facts) -> list[str]:
     Counts all sessions again (a millisecond or two) and compares every account.
     """
     again = Facts(facts.settings)
-    again.devices = {u: replace(d, granted=0, incoming=0) for u, d in facts.devices.items()}
+    again.devices = {
+        u: replace(d, granted=0, incoming=0, leases={}) for u, d in facts.devices.items()
+    }
     for s in facts.sessions.values():
         again._count(s, 1)
         again._index(s)
@@ -26,6 +28,9 @@ def problems(facts: Facts) -> list[str]:
         if (d.granted, d.incoming) != (right.granted, right.incoming):
             sums = f"the leases sum to {right.granted} and {right.incoming}"
             found.append(f"{uuid}: {d.granted} bytes granted, {d.incoming} leaving, but {sums}")
+        if d.leases != right.leases:
+            have, should = ({s.id: n for s, n in x.leases.items()} for x in (d, right))
+            found.append(f"{uuid}: the leases are {have}, should be {should}")
         if d.granted > max(d.capacity, d.allowed):
             here = (
                 s for s in facts.leased.values() if any(x.device == uuid for x in s.lease.slices)

@@ -170,7 +170,7 @@ class Session:
     #: event that names the session, every sample, and every wait that begins or ends beside it.
     asking: Any = None
     times: Any = None
-    #: The same of :func:`~.running.use_times`.
+    #: The same of :func:`~.running.terms`.
     using: Any = None
     story: deque[tuple[float, State, State, str, int]] = field(
         default_factory=lambda: deque(maxlen=STORY_LENGTH)

@@ -64,8 +64,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import chain
-from operator import itemgetter
 from typing import Iterable, Mapping
 
 from .facts import Facts
@@ -73,6 +71,7 @@ from .groups import DAY, Daily
 from .guarantees import entitled
 from .metering import BACK, EXACT, LN2, Meter
 from .model import Owner
+from .placement import Age, asking
 from .session import Session
 
 #: Seconds for which what an owner has now, and has asked for before, counts as used. As long as a
@@ -84,9 +83,11 @@ RECHECK = 10.0
 #: A share is exceeded when it is so by this factor: equal users must not be above for a rounding.
 ABOVE = 1.02
 
-#: (number of the class, score, place in the order of age, size, session). No two of a class have
-#: one place, so a sort never compares what follows it.
-Entry = tuple[int, float, int, float, Session]
+#: (budget used up, class with the higher one first, ...) is the order of classes. In one, age: no
+#: two waits have one number, so a sort never compares sessions.
+Aged = tuple[bool, int, Age, Session]
+#: In one, share: score, place in the order of age, size. No two sessions have one place.
+Entry = tuple[bool, int, float, int, float, Session]
 #: (account, weight, name) of a group or an owner.
 Step = tuple[Meter | None, float, str]
 
@@ -115,7 +116,6 @@ class Shares:
         #: By session that waits: the groups within whose guarantee its request is.
         self.entitled: dict[str, frozenset[str]] = {}
         self._spent: dict[tuple[str, str], Budget | None] = {}
-        self._scores: dict[str, tuple[float, float]] = {}
         #: What :meth:`level` has found, by session.
         self.levels: dict[str, int] = {}
         #: The numbers of the classes, the highest first.
@@ -136,10 +136,8 @@ class Shares:
         facts = self.facts
         found: list[Session] = [*facts.waiting.values(), *facts.short.values()]
         if len(found) > 1:
-            found = self._by_age(found)
-            # Without shares, age alone decides between classes as well.
-            if self.fair or self.budgeted:
-                found = self._by_share(found)
+            aged = self._by_age(found)
+            found = self._by_share(aged) if self.fair else [item[-1] for item in aged]
             if facts.short:  # an idle session that waits has a lease
                 found.sort(key=_idle)
         if self.tree.guarantees and found:
@@ -148,17 +146,30 @@ class Shares:
                 found.sort(key=lambda s: s.id not in self.entitled)
         return found
 
-    def _by_age(self, found: Iterable[Session]) -> list[Session]:
-        """Return sessions by class and age: a point for every ``ageing`` seconds of waiting."""
-        settings = self.facts.settings
-        classes, ageing = settings.priority_classes, settings.ageing
-        aged = []
-        for s in found:
-            points, wait = classes.get(s.request.priority, 0), s.wait
-            place = wait.since / ageing - points if ageing > 0 else float(-points)
-            aged.append((place, wait.since, wait.number, s))
-        aged.sort(key=itemgetter(0, 1, 2))
-        return [item[3] for item in aged]
+    def _by_age(self, waiting: Iterable[Session]) -> list[Aged]:
+        """Return sessions by class, and in a class by age: a point for ``ageing`` seconds.
+
+        Notes the :meth:`level` of each, most without a call: they are not old enough.
+        """
+        facts, now, levels = self.facts, self.facts.now, self.levels
+        version, ageing = facts.version, facts.settings.ageing
+        found: list[Aged] = []
+        # Without shares, age alone decides between classes as well.
+        budgeted, by_class = self.budgeted, self.fair or self.budgeted
+        spent, lower = False, 0
+        for s in waiting:
+            asked = s.asking  # as asking(), most without a call
+            if asked is None or asked.version != version:
+                asked = asking(s, facts)
+            age = asked.age
+            if by_class:
+                young = ageing <= 0 or now - age[1] + EXACT < ageing
+                levels[s.id] = level = asked.level if young else self._level(s)
+                lower = -level
+                spent = budgeted and self.spent(s.owner) is not None
+            found.append((spent, lower, age, s))
+        found.sort()
+        return found
 
     def level(self, s: Session) -> int:
         """Return the class in which a waiting session competes: its own, or a higher one by age."""
@@ -180,50 +191,30 @@ class Shares:
                 return level if level > own and not self.above(s.owner) else own
         return own
 
-    def _find_levels(self, waiting: Iterable[Session]) -> dict[str, int]:
-        """Find :meth:`level` of all of them, most without a call: they are not old enough."""
-        facts, levels = self.facts, self.levels
-        now, ageing = facts.now, facts.settings.ageing
-        classes = facts.settings.priority_classes
-        for s in waiting:
-            young = ageing <= 0 or now - s.wait.since + EXACT < ageing
-            levels[s.id] = classes.get(s.request.priority, 0) if young else self._level(s)
-        return levels
-
-    def _by_share(self, by_age: list[Session]) -> list[Session]:
-        """Return sessions, given in the order of age, in the order of classes and shares."""
-        levels, spent, budgeted = self._find_levels(by_age), self.spent, self.budgeted
-        buckets: dict[tuple[bool, int], list[Session]] = {}
-        for s in by_age:
-            key = budgeted and spent(s.owner) is not None, -levels[s.id]
-            buckets.setdefault(key, []).append(s)
-        classes = [buckets[key] for key in sorted(buckets)]
-        if not self.fair:
-            return [*chain(*classes)]
-        users = self.facts.meters.users
+    def _by_share(self, aged: Iterable[Aged]) -> list[Session]:
+        """Return sessions, given by class and age, in the order of classes and shares."""
+        users, mean = self.facts.meters.users, self._mean
         tree, groups = self.tree, self.facts.meters.groups
         #: By group: the sessions of its members; those without a group are at the top.
         top: list[Entry] = []
         lists: dict[str, list[Entry]] = {"": top}
-        before: dict[str, float] = {}
-        #: By owner: what it has used, and what it has now.
-        scores, mean = self._scores, self._mean
-        for number, bucket in enumerate(classes):
-            for place, s in enumerate(bucket):
-                name, asked = s.owner.name, s.request
-                size = asked.memory * asked.devices / mean  # in devices
-                had = before.get(name, 0.0)
-                before[name] = had + size
-                known = scores.get(name)
-                if known is None:
-                    account = users.get(name)
-                    known = (0.0, 0.0) if account is None else (self.used(account), account.rate)
-                    scores[name] = known
-                item = number, known[0] + HORIZON * (known[1] + had), place, size, s
-                if group := tree.path(s.owner.group) if tree.groups else ():
-                    lists.setdefault(group[-1], []).append(item)
-                else:
-                    top.append(item)
+        #: By owner: what it has used, what it has now, and the size of its requests so far.
+        owners: dict[str, list[float]] = {}
+        for place, (spent, lower, _, s) in enumerate(aged):
+            asked, owner = s.request, s.owner
+            known = owners.get(owner.name)
+            if known is None:
+                account = users.get(owner.name)
+                known = [0.0] * 3 if account is None else [self.used(account), account.rate, 0.0]
+                owners[owner.name] = known
+            size = asked.memory * asked.devices / mean  # in devices
+            used, rate, had = known
+            known[2] = had + size
+            item = spent, lower, used + HORIZON * (rate + had), place, size, s
+            if path := tree.path(owner.group) if tree.groups else ():
+                lists.setdefault(path[-1], []).append(item)
+            else:
+                top.append(item)
         for name in sorted(tree.groups, key=lambda g: -len(tree.path(g))) if tree.groups else ():
             members = lists.pop(name, None)
             if members is None:
@@ -232,11 +223,11 @@ class Shares:
             weight, account, had = tree.groups[name].weight, groups.get(name), 0.0
             above = tree.path(name)[:-1]
             where = lists.setdefault(above[-1] if above else "", [])
-            for number, _, place, size, s in members:
-                where.append((number, self._score(account, had) / weight, place, size, s))
+            for spent, lower, _, place, size, s in members:
+                where.append((spent, lower, self._score(account, had) / weight, place, size, s))
                 had += size
         top.sort()
-        return [item[4] for item in top]
+        return [item[-1] for item in top]
 
     def _score(self, account: Meter | None, before: float) -> float:
         if account is None:

@@ -35,12 +35,17 @@ STAGES = {"warn": 1, "ask": 2, "end": 3}
 
 def note(facts: Facts, plan: Plan) -> None:
     """Note which sessions that cannot be suspended others wait for, by the plan."""
-    least = facts.settings.host_least()
-    fixed = any(not ledger.device.can_suspend for ledger in facts.devices.values())
+    ledgers, least = facts.devices.values(), facts.settings.host_least()
+    fixed = any(not ledger.device.can_suspend for ledger in ledgers)
+    large = least < sum([ledger.granted for ledger in ledgers])
     some = [
         s
         for s in facts.leased.values()
-        if fixed or s.pinned_reason or s.refused or not s.gated or s.lease.granted > least
+        if s.refused
+        or s.pinned_reason
+        or not s.gated
+        or fixed
+        or (large and s.lease.granted > least)
     ]
     found = [s for s in some if obstacle(s, facts)]
     before, facts.stuck = facts.stuck, {}

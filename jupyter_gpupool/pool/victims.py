@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Collection, Iterable, Mapping, Sequence
 
-from .draft import Draft, Lack, Reservation, Room
+from .draft import Candidate, Draft, Lack, Reservation, Room
 from .model import Charge, HostLack, Reason, Rule, Slice
 from .placement import (
     Asking,
@@ -26,8 +26,8 @@ from .placement import (
     in_turn,
     preferred,
 )
-from .preemption import asker_kind, candidate, score, victim_tier
-from .running import Asker, covered, open_above, slice_ends
+from .preemption import asker_kind, candidate, score, unprotected, victim_tier
+from .running import Asker, covered, open_above, terms
 from .session import Session
 
 #: If the usual choice fails for lack of host memory, or because a guarantee covers a victim after
@@ -52,6 +52,7 @@ class Trial:
         self.draft = draft
         self.asker = asker
         self._as_asker: Asker | None = None
+        self._opened: Mapping[str, tuple[list[Candidate], int]] | None = None
         self.facts = draft.facts
         if not draft.offers_known:
             _find_offers(draft)
@@ -96,14 +97,14 @@ class Trial:
             self._as_asker = Asker(self.asker, self.draft.shares)
         return self._as_asker
 
-    def _candidates(self, room: Room) -> tuple[list[tuple[Session, int]], int]:
+    def _candidates(self, room: Room) -> tuple[list[Candidate], int]:
         """Return the candidates on a device without most of those that the asker cannot preempt,
         and their bytes in all.
-
-        The lists by class hold for the whole pass, like the tiers.
         """
-        asker = self._rules()
-        return self.draft.opened(room, None if asker.guaranteed else asker.level)
+        if self._opened is None:
+            asker = self._rules()
+            self._opened = self.draft.opened(None if asker.guaranteed else asker.level)
+        return self._opened[room.uuid]
 
     def _asker_of(self, v: Session) -> Any:
         """Return what the tier of ``v`` depends on besides ``v``: the asker's owner and kind.
@@ -121,7 +122,7 @@ class Trial:
         """Return the leases on a device that may still be preempted, as (tier, session, bytes)."""
         return [
             (tier, v, size)
-            for v, size in self._candidates(room)[0]
+            for v, size, _ in self._candidates(room)[0]
             if (tier := self.tier(v)) is not None and v not in self.chosen
         ]
 
@@ -320,14 +321,10 @@ def out_of_reach(draft: Draft, s: Session, found: Asking) -> bool:
     """
     if not draft.offers_known:
         _find_offers(draft)
-    shares = draft.shares
-    if s.id in shares.entitled:
-        level = None
-    elif (level := shares.levels.get(s.id)) is None:  # level(), without a call
-        level = shares.level(s)
+    level = None if s.id in draft.shares.entitled else draft.shares.level(s)
     for where, (count, least) in found.kinds:
-        ranked = draft.reaches.get((where, level)) or draft.reach(where, level)
-        if len(ranked) < count or ranked[count - 1] < least:  # on_each(), without a call
+        ranked = draft.reach(where, level)
+        if on_each(count, ranked) < least:
             return True
     return False
 
@@ -348,23 +345,28 @@ def _find_offers(draft: Draft) -> None:
     """
     draft.offers_known = True
     facts, rooms, now = draft.facts, draft.rooms, draft.facts.now
+    preempts, shares = bool(facts.settings.preempt), draft.shares
     for v in facts.leased.values():
-        tier = candidate(v, facts)
-        if tier is None:
+        # As candidate(), and with the same look at a lease in use all that else counts.
+        if v.state == "idle" and unprotected(v, facts):
+            opens, over = -math.inf, False
+        elif preempts:
+            _, at, ends, level = terms(v, facts)
+            if at > now:
+                continue
+            draft.offers_in_use = True
+            over = ends <= now
+            opens = open_above(v, level, shares, over=over)
+        else:
             continue
-        over = slice_ends(v, facts) <= now
-        opens = open_above(v, draft.shares, over=over) if tier else -math.inf
         for x in v.lease.slices:
             room = rooms[x.device]
-            room.candidates.append((v, x.bytes))
-            room.opens.append(opens)
+            room.candidates.append((v, x.bytes, opens))
             room.offered += x.bytes
-        if tier:
-            draft.offers_in_use = True
-            if over:
-                own = draft.turns_over.setdefault(v.owner, {})
-                for x in v.lease.slices:
-                    own[x.device] = own.get(x.device, 0) + x.bytes
+        if over:
+            own = draft.turns_over.setdefault(v.owner, {})
+            for x in v.lease.slices:
+                own[x.device] = own.get(x.device, 0) + x.bytes
 
 
 def _offer(room: Room) -> tuple[int, int]:

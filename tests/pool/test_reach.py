@@ -9,8 +9,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from jupyter_gpupool.pool import machine, schedule
+from jupyter_gpupool.pool import machine
 from jupyter_gpupool.pool.facts import Facts
+from jupyter_gpupool.pool.reach import Reach
 from jupyter_gpupool.pool.schedule import Plan
 
 from .world import World
@@ -31,7 +32,7 @@ def same(facts: Facts, short: Plan, whole: Plan) -> None:
 @pytest.mark.parametrize("seed", [1, 3, 6, 15, 46, 52, 55])
 def test_requests_left_out_change_no_plan(seed, monkeypatch):
     skipped = 0
-    plan, hopeless = machine.plan, schedule._Pass._hopeless
+    plan, hopeless = machine.plan, Reach.hopeless
 
     def counted(*given: object) -> object:
         nonlocal skipped
@@ -40,9 +41,9 @@ def test_requests_left_out_change_no_plan(seed, monkeypatch):
         return why
 
     def both(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
-        monkeypatch.setattr(schedule._Pass, "_hopeless", lambda *_: None)
+        monkeypatch.setattr(Reach, "hopeless", lambda *_: None)
         whole = plan(facts, before, relieve)
-        monkeypatch.setattr(schedule._Pass, "_hopeless", counted)
+        monkeypatch.setattr(Reach, "hopeless", counted)
         short = plan(facts, before, relieve)
         same(facts, short, whole)
         return short
