@@ -12,7 +12,7 @@ from .evidence import Expected
 from .facts import Facts
 from .schedule import Plan
 from .session import Session
-from .words import reason
+from .words import Scene, reason
 
 #: In a queue up to this length, each session gets its news at once; in a longer one ...
 AT_ONCE = 8
@@ -51,11 +51,12 @@ class News:
             self._ahead = None
             if len(plan.queue) > AT_ONCE:
                 self._told_at = facts.now
-        news = []
-        for position, s in enumerate(plan.queue, 1):
+        news: list[Action] = []
+        scene = Scene(facts, plan)
+        for position, s in enumerate(plan.queue if everybody or joined else (), 1):
             if everybody or s.id in joined:
                 self._expect(facts, plan, s, position)
-                news += _tell(facts, plan, s, position)
+                news += _tell(facts, plan, s, position, scene)
         return news
 
     def _expect(self, facts: Facts, plan: Plan, s: Session, position: int) -> None:
@@ -88,8 +89,8 @@ def _same(old: Expected | None, new: Expected | None, now: float) -> bool:
     return abs(new.until - old.until) <= close and abs(new.since - old.since) <= close
 
 
-def _tell(facts: Facts, plan: Plan, s: Session, position: int) -> list[Action]:
-    told = position, len(plan.queue), reason(facts, plan, s), s.wait.expected
+def _tell(facts: Facts, plan: Plan, s: Session, position: int, scene: Scene) -> list[Action]:
+    told = position, len(plan.queue), reason(facts, plan, s, scene), s.wait.expected
     if s.wait.told == told:
         return []
     s.wait.told = told

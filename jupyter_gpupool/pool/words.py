@@ -8,6 +8,7 @@ The sentences for all reasons are here and in :mod:`.explain`, and none of them 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Mapping
 
 from ..errors import Code
@@ -24,8 +25,29 @@ from .shares import Budget
 # --------------------------------------------------------------------------- why it waits, in words
 
 
-def reason(facts: Facts, plan: Plan, s: Session) -> str:
-    """Return why ``s`` waits for a lease, in words; "" if it does not."""
+class Scene:
+    """What the sentences of many sessions share; it holds until facts or plan change."""
+
+    def __init__(self, facts: Facts, plan: Plan) -> None:
+        self._facts = facts
+        self._plan = plan
+
+    @cached_property
+    def avail(self) -> Mapping[str, int]:
+        """The bytes that are free and not promised, by device in service."""
+        return _avail(self._facts, self._plan)
+
+    @cached_property
+    def users(self) -> str:
+        """Which kernels have the slices, as the end of a sentence."""
+        return _users(self._facts)
+
+
+def reason(facts: Facts, plan: Plan, s: Session, scene: Scene | None = None) -> str:
+    """Return why ``s`` waits for a lease, in words; "" if it does not.
+
+    Callers that ask for many sessions at once give all of them one ``scene``.
+    """
     why = plan.reasons.get(s.id)
     if why is None or s.state != "queued":
         return ""
@@ -42,12 +64,13 @@ def reason(facts: Facts, plan: Plan, s: Session) -> str:
     if why.rule == "planned":
         return _planned(facts, why.devices)
     if why.rule == "busy":
-        avail = _avail(facts, plan)
+        scene = scene or Scene(facts, plan)
+        avail = scene.avail
         settled = s.bound and (s.immovable or not s.suspended)
         enough = sum(1 for size in avail.values() if size >= s.request.memory)
         if settled and enough >= len(s.bound):
             return _settled(facts, avail, s)
-        return _busy(facts, avail, why)
+        return _busy(facts, scene, why)
     return in_words(facts, why)
 
 
@@ -211,8 +234,9 @@ def _planned(facts: Facts, devices: tuple[str, ...]) -> str:
     return f"waiting for {_count(len(leaving), noun)} to be suspended"
 
 
-def _busy(facts: Facts, free: Mapping[str, int], why: Reason) -> str:
-    best, users = max(free.values(), default=0), _users(facts)
+def _busy(facts: Facts, scene: Scene, why: Reason) -> str:
+    free, users = scene.avail, scene.users
+    best = max(free.values(), default=0)
     if best <= 0:
         total = sum(d.capacity for d in facts.devices.values() if not d.drained)
         return f"all {format_bytes(total)} in use by {users}"
