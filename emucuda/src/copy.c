@@ -48,7 +48,8 @@ static CUresult move(const struct transfer *t, CUstream stream, bool wait)
     pthread_mutex_lock(&driver.lock);
     uint64_t tail = stream_submit(s, duration);
     pthread_mutex_unlock(&driver.lock);
-    for (size_t row = 0; row < t->rows; row++)
+    bool written = from_device < 0 && t->rows == 1 && arena_write(to_device, t->to, from, t->width, false);
+    for (size_t row = 0; row < t->rows && !written; row++)
         memmove((char *)to + row * t->to_pitch, (char *)from + row * t->from_pitch, t->width);
     if (wait)
         sleep_until(tail);
@@ -211,18 +212,22 @@ static CUresult fill_lines(const CUDA_MEMSET_NODE_PARAMS *p, CUstream stream, bo
 {
     struct stream *s;
     void *host = NULL;
+    int device = -1;
     size_t width = p->width, rows = p->height, unit = p->elementSize;
     if (p->dst % unit || (rows > 1 && p->pitch < width * unit))
         return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&driver.lock);
     CUresult result = stream_resolve(stream, &s);
     if (!result && width && rows)
-        result = resolve(p->dst, p->pitch * (rows - 1) + width * unit, &host, NULL);
+        result = resolve(p->dst, p->pitch * (rows - 1) + width * unit, &host, &device);
     uint64_t tail = result ? 0 : stream_submit(s, 0);
     pthread_mutex_unlock(&driver.lock);
     if (result || !width)
         return result;
-    for (size_t row = 0; row < rows; row++) {
+    char piece[ARENA_PIECE];
+    bool written = unit == 1 && rows == 1 && width >= GRANULE &&
+                   arena_write(device, p->dst, memset(piece, (int)p->value, sizeof piece), width, true);
+    for (size_t row = 0; row < rows && !written; row++) {
         char *line = (char *)host + row * p->pitch;
         if (unit == 1)
             memset(line, (int)p->value, width);

@@ -201,6 +201,9 @@ bool context_known(struct context *context); /* without the lock */
 CUresult arena_init(void);
 CUresult arena_open_device(int device);
 void *arena_host(uint64_t user_address); /* the alias of a device address */
+#define ARENA_PIECE 65536
+/* Writes many bytes to device memory, `repeated`: the same ARENA_PIECE bytes. False: write by the alias. */
+bool arena_write(int device, uint64_t address, const char *from, uint64_t size, bool repeated);
 void arena_punch(int device, uint64_t file_offset, uint64_t size);
 void arena_poison(bool poisoned);
 CUresult arena_vmm_map(uint64_t address, uint64_t size, int fd, uint64_t file_offset);
