@@ -34,3 +34,12 @@ def one_of(names: Iterable[str]) -> str:
     """Return ``"'a', 'b' or 'c'"``."""
     quoted = [repr(name) for name in names]
     return " or ".join([", ".join(quoted[:-1]), quoted[-1]] if len(quoted) > 1 else quoted)
+
+
+def sentence(reason: str) -> str:
+    """Return the broker's ``reason`` with a capital and a full stop; names stay as they are."""
+    text = reason.strip()
+    first = text.split(" ", 1)[0]
+    if first.rstrip(",;:").isalpha():
+        text = text[0].upper() + text[1:]
+    return text if not text or text.endswith((".", "!", "?")) else f"{text}."

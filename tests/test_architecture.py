@@ -204,6 +204,14 @@ def test_importing_the_package_imports_nothing_else():
     assert done.stdout.strip() == "[]"
 
 
+def test_commands_for_programs_do_not_import_asyncio():
+    """It was a third of the time in which each of these commands starts."""
+    modules = ("cli.commands", "programs.execution", "programs.detached", "client")
+    code = "import sys, " + ", ".join(f"{PACKAGE.name}.{name}" for name in modules)
+    code += "; sys.exit('asyncio' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 #: Variables of the broker that hold plain data: records with fields, which other parts may set.
 BROKERS_DATA = {
     "session": "what the broker knows of a kernel (sessions.Session)",

@@ -7,9 +7,7 @@ All but ``leave`` need the extra ``cluster``.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any, Mapping
@@ -45,6 +43,9 @@ def _node(options: Options) -> int:
             code=Code.BAD_REQUEST,
             next_step="Give --head, or --join with the head's address.",
         )
+    import asyncio  # this import and the next are most of the time in which other commands start
+    import logging
+
     from ..cluster.node import run_node
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")

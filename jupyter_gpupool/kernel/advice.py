@@ -12,11 +12,11 @@ import re
 
 from ..endpoint import MACHINE_SOCKET
 from ..errors import BrokerUnavailable, Code, GPUPoolError
+from ..text import sentence
 from ..units import format_bytes, parse_bytes, typed_bytes
 from .guard_state import Guard, MemoryFigures
 from .holds import CallRefusal
 from .link import SessionLink
-from .waits import sentence
 
 #: Libraries' names for the errors of a call without a slice (802), and of managed memory (801).
 _NOT_READY = re.compile(

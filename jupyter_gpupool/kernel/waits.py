@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any, Callable, Iterator, Mapping
 
 from ..errors import Code, GPUPoolError
+from ..text import sentence
 from ..units import format_bytes
 from .holds import HoldWait
 from .link import SessionLink
@@ -177,15 +178,6 @@ def describe_preempted(link: SessionLink) -> str:
 def taken(why: str) -> str:
     """Return the sentence that says by which rule the slice of a running cell was taken."""
     return sentence(f"the GPU was taken from this cell: {why}")
-
-
-def sentence(reason: str) -> str:
-    """Return the broker's ``reason`` with a capital and a full stop; names stay as they are."""
-    text = reason.strip()
-    first = text.split(" ", 1)[0]
-    if first.rstrip(",;:").isalpha():
-        text = text[0].upper() + text[1:]
-    return text if not text or text.endswith((".", "!", "?")) else f"{text}."
 
 
 def worth_showing(link: SessionLink, wait: HoldWait) -> bool:

@@ -15,7 +15,7 @@ from typing import Callable
 
 from ..errors import Code, RefusedError
 from ..kernel.link import SessionLink
-from ..kernel.waits import sentence
+from ..text import sentence
 from ..units import format_bytes, format_range, format_seconds
 
 #: Seconds of a wait before anything is shown: most are over by then.

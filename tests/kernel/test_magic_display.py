@@ -15,7 +15,8 @@ from jupyter_gpupool.kernel.holds import QueuePlace
 from jupyter_gpupool.kernel.link import SessionLink
 from jupyter_gpupool.kernel.magic import complete_gpu
 from jupyter_gpupool.kernel.magic_display import PoolDisplay, session_rows
-from jupyter_gpupool.kernel.waits import describe, sentence
+from jupyter_gpupool.kernel.waits import describe
+from jupyter_gpupool.text import sentence
 
 
 def rows(session: dict[str, Any], snapshot: dict[str, Any] | None = None) -> dict[str, str]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Callable
 
-from jupyter_gpupool.kernel.waits import sentence
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.limits import never
 from jupyter_gpupool.pool.model import PREEMPT_ALL, Device, Owner, Quota, Refusal, Request
+from jupyter_gpupool.text import sentence
 
 from ..pool.builders import RULES, Lab, all_of, device
 from .sheet import Sheet
