@@ -85,6 +85,10 @@ class RunRecord:
         """Return the record as the processes show it."""
         if not self.lives or self.supervised:
             return self
+        # Its supervisor may have written the end, and ended, since this record was read.
+        latest = read(self.name)
+        if latest is not None and not latest.lives:
+            return latest
         if self.boot != local_machine.boot_id():
             return replace(self, state="ended", reason="the machine restarted")
         if self.at_work:

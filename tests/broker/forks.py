@@ -13,7 +13,8 @@ Other servers fork kernels (:func:`kernels`). They have imported ipykernel, the 
 cuda.bindings. One was started with the guard preloaded, as kernels are: the guard reads a process's
 variables at its first CUDA call.
 Two more (:func:`programs`) fork processes like kernels, see ``child.py``. They have imported
-cuda.core, which does not load the driver yet. One more forks Jupyter Servers.
+cuda.core, which does not load the driver yet. One more forks Jupyter Servers, and one the commands
+of ``jupyter gpupool`` (:func:`command`).
 
 A forked broker forks its children as well, instead of executing them, if they use the emulated
 driver. The dynamic loader reads its variables at the start of a process only: the server starts
@@ -86,6 +87,11 @@ _IMPORTS = {
         "jupyter_server.serverapp", "jupyter_gpupool.server", "jupyter_gpupool.provisioner",
         "jupyter_server.services.kernels.connection.channels", "jupyter_lsp.serverextension",
         "jupyter_server_terminals", "jupyterlab.labapp", "notebook.app", "nbconvert.exporters",
+    ),
+    "commands": (
+        "jupyter_gpupool.cli.commands", "jupyter_gpupool.cli.status",
+        "jupyter_gpupool.cli.maintenance", "jupyter_gpupool.programs.detached",
+        "jupyter_gpupool.programs.execution", "jupyter_gpupool.starting",
     ),
 }  # fmt: skip
 
@@ -176,6 +182,7 @@ class _Server:
         _kernel_server.cache_clear()
         _program_server.cache_clear()
         _jupyter_server.cache_clear()
+        _command_server.cache_clear()
         code = self._process.wait(60)
         said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace")
         raise EOFError(f"the process that forks brokers has ended with {code}: {said}")
@@ -203,6 +210,11 @@ def _program_server(guarded):
 @lru_cache(maxsize=1)
 def _jupyter_server():
     return _Server("servers", {})
+
+
+@lru_cache(maxsize=1)
+def _command_server():
+    return _Server("commands", {})
 
 
 @lru_cache(maxsize=1)
@@ -287,6 +299,14 @@ def jupyter_server(command, *, env, log, folder=str(ROOT)):
     request = {"command": command, "env": {**env}, "cwd": folder, "standard": [0, 1, 2]}
     with open(os.devnull, "rb") as nothing:
         return _fork(_jupyter_server(), request, [nothing.fileno(), log.fileno(), log.fileno()])
+
+
+def command(words, *, env, standard, folder=str(ROOT)):
+    """Start ``jupyter gpupool words...`` with these three standard streams."""
+    assert all(env.get(name) == os.environ.get(name) for name in _LOADER), "read at the start only"
+    line = [sys.executable, "-m", "jupyter_gpupool.cli", *words]
+    request = {"command": line, "env": {**env}, "cwd": folder, "standard": [0, 1, 2]}
+    return _fork(_command_server(), request, [*standard])
 
 
 def program(module, *, env):
@@ -421,7 +441,7 @@ def _become(request, given):
         os.dup2(descriptor, number)
         os.close(descriptor)
     command = request["command"]
-    if sys.argv[2] in ("kernels", "servers"):
+    if sys.argv[2] in ("kernels", "servers", "commands"):
         _search(request["cwd"], request["env"])
     for descriptor in given:
         os.set_inheritable(descriptor, True)

@@ -1,6 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool run`` as a user starts it: real processes, real terminals."""
+"""``jupyter gpupool run`` as a user starts it: real processes, real terminals.
+
+The commands are forked from a process that has imported their modules, which is most of their CPU
+time (``tests/broker/forks.py``). Commands on a terminal and those that a shell starts are executed.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ import subprocess
 import sys
 import termios
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
-from tests.broker import kit
+from tests.broker import forks, kit
 
 #: The command line, as the installed script calls it.
 CLI = [sys.executable, "-m", "jupyter_gpupool.cli"]
@@ -36,26 +40,47 @@ def environment(broker, **more):
     }
 
 
-def run(broker, *words, input_=None, timeout=120, **env):
+def run(broker, *words, input_=b"", timeout=120, **env):
     """Run a command of ``jupyter gpupool`` to its end."""
-    return subprocess.run(
-        [*CLI, *words], env=environment(broker, **env), cwd=kit.ROOT, capture_output=True,
-        input=input_, timeout=timeout, check=False,
-    )  # fmt: skip
+    with ExitStack() as stack:
+        given, out, err = (
+            stack.enter_context(os.fdopen(os.memfd_create(name), "w+b"))
+            for name in ("stdin", "stdout", "stderr")
+        )
+        given.write(input_)
+        given.seek(0)
+        process = forks.command(
+            words, env=environment(broker, **env),
+            standard=[stream.fileno() for stream in (given, out, err)],
+        )  # fmt: skip
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        for stream in (out, err):
+            stream.seek(0)
+        return subprocess.CompletedProcess(words, code, out.read(), err.read())
 
 
 class Program:
     """A program under ``jupyter gpupool run``, with pipes."""
 
-    def __init__(self, broker, *options, command=GPU, stdin=subprocess.PIPE, **env):
+    def __init__(self, broker, *options, command=GPU, **env):
         self.broker = broker
         self.errors = broker.folder / f"errors-{time.monotonic_ns()}"
-        with self.errors.open("wb") as errors:
-            self.process = subprocess.Popen(
-                [*CLI, "run", *options, "--", *command],
-                stdin=stdin, stdout=subprocess.PIPE, stderr=errors,
-                env=environment(broker, **env), cwd=kit.ROOT,
-            )  # fmt: skip
+        stdin, ours = os.pipe()
+        read, stdout = os.pipe()
+        streams = os.fdopen(ours, "wb"), os.fdopen(read, "rb")
+        try:
+            with self.errors.open("wb") as errors:
+                self.process = forks.command(
+                    ["run", *options, "--", *command], env=environment(broker, **env),
+                    standard=[stdin, stdout, errors.fileno()],
+                )  # fmt: skip
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+        self.process.stdin, self.process.stdout = streams
 
     @property
     def stderr(self):

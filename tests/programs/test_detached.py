@@ -32,7 +32,10 @@ def state(broker, monkeypatch):
     yield
     for record in runfiles.every():
         for pid, start in (record.supervisor, record.process):
-            procfs.kill([procfs.ProcessId(pid, start)] if pid not in (0, os.getpid()) else [])
+            one = procfs.ProcessId(pid, start)
+            procfs.kill([one] if pid not in (0, os.getpid()) else [])
+            # A process that still writes would leave something of the folder for the next test.
+            wait_until(lambda: pid == os.getpid() or not procfs.alive(one), "its end")  # noqa: B023
         runfiles.remove(record.name)
 
 
@@ -86,7 +89,7 @@ def test_program_survives_its_terminal(broker, terminal):
     screen.read_until(b"far")
     screen.hang_up()
     screen.wait()
-    assert rows(broker)["far"]["state"] == "running"
+    wait_until(lambda: rows(broker)["far"]["state"] == "running", "its start")
     (broker.folder / "go").touch()
     assert run(broker, "wait", "far").returncode == 0
     (broker.folder / "go").unlink()
@@ -238,6 +241,13 @@ def test_records_of_before_a_restart_have_ended():
     found = runfiles.find("old")
     assert found.state == "ended"
     assert found.describe(time.time()) == "ended: the machine restarted"
+
+
+def test_end_written_after_a_record_was_read_counts():
+    """A record was read, then its supervisor wrote the end and ended: nothing has killed it."""
+    before = record("late", state="running", ended=0.0, code=None)
+    runfiles.write(replace(before, state="ended", ended=time.time(), code=3))
+    assert before.now().code == 3
 
 
 def test_old_records_are_removed_by_age_and_number(monkeypatch):

@@ -234,7 +234,7 @@ with jupyter_gpupool.slice("300MiB"):
     said = one.said()
     why = "wait-timeout No GPU slice became free within 2 s (max_wait). The last reason: "
     assert said.startswith(why), said
-    assert session_of(broker, "work.py")["holds"] == []
+    wait_until(lambda: session_of(broker, "work.py")["holds"] == [], "the end of its wait")
     one.go_on()
     other.end()
     assert one.said() == "held"
