@@ -45,6 +45,9 @@ SINGLE = 512 * MiB  # a single device keeps none
 BIG = 300 * MiB
 
 
+#: Seconds that a slow and busy machine may add to a delay that the product promises.
+LATE = 25.0
+
 #: Seconds between two checks of a condition, at first and at last: most checks ask the broker.
 LOOK, SELDOM = 0.02, 0.1
 
@@ -66,7 +69,7 @@ class Raw:
 
     def __init__(self, path):
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.settimeout(20)
+        self.socket.settimeout(60)
         self.socket.connect(str(path))
         self.file = self.socket.makefile("rb")
 
@@ -187,7 +190,7 @@ class Broker:
             line = pipe.readline()
         answer = json.loads(line) if line else {"ok": False, "message": self.tail()}
         if not answer["ok"]:
-            self.process.wait(20)
+            self.process.wait(60)
             self.process = None
         return answer
 
@@ -201,7 +204,7 @@ class Broker:
     def kill(self):
         """Send SIGKILL, as the OOM killer does."""
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(60)
         self.process = None
 
     def stop(self, number=signal.SIGTERM):
@@ -213,7 +216,7 @@ class Broker:
     def close(self):
         if self.process is not None:
             self.process.kill()
-            self.process.wait(20)
+            self.process.wait(60)
         # A killed broker leaves its folder of pages.
         remove(SHARED_MEMORY / folder_name(self.socket))
 
@@ -325,19 +328,24 @@ class Kernel:
         found = self.broker.session(self.session)
         return found["state"] if found else None
 
+    @property
+    def served(self):
+        """Whether it has its slice: one that made no call for a while is idle, no longer active."""
+        return self.state() in ("active", "idle")
+
     def wait_state(self, *states, seconds=60):
         wait_until(lambda: self.state() in states, f"{self.session} {states}", seconds)
 
     def kill(self):
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(60)
 
     def close(self):
         with suppress(Exception):
             self.server.close()
         if self.process is not None:
             self.process.kill()
-            self.process.wait(20)
+            self.process.wait(60)
             self.process.stdin.close()
             self.process.stdout.close()
 

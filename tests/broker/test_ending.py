@@ -14,11 +14,10 @@ import psutil
 import pytest
 
 from . import kit
-from .kit import wait_until
+from .kit import LATE, wait_until
 
-#: Seconds in which a broker ends (after them it logs that it ended by force), and what a busy
-#: machine may add.
-WITHIN, LATE = 5.0, 25.0
+#: Seconds in which a broker ends; after them it logs that it ended by force.
+WITHIN = 5.0
 
 
 @pytest.fixture

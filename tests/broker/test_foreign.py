@@ -56,7 +56,7 @@ def scene(make_broker):
 
         def end():
             stranger.kill()
-            stranger.wait(20)
+            stranger.wait(60)
             stranger.stdin.close()
             stranger.stdout.close()
 
@@ -138,7 +138,7 @@ def test_children_of_the_broker_are_not_foreign():
         assert child.poll() is None
     finally:
         child.kill()
-        child.wait(20)
+        child.wait(60)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start somebody else's process")
@@ -163,9 +163,9 @@ def test_only_processes_of_the_pools_users_are_ended(policy, users, ended):
         notes = asyncio.run(scenario(stranger.pid))
         assert notes == [("foreign", "ended" if ended else "seen")]
         if ended:
-            assert stranger.wait(20) == -9
+            assert stranger.wait(60) == -9
         else:
             assert stranger.poll() is None
     finally:
         stranger.kill()
-        stranger.wait(20)
+        stranger.wait(60)

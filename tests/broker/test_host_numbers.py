@@ -46,7 +46,7 @@ def bystander():
     process = subprocess.Popen(["sleep", "600"])
     yield process
     process.kill()
-    process.wait(20)
+    process.wait(60)
 
 
 def looked(broker, one, times=5):
@@ -110,7 +110,7 @@ def test_memory_outside_the_pool_counts_once(broker, program):
         assert stranger.poll() is None
     finally:
         stranger.kill()
-        stranger.wait(20)
+        stranger.wait(60)
         stranger.stdin.close()
         stranger.stdout.close()
     wait_until(lambda: sum(foreign(broker)) == 0, "its end")

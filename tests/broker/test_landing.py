@@ -70,7 +70,7 @@ def test_asking_process_gets_its_slice_on_a_gpu_with_room(broker, kernel):
     status = k.status()
     (place,) = status["devices"]
     assert place != home
-    assert status["state"] == "active"
+    assert status["state"] in ("active", "idle")
     assert status["used_bytes"] == CONTEXT
     assert k.do("alloc", bytes=64 * MiB, byte=3) is None
     assert k.do("check") == 64 * MiB

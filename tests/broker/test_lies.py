@@ -88,7 +88,7 @@ def test_process_of_another_user_is_refused(broker, kernel):
         assert refusal(one.server, "launched", session=one.session, pid=other.pid) == "not-yours"
     finally:
         other.kill()
-        other.wait(20)
+        other.wait(60)
     # The attempt costs the connection, which ends its session before the launch.
     wait_until(lambda: broker.session(one.session) is None, "the end of the session")
     assert pool_is_fine(broker)
@@ -320,7 +320,7 @@ def test_emulated_devices_of_the_machine_serve_every_user(machine_wide):
         assert made[0]["type"] == "ok"
     finally:
         program.kill()
-        program.wait(20)
+        program.wait(60)
         program.stdin.close()
         program.stdout.close()
 

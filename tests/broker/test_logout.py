@@ -26,7 +26,7 @@ from jupyter_gpupool.startrecord import kernel_environment
 
 from . import kit
 from .guardkit import Guarded, GuardedBroker
-from .kit import MiB, wait_until
+from .kit import LATE, MiB, wait_until
 from .test_autostart import clean, settings, with_pid  # noqa: F401 (a fixture)
 from .test_guarded import BIG, Program
 
@@ -115,8 +115,8 @@ def test_kernels_in_every_state_continue_after_a_logout(
     log_out(broker)
     # The process asks the broker for the page, or finds the page that the broker has put back.
     child = spawn(third)
-    wait_until(broker.socket.exists, "the socket", 2)
-    wait_until(lambda: Path(waiting.env["GPUPOOL_PAGE"]).exists(), "the pages", 2)
+    wait_until(broker.socket.exists, "the socket")
+    wait_until(lambda: Path(waiting.env["GPUPOOL_PAGE"]).exists(), "the pages")
     assert broker.status()["pid"] == pid
     page = layout.Page.find(Path(third.env["GPUPOOL_PAGE"]), third.session)
     assert {slot.pid for slot in page.read().slots} == {third.process.pid, child}
@@ -144,7 +144,7 @@ def test_next_broker_after_a_logout_finds_every_page(broker, program):
     used.begin(32 * MiB, byte=1)
     used.wait_state("idle")
     log_out(broker)
-    wait_until(lambda: Path(untouched.env["GPUPOOL_PAGE"]).exists(), "the pages", 2)
+    wait_until(lambda: Path(untouched.env["GPUPOOL_PAGE"]).exists(), "the pages")
     wait_until(lambda: broker.socket.with_name("broker.sock.start.json").exists(), "the record")
     pid = broker.status()["pid"]
     with_pid(pid)
@@ -194,7 +194,7 @@ def test_folder_of_a_broker_that_has_just_died_is_made_again(broker, program, th
         assert not starting.revive(broker.socket, copy=copy)
         Path(copy).chmod(0o600)
         command = ["/bin/sh", "-c", env[startrecord.REVIVE_VARIABLE]]
-        subprocess.run(command, check=True, timeout=20, env={"PATH": "/usr/bin:/bin"})
+        subprocess.run(command, check=True, timeout=60, env={"PATH": "/usr/bin:/bin"})
         wait_until(lambda: starting.answers(broker.socket), "the broker", 60)
     assert broker.status()["pid"] != pid
     assert broker.socket.parent.stat().st_mode & 0o777 == 0o700
@@ -246,8 +246,8 @@ def test_file_beside_the_socket_is_back_within_two_seconds(broker, name):
     pid = broker.status()["pid"]
     before = path.read_bytes() if name != "broker.sock" else None
     kit.remove(broker.socket.parent)
-    wait_until(path.exists, "it is back", 5)
-    wait_until(broker.socket.exists, "and the socket", 5)
+    wait_until(path.exists, "it is back", 2 + LATE)
+    wait_until(broker.socket.exists, "and the socket", 2 + LATE)
     assert path.stat().st_mode & 0o077 == 0
     if before is not None:
         wait_until(lambda: path.read_bytes() == before, "as it was")
@@ -256,7 +256,7 @@ def test_file_beside_the_socket_is_back_within_two_seconds(broker, name):
 
 def test_log_continues_at_its_path(broker):
     kit.remove(broker.socket.parent)
-    wait_until(lambda: "was deleted and is back" in broker.tail(), "the log's line", 5)
+    wait_until(lambda: "was deleted and is back" in broker.tail(), "the log's line")
 
 
 def test_lost_journal_is_written_again_with_every_session(make_broker):
@@ -265,8 +265,8 @@ def test_lost_journal_is_written_again_with_every_session(make_broker):
     one.attach()
     kit.remove(broker.folder / "state")
     path = Path(broker.status()["broker"]["journal"])
-    wait_until(path.exists, "the journal", 5)
-    wait_until(lambda: "its sessions are in it again" in broker.tail(), "the commit", 5)
+    wait_until(path.exists, "the journal")
+    wait_until(lambda: "its sessions are in it again" in broker.tail(), "the commit")
     broker.kill()
     assert broker.started
     assert one.state() in ("active", "idle")

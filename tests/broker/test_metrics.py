@@ -34,7 +34,7 @@ def free_port():
 
 def ask(port, path="/metrics", method="GET", **headers):
     """Return status, content type and text of one request."""
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
         return answer.status, answer.getheader("Content-Type"), answer.read().decode()

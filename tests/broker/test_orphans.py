@@ -55,7 +55,8 @@ def test_suspended_child_of_a_dead_kernel_is_ended(broker, family):
     assert identify(child) is not None
     one.kill()
     wait_until(lambda: identify(child) is None, "the child's end", 60)
-    assert f"process {child} of session {one.session}, which was suspended" in broker.tail()
+    line = f"process {child} of session {one.session}, which was suspended"
+    wait_until(lambda: line in broker.tail(), "the log's line")
 
 
 def test_suspended_child_of_a_kernel_that_died_is_ended(broker, family):

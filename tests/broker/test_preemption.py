@@ -240,7 +240,7 @@ def test_call_that_does_not_return_refuses_and_the_others_go_on(make_broker):
         assert "did not return within 0.5 s" in why
         assert worker.answer() is None
         status = worker.status()
-        assert status["state"] == "active"
+        assert status["state"] in ("active", "idle")
         assert (status["suspends"], status["preempted"]) == (0, "")
         assert worker.do("check") == 64 * MiB
     finally:
@@ -351,12 +351,13 @@ def test_broker_killed_while(make_broker, moment):
     program = Maker(broker)
     try:
         worker = at_work(program)
+        # A suspend in that time ends no sooner: so long its gate is closed.
         if moment == "calls drain":
-            worker.do("spin", seconds=2)
+            worker.do("spin", seconds=4)
             worker.do("storm")
             wait_until(lambda: worker.page().inflight, "a call inside")
         elif moment == "work drains":
-            worker.do("spin", seconds=2)
+            worker.do("spin", seconds=4)
         elif moment == "state is copied":
             slow(broker)
         else:
@@ -408,7 +409,7 @@ def test_worker_of_the_broker_killed_while(make_broker, moment):
     try:
         worker = at_work(program)
         if moment == "its work drains":
-            worker.do("spin", seconds=2)
+            worker.do("spin", seconds=4)
         else:
             slow(broker)
         broker.preempt(worker)
@@ -453,7 +454,7 @@ def test_program_killed_while(make_broker, moment):
         wait_until(lambda: not broker.status()["host"]["used_bytes"], "host memory")
         other = program("other")
         other.begin(MiB)
-        assert other.state() == "active"
+        assert other.served
     finally:
         program.close()
 

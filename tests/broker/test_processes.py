@@ -26,7 +26,7 @@ def child():
     process = subprocess.Popen(SLEEP)
     yield process
     process.kill()
-    process.wait(20)
+    process.wait(60)
 
 
 def death_of(child, act, *, fallback=False):
@@ -59,7 +59,7 @@ def test_process_that_reuses_a_pid_is_another(child):
     async def main():
         died = asyncio.Event()
         sessions.Death(wrong, died.set)
-        await asyncio.wait_for(died.wait(), 20)
+        await asyncio.wait_for(died.wait(), 60)
 
     asyncio.run(main())
     assert not procfs.alive(wrong)
@@ -100,12 +100,12 @@ def test_descendants_are_found_at_any_depth():
         assert not procfs.descends(os.getpid(), root)
         assert [p.pid for p in procfs.descendants(root)] == [grandchild]
         assert procfs.kill([procfs.identify(grandchild)]) == []
-        middle.wait(20)
+        middle.wait(60)
         assert procfs.descendants(root) == []
     finally:
         middle.kill()
         middle.stdout.close()
-        middle.wait(20)
+        middle.wait(60)
 
 
 def test_descendants_leave_out_a_broker_started_by_the_notebook():

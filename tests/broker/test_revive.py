@@ -82,7 +82,7 @@ def test_broker_that_ended_in_order_is_not_started_again(broker):
 def test_one_of_many_launchers_starts_the_broker(dead):
     command = ["/bin/sh", "-c", startrecord.launcher(dead.socket)]
     for _ in range(8):
-        subprocess.run(command, check=True, timeout=20, env={"PATH": "/usr/bin:/bin"})
+        subprocess.run(command, check=True, timeout=60, env={"PATH": "/usr/bin:/bin"})
     wait_until(dead.socket.exists, "the broker's socket")
     wait_until(lambda: starting.answers(dead.socket), "the broker")
     pid = dead.status()["pid"]
@@ -243,7 +243,7 @@ def test_launcher_needs_no_folder_or_environment_of_its_caller(dead, tmp_path):
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong module')")
     subprocess.run(
         ["/bin/sh", "-c", startrecord.launcher(dead.socket)],
-        check=True, timeout=20, cwd=tmp_path, env={},
+        check=True, timeout=60, cwd=tmp_path, env={},
     )  # fmt: skip
     wait_until(lambda: dead.socket.exists() and starting.answers(dead.socket), "the broker", 60)
     assert sys.executable in startrecord.launcher(dead.socket)

@@ -41,7 +41,7 @@ class Process:
     def kill(self):
         if self.process is not None:
             self.process.kill()
-            self.process.wait(20)
+            self.process.wait(60)
             self.process = None
 
 

@@ -54,7 +54,7 @@ class RayNode:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait(20)
+                self.process.wait(60)
             self.process = None
 
 

@@ -25,7 +25,7 @@ def bystander():
     process = subprocess.Popen(["sleep", "600"])
     yield process
     process.kill()
-    process.wait(20)
+    process.wait(60)
 
 
 async def test_self_test_proves_whose_pids_nvml_lists(emulated):

@@ -54,7 +54,7 @@ class Broker:
         try:
             if self.client is None or self.client.closed:
                 self.client = Client(self.path)
-            sessions = self.client.call("status", timeout=5)["sessions"]
+            sessions = self.client.call("status", timeout=60)["sessions"]
         except GPUPoolError:
             return None
         return {

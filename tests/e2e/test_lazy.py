@@ -106,14 +106,14 @@ def test_tooltips_and_completions_do_not_resume_a_kernel(pool):
         ).check()
         await release(pool, kernel)
         before = messages(kernel)
-        reply = await kernel.client.inspect("tensor", reply=True, timeout=20)
+        reply = await kernel.client.inspect("tensor", reply=True, timeout=60)
         assert "host memory" in reply["content"]["data"]["text/plain"]
         for text in ("tensor.", "tensor.sh", "tensor.shape.", "tensor"):
-            await kernel.client.complete(text, reply=True, timeout=20)
+            await kernel.client.complete(text, reply=True, timeout=60)
         assert messages(kernel) == before
         assert kernel.session()["state"] == "detached"
         (await kernel.run("tensor")).check()
-        reply = await kernel.client.inspect("tensor", reply=True, timeout=20)
+        reply = await kernel.client.inspect("tensor", reply=True, timeout=60)
         assert "all there" in reply["content"]["data"]["text/plain"]
         await kernel.stop()
 

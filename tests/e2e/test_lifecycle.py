@@ -79,7 +79,7 @@ def test_cells_do_not_wait_for_the_broker_under_manual(pool):
         os.kill(broker, signal.SIGSTOP)
         try:
             for number in range(10):
-                cell = await kernel.run(f"{number} * 2", timeout=20)
+                cell = await kernel.run(f"{number} * 2", timeout=60)
                 assert cell.check().text.strip() == str(number * 2)
         finally:
             os.kill(broker, signal.SIGCONT)
@@ -320,7 +320,7 @@ def test_interrupted_waiting_cell_does_not_run(pool):
         cell = asyncio.create_task(waiting.run("open('ran', 'w')"))
         await state(waiting, "queued")
         await waiting.interrupt()
-        done = await asyncio.wait_for(cell, 20)
+        done = await asyncio.wait_for(cell, 60)
         assert done.status == "error"
         await state(waiting, "detached")
         assert waiting.session()["queue_position"] is None

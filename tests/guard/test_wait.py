@@ -132,7 +132,7 @@ def test_interrupt_ends_a_process_without_a_handler(session, compiled):
     assert child.line() == "ready"
     session.broker.asked(1)
     child.process.send_signal(signal.SIGINT)
-    assert child.process.wait(10) == -signal.SIGINT
+    assert child.process.wait(60) == -signal.SIGINT
 
 
 def test_handler_that_is_set_during_a_wait_stays(session, waiting):
@@ -248,7 +248,7 @@ builtins.tensor = Tensor()
 """)
     waiting.process.stdin.close()
     assert waiting.line() == str(DEINITIALIZED)
-    assert waiting.process.wait(10) == 0
+    assert waiting.process.wait(60) == 0
     assert session.broker.messages == []
     assert session.slots() == ()
 
@@ -259,7 +259,7 @@ def test_suspended_program_exits_without_a_lease(session, compiled):
     session.page.set_gate(pages.CLOSED)
     child.process.stdin.close()
     assert child.line() == str(DEINITIALIZED)
-    assert child.process.wait(10) == 0
+    assert child.process.wait(60) == 0
     assert session.broker.messages == []
 
 

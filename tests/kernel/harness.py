@@ -155,7 +155,7 @@ class Kernel:
         message = self.client.session.msg(kind, content or {})
         self.client.control_channel.send(message)
         while True:
-            reply = self.client.get_control_msg(timeout=20)
+            reply = self.client.get_control_msg(timeout=60)
             if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
                 return reply["content"]
 

@@ -235,18 +235,22 @@ class ScriptedBroker:
         script = self.scripts.get(kind) or getattr(self, f"_on_{kind}")
         if request_id is not None and message.get("hold") and kind == "hold":
             self._pending[message["hold"]] = (writer, request_id)
+        answer = None
         try:
             fields = script(message)
         except GPUPoolError as error:
             if request_id is not None:
-                writer.write(encode(error_message(error, request_id)))
+                answer = error_message(error, request_id)
         else:
             if request_id is not None and fields is not None:
                 self._pending.pop(message.get("hold", ""), None)
-                writer.write(encode({"type": "ok", "id": request_id, **fields}))
+                answer = {"type": "ok", "id": request_id, **fields}
+        # Before the answer: a test reads the messages once its request has been answered.
         with self._changed:
             self.messages.append(message)
             self._changed.notify_all()
+        if answer is not None:
+            writer.write(encode(answer))
 
     # ------------------------------------------------------------------ without a script
 

@@ -28,7 +28,7 @@ def send_comm(kernel: Kernel, kind: str, **content: Any) -> str:
 def comm_done(kernel: Kernel, msg_id: str) -> None:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        message = kernel.client.get_iopub_msg(timeout=20)
+        message = kernel.client.get_iopub_msg(timeout=60)
         if (
             message["parent_header"].get("msg_id") == msg_id
             and message["msg_type"] == "status"
@@ -87,7 +87,7 @@ def subshell(kernel: Kernel) -> str:
 def test_subshell_has_its_own_hold(broker: ScriptedBroker, start: Callable[..., Kernel]) -> None:
     kernel = start()
     other = subshell(kernel)
-    main = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(20)")
+    main = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(60)")
     main.until("stream")
     side = kernel.run("go.set(); print(1 + 1)", header={"subshell_id": other})
     assert side.text == "2\n"
@@ -103,7 +103,7 @@ def test_slice_is_kept_while_another_shell_runs(
 ) -> None:
     kernel = start()
     other = subshell(kernel)
-    main = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(20)")
+    main = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(60)")
     main.until("stream")
     kernel.run("pass", header={"subshell_id": other})
     broker.wait_for("drop")
@@ -148,7 +148,7 @@ def test_the_main_shell_serves_widgets_while_a_cell_waits(
     cell = kernel.start("x = 1")
     hold = broker.wait_for("hold", count=3)["hold"]
     send_comm(kernel, "comm_msg", data={"n": 1})
-    while (message := kernel.client.get_iopub_msg(timeout=20))["msg_type"] != "comm_msg":
+    while (message := kernel.client.get_iopub_msg(timeout=60))["msg_type"] != "comm_msg":
         pass
     assert message["content"]["data"] == {"n": 1}
     assert cell.reply is None

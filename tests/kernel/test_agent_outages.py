@@ -213,7 +213,7 @@ def test_cell_of_a_suspended_kernel_fails_without_a_broker(
 def test_agent_asks_a_new_broker_for_a_slice_that_it_lost(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    cell = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(20)")
+    cell = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(60)")
     cell.until("stream")
     hold = broker.wait_for("hold")["hold"]
     broker.die()
@@ -254,7 +254,7 @@ def test_refused_hello_or_another_version_does_not_end_the_agent(
 def test_user_is_told_of_lost_state_at_once_and_again(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    cell = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(20)")
+    cell = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(60)")
     cell.until("stream")
     broker.push("lost", message="The driver could not restore this kernel: device lost.")
     seen = len(cell.messages)
@@ -336,6 +336,6 @@ def test_the_holds_of_a_dead_kernel_are_not_renewed(
     kernel = start()
     cell = kernel.start("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     broker.wait_for("hold")
-    kernel.manager.provisioner.process.wait(20)
+    kernel.manager.provisioner.process.wait(60)
     assert cell.reply is None
     assert len(broker.seen("hello")) == 1

@@ -144,7 +144,7 @@ def test_cells_do_not_wait_under_the_manual_policy(
 
 
 def test_a_running_cell_does_not_yield(broker: ScriptedBroker, kernel: Kernel) -> None:
-    cell = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(20)")
+    cell = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(60)")
     cell.until("stream")
     assert broker.ask_back()["yielded"] is False
     kernel.manager.interrupt_kernel()

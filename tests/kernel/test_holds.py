@@ -38,7 +38,7 @@ class Reported:
 
     def wait(self, *words: tuple[str, str]) -> None:
         with self.lock:
-            assert self.lock.wait_for(lambda: len(self.words) >= len(words), 20), self.words
+            assert self.lock.wait_for(lambda: len(self.words) >= len(words), 60), self.words
             assert self.words == [*words]
 
 

@@ -245,7 +245,7 @@ def test_kernel_ends_if_it_cannot_be_registered(broker: ScriptedBroker) -> None:
     with pytest.raises(KernelNotStarted):
         manager.start_kernel()
     broker.wait_for("close")
-    manager.provisioner.process.wait(20)
+    manager.provisioner.process.wait(60)
     assert not Path(f"/proc/{pids[0]}").exists()
 
 

@@ -68,7 +68,7 @@ class Page:
             while len(self.got) < count:
                 await asyncio.sleep(0.005)
 
-        await asyncio.wait_for(there(), 20)
+        await asyncio.wait_for(there(), 60)
 
 
 @pytest.fixture
