@@ -245,7 +245,8 @@ def test_records_of_before_a_restart_have_ended():
 
 def test_end_written_after_a_record_was_read_counts():
     """A record was read, then its supervisor wrote the end and ended: nothing has killed it."""
-    before = record("late", state="running", ended=0.0, code=None)
+    record("late", state="running", ended=0.0, code=None)
+    before = runfiles.read("late")
     runfiles.write(replace(before, state="ended", ended=time.time(), code=3))
     assert before.now().code == 3
 
