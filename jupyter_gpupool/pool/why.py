@@ -123,40 +123,44 @@ def _beyond_lines(found: Explanation) -> Iterable[str]:
 
 
 def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
-    """Yield how many sessions of which class are ahead in the queue."""
+    """Yield how many sessions are ahead in the queue, and their class if it is another one."""
     ahead = [facts.sessions[name] for name in found.ahead]
     if not ahead:
         return
     classes = Counter(w.request.priority for w in ahead)
     mine = sum(1 for w in ahead if w.owner.name == s.owner.name)
+    same = {*classes} == {s.request.priority}
     if len(ahead) == 1:
         whose = "kernel of yours" if mine else "kernel"
-        yield f"Ahead of it is 1 {whose}, of class {ahead[0].request.priority}."
+        which = "" if same else f", of class {ahead[0].request.priority}"
+        yield f"Ahead of it is 1 {whose}{which}."
         return
     counts = ", ".join(f"{count} of class {name}" for name, count in sorted(classes.items()))
     if len(classes) == 1:
         counts = f"all of class {ahead[0].request.priority}"
+    counts = "" if same else f": {counts}"
     whose = f"; {mine} of them {'is' if mine == 1 else 'are'} yours" if mine else ""
-    yield f"Ahead of it are {len(ahead)} kernels: {counts}{whose}."
+    yield f"Ahead of it are {len(ahead)} kernels{counts}{whose}."
 
 
 def _holder_lines(facts: Facts, found: Explanation) -> Iterable[str]:
     """Yield the leases in the way: its owner's own, then others', those first that may be taken."""
     alike: dict[tuple[int, str, str], list[HeldLease]] = {}
     own: list[HeldLease] = []
+    level = facts.sessions[found.session].request.priority
     for h in sorted(found.holders, key=_may_take_at):
         if h.own:
             own.append(h)
             continue
-        key = facts.devices[h.device].device.index, _holds(facts, h, 1), _taken(facts, h)
+        key = facts.devices[h.device].device.index, _holds(facts, h, 1, level), _taken(facts, h)
         alike.setdefault(key, []).append(h)
     for h in own[:MOST_TOLD]:
-        yield f"Your kernel {h.label or h.session}{_holds(facts, h, 1)}{_taken(facts, h)}."
+        yield f"Your kernel {h.label or h.session}{_holds(facts, h, 1, level)}{_taken(facts, h)}."
     others = [*alike.values()]
     for leases in others[:MOST_TOLD]:
         number, first = len(leases), leases[0]
         who = "A kernel of another user" if number == 1 else f"{number} kernels of other users"
-        yield f"{who}{_holds(facts, first, number)}{_taken(facts, first, number)}."
+        yield f"{who}{_holds(facts, first, number, level)}{_taken(facts, first, number)}."
     left = len(own[MOST_TOLD:]) + sum(map(len, others[MOST_TOLD:]))
     if left:
         kernels = "1 more slice is" if left == 1 else f"{left} more slices are"
@@ -170,12 +174,16 @@ _USES = {
 }
 
 
-def _holds(facts: Facts, h: HeldLease, number: int) -> str:
-    """Return what a session, or each of ``number`` alike, has: the middle of a sentence."""
+def _holds(facts: Facts, h: HeldLease, number: int, level: str) -> str:
+    """Return what a session, or each of ``number`` alike, has: the middle of a sentence.
+
+    Its class decides nothing if the waiting session has the same one, ``level``.
+    """
+    which = "" if h.priority == level else f" (class {h.priority})"
     each = " each" if number > 1 else ""
     use = _USES[h.use][number > 1]
     size = format_bytes(h.bytes)
-    return f" (class {h.priority}) {use} {size}{each} on {_gpu(facts, h.device)}"
+    return f"{which} {use} {size}{each} on {_gpu(facts, h.device)}"
 
 
 def _may_take_at(h: HeldLease) -> float:

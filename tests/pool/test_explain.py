@@ -219,8 +219,8 @@ def test_leases_of_others_that_are_alike_are_one_line(make):
     lines = lab.pool.why("w").lines
     assert [line.partition(";")[0] for line in lines[1:4]] == [
         "There is no estimate yet of how long it will wait.",
-        "Your kernel a.ipynb (class notebook) uses 4 B on GPU 0",
-        "3 kernels of other users (class notebook) use 4 B each on GPU 0",
+        "Your kernel a.ipynb uses 4 B on GPU 0",
+        "3 kernels of other users use 4 B each on GPU 0",
     ]
     assert len({*lines}) == len(lines)
 
@@ -301,7 +301,7 @@ def test_idle_kernel_that_host_memory_keeps_on_its_gpu_is_told(make):
     lab.open("w", 8, owner="ann")
     lab.hold("w")
     assert (
-        "Your kernel a.ipynb (class notebook) keeps 12 B on GPU 0; it cannot be suspended: host "
+        "Your kernel a.ipynb keeps 12 B on GPU 0; it cannot be suspended: host "
         "memory has too little room for the state."
     ) in lab.pool.why("w").lines
 
