@@ -133,7 +133,7 @@ def test_landed_session_moves_on_with_its_bytes(broker, kernel):
     k.do("free", byte=5)
     assert [k.do("release", device=0), k.do("release", device=0)][0] is None
     assert k.do("retain", device=0) is None
-    assert k.status()["used_bytes"] == CONTEXT
+    wait_until(lambda: k.status()["used_bytes"] == CONTEXT, "a sample after it", PATIENCE)
     assert len(broker.rows("land")) == 1
 
 
