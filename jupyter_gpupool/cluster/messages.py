@@ -10,7 +10,7 @@ use. The sum of all ceilings never exceeds the limit: that is all that keeps the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Mapping, NamedTuple, cast
+from typing import Any, Literal, Mapping, NamedTuple
 
 Kind = Literal["user", "group"]
 
@@ -33,8 +33,7 @@ class Epoch(NamedTuple):
     ledger: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(NamedTuple):
     """What a node has of one key, and would like to have."""
 
     #: Sessions may use this much without a message.
@@ -112,7 +111,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
         "epoch": list(report.epoch),
         "applied": report.applied,
         "version": report.version,
-        "holdings": [[*key, h.ceiling, h.used, h.keep] for key, h in report.holdings.items()],
+        "holdings": [[*key, *held] for key, held in report.holdings.items()],
         "waits": [_amounts_to_json(wait) for wait in report.waits],
     }
     if report.spent is not None:
@@ -129,7 +128,7 @@ def report_from_json(values: Mapping[str, Any]) -> Report:
     return Report(
         values["node"], values["life"], values["number"], Epoch(*values["epoch"]),
         values["applied"],
-        {_key(row[:4]): Holding(*row[4:]) for row in values["holdings"]},
+        {Key._make(row[:4]): Holding._make(row[4:]) for row in values["holdings"]},
         tuple(_amounts(rows) or {} for rows in values["waits"]),
         values["version"], _amounts(values.get("spent")), bool(values.get("drains")),
         bool(values.get("leaves")),
@@ -163,7 +162,7 @@ def loan_from_json(values: Mapping[str, Any]) -> Loan:
     return Loan(
         values["node"], values["life"], values["number"], Epoch(*values["epoch"]),
         values["serial"], _amounts(values["ceilings"]) or {},
-        frozenset(map(_key, values["wanted"])), values["ttl"],
+        frozenset(map(Key._make, values["wanted"])), values["ttl"],
         values["version"], _amounts(values.get("spent")), bool(values.get("gone")),
         values.get("drains"),
     )  # fmt: skip
@@ -174,8 +173,4 @@ def _amounts_to_json(amounts: Mapping[Key, int]) -> list[list[Any]]:
 
 
 def _amounts(rows: list[list[Any]] | None) -> dict[Key, int] | None:
-    return None if rows is None else {_key(row[:4]): row[4] for row in rows}
-
-
-def _key(row: list[str]) -> Key:
-    return Key(cast(Kind, row[0]), *row[1:])
+    return None if rows is None else {Key._make(row[:4]): row[4] for row in rows}
