@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Sequence
+from typing import Collection, Sequence
 
 SOURCES = Path(__file__).resolve().parent / "src"
 #: Where the installed package looks for the libraries.
@@ -73,12 +73,14 @@ def compile(  # noqa: A001 - the name that package builds and tests call
     *,
     sanitize: str | None = None,
     strict: bool = True,
+    only: Collection[str] = (),
 ) -> None:
     """Compile each library that is older in ``out_dir`` than its sources.
 
     ``sanitize`` is ``"address"`` or ``"thread"``: the libraries are then instrumented, and a
     program that loads them must preload the sanitizer's runtime. ``strict`` makes warnings errors:
-    right for developers, wrong where a newer compiler has new warnings.
+    right for developers, wrong where a newer compiler has new warnings. ``only`` these libraries,
+    where a program loads no others; empty: all.
 
     Raises
     ------
@@ -96,6 +98,8 @@ def compile(  # noqa: A001 - the name that package builds and tests call
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)  # concurrent test runs compile once
         for soname, sources in libraries().items():
+            if only and soname not in only:
+                continue
             more = [*_RUNTIMES[soname], _VERSIONED] if soname in _RUNTIMES else []
             _compile(out / soname, sources, [*flags, *more])
     finally:
