@@ -7,6 +7,7 @@
 # make lab    open JupyterLab with the Pooled GPU kernel; TORCH=1: with PyTorch on emulated GPUs
 # make gpu    on a machine with an NVIDIA GPU and PyTorch: the suite and benchmarks that need them
 # make torch  PyTorch on emulated GPUs: sets it up (1.1 GB to load), runs its tests and the example
+# make cluster  three machines in a Ray cluster on this host, on emulated GPUs, until Ctrl-C
 # make test-cluster  three machines in a Ray cluster on this host, in an environment of its own
 # make docs   build the documentation; make bench: the benchmarks
 # make test-long  the long forms of tests (docs/long-tests.md); LONG="tests/guard" for a part
@@ -29,7 +30,7 @@ TORCH_UI_HOME := $(TORCH_VENV)/share/jupyter/labextensions/@jupyter-gpupool/labe
 JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" PYTHON="$(abspath $(BIN))/python" jlpm
 
 .PHONY: run test quick test-python test-beside test-ui test-long lint lint-ui lab docs bench lock clean
-.PHONY: ui screenshots chromium gpu torch test-cluster
+.PHONY: ui screenshots chromium gpu torch cluster test-cluster
 
 $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) $(wildcard share/jupyter/kernels/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -174,8 +175,12 @@ $(CLUSTER_VENV)/.ready: pyproject.toml hatch_build.py $(SOURCES)
 	  -e ".[gpu,emulator,cluster]"
 	touch $@
 
+cluster: $(CLUSTER_VENV)/.ready
+	@$(CLUSTER_VENV)/bin/python -m jupyter_gpupool.cluster.trial
+
 test-cluster: $(CLUSTER_VENV)/.ready
-	$(CLUSTER_VENV)/bin/python -m pytest -m "not long" tests/cluster/test_brokers.py tests/cluster/test_ray.py
+	$(CLUSTER_VENV)/bin/python -m pytest -m "not long" tests/cluster/test_brokers.py tests/cluster/test_ray.py \
+	  tests/cluster/test_head.py tests/cluster/test_trial.py
 
 lock:
 	$(BIN)/python -m pip install -q uv

@@ -16,6 +16,7 @@
 ``agent_service``     an agent as a process, with such a ledger
 ``node``              a machine joins a cluster: a raylet and an agent, supervised
 ``ray_ledger``        the ledger as a Ray actor, and an agent's way to it
+``trial``             three machines on one host, to try it out
 ``ray_agent``         an agent as a process, with such a ledger
 ====================  ==========================================================================
 

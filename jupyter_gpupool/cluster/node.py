@@ -10,6 +10,7 @@ the agent ends (it does after a minute without Ray's head), it is started again 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib.util
 import json
 import logging
@@ -41,6 +42,9 @@ STORE = 100_000_000
 
 #: Seconds in which raylet and agent must end.
 PATIENCE = 8.0
+
+#: For ``prctl``: the signal that a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 
 #: Seconds until an agent that has ended is started again.
 AGAIN = 1.0
@@ -113,7 +117,7 @@ async def run_node(
     socket = Path(broker) if broker else find_socket(settings.socket)
     env = {**os.environ, **HEALTH, **token_environment(token, create=not join)}
     command = raylet_command(join, port, name)
-    raylet = await asyncio.create_subprocess_exec(*command, env=env)
+    raylet = await asyncio.create_subprocess_exec(*command, env=env, preexec_fn=_die_with_parent)
     agent_command = [
         sys.executable, "-m", "jupyter_gpupool.cluster.ray_agent",
         "--address", join or f"{own_address()}:{port}",
@@ -139,6 +143,14 @@ async def run_node(
         await _end(raylet)
 
 
+def _die_with_parent() -> None:
+    """Have this process end when its parent does: killed, it would leave a second raylet behind.
+
+    Two agents of one broker would take it from each other.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 async def _end(process: asyncio.subprocess.Process) -> None:
     """End a process: by SIGTERM, or by SIGKILL if that takes too long."""
     if process.returncode is None:
@@ -161,7 +173,7 @@ def own_address() -> str:
 async def _keep(command: Sequence[str], env: dict[str, str]) -> None:
     """Run the agent, again and again."""
     while True:
-        agent = await asyncio.create_subprocess_exec(*command, env=env)
+        agent = await asyncio.create_subprocess_exec(*command, env=env, preexec_fn=_die_with_parent)
         try:
             code = await agent.wait()
         except asyncio.CancelledError:

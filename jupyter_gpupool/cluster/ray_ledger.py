@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """The ledger as a Ray actor, and the way of an agent to it.
 
-Ray carries messages and starts the ledger again elsewhere when it dies. It is not trusted with
+Ray carries messages and starts the ledger again when it dies, on its head. It is not trusted with
 anything else: a program that can talk to it can falsify what machines may use of limits, and no
 more than that. No cell and no broker uses Ray.
 """
@@ -109,7 +109,8 @@ def the_ledger(
     actor = ray.remote(LedgerActor)
     return actor.options(
         name=NAME, get_if_exists=True, lifetime="detached", max_restarts=-1, num_cpus=0,
-        resources={"gpupool": 0.001}, max_concurrency=1000,
+        # On the head: elsewhere it would die with any machine, and wait for that one as a member.
+        resources={"node:__internal_head__": 0.001}, max_concurrency=1000,
     ).remote(limits, list(members), ttl, margin)  # fmt: skip
 
 

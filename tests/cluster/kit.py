@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,25 @@ from tests.broker.kit import wait_until
 TTL, MARGIN, INTERVAL = 3.0, 0.5, 0.3
 
 QUOTA = 2  # slices of each user
+
+
+def family(pid):
+    """Return a process and all that descend from it."""
+    children = defaultdict(list)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            children[int(parent)].append(int(path.parent.name))
+    found = [pid]
+    for each in found:
+        found += children[each]
+    return found
+
+
+def is_alive(pid):
+    with suppress(OSError):
+        return " Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]
+    return False
 
 
 class Process:
@@ -110,6 +130,14 @@ class Cluster:
             if broker.process is not None
             for session in broker.status()["sessions"]
         )
+
+    def losses(self):
+        """Return how often each broker has noticed that no ledger answers."""
+        return {n: b.log.read_text().count("does not answer") for n, b in self.brokers.items()}
+
+    def answers(self):
+        """Return how often each broker has noticed that a ledger answers again."""
+        return {n: b.log.read_text().count("ledger answers") for n, b in self.brokers.items()}
 
     def end_kernels(self):
         for kernel in self.kernels:

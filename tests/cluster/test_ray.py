@@ -17,7 +17,7 @@ import pytest
 from tests.broker import kit as broker_kit
 from tests.broker.kit import remove, short_folder, wait_until
 
-from .kit import QUOTA, Cluster
+from .kit import QUOTA, Cluster, family, is_alive
 from .test_brokers import two_and_a_third
 
 pytestmark = pytest.mark.skipif(
@@ -82,14 +82,18 @@ class RayCluster(Cluster):
         wait_until(lambda: (self.view() or {}).get("serving"), "the ledger to lend", 120)
         return self
 
-    def view(self, *words):
-        done = subprocess.run(
-            [sys.executable, "-m", "jupyter_gpupool.cli", "cluster", *(words or ["status"]),
-             "--address", self.ray, "--token", str(self.token), "--json"],
-            capture_output=True, text=True, timeout=120, cwd=broker_kit.ROOT, check=False,
+    def command(self, *words):
+        return subprocess.Popen(
+            [sys.executable, "-m", "jupyter_gpupool.cli", "cluster", *words, "--address", self.ray,
+             "--token", str(self.token)],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=broker_kit.ROOT,
             env=broker_kit.environment(self.folder),
         )  # fmt: skip
-        return json.loads(done.stdout) if done.returncode == 0 else None
+
+    def view(self):
+        done = self.command("status", "--json")
+        out, _ = done.communicate(timeout=120)
+        return json.loads(out) if done.returncode == 0 else None
 
     def close(self):
         for name in reversed(self.names):
@@ -107,6 +111,10 @@ def machines():
         print(found.logs())
         found.close()
         remove(folder)
+
+
+def states(cluster):
+    return {node["state"] for node in (cluster.view() or {"nodes": []})["nodes"]}
 
 
 @pytest.fixture
@@ -127,6 +135,7 @@ def test_ray_carries_a_quota_between_machines(cluster):
 def test_ray_starts_a_killed_ledger_again(cluster):
     first, _, third = two_and_a_third(cluster)
     before = cluster.view()
+    assert before["process"] in family(cluster.agents["m0"].process.pid)  # it runs on the head
     os.kill(before["process"], signal.SIGKILL)
 
     def lends_again():
@@ -147,12 +156,31 @@ def test_a_machine_that_ended_keeps_what_its_kernels_have(cluster):
     first.close()
     third.do("got", hold="cell")
     cluster.agents["m1"].start()
-    wait_until(
-        lambda: (
-            {node["state"] for node in (cluster.view() or {"nodes": []})["nodes"]} == {"present"}
-        ),
-        "the machine to be back",
-    )
+    wait_until(lambda: states(cluster) == {"present"}, "the machine to be back")
+
+
+def test_a_killed_node_leaves_no_raylet_behind(cluster):
+    node = cluster.agents["m2"]
+    started = family(node.process.pid)
+    node.process.kill()
+    node.process.wait()
+    wait_until(lambda: not any(map(is_alive, started)), "raylet and agent to end")
+    node.start()
+    wait_until(lambda: states(cluster) == {"present"}, "the machine to be back")
+
+
+def test_a_machine_drains_and_comes_back_by_ray(cluster):
+    first = cluster.kernel("m1")
+    first.attach()
+    command = cluster.command("drain", "m1")
+    wait_until(lambda: "draining" in states(cluster), "the machine to drain")
+    assert command.poll() is None
+    first.close()
+    out, _ = command.communicate(timeout=60)
+    assert (command.returncode, "no kernel has a slice there" in out) == (0, True)
+    out, _ = cluster.command("resume", "m1").communicate(timeout=60)
+    assert "m1 is back in the cluster." in out
+    wait_until(lambda: states(cluster) == {"present"}, "all machines to be heard")
 
 
 def test_users_cannot_join_without_the_token(cluster):

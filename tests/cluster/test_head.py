@@ -1,0 +1,70 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The head of a real Ray cluster is killed and comes back; nothing keeps its state."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.broker.kit import remove, short_folder, wait_until
+
+from .kit import QUOTA, family
+from .test_brokers import two_and_a_third
+from .test_ray import RayCluster
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="needs the environment of make test-cluster"
+)
+
+#: Seconds for Ray to notice, to end what it has and to begin anew.
+PATIENCE = 180
+
+
+@pytest.fixture
+def cluster():
+    folder = short_folder()
+    found = RayCluster(folder)
+    try:
+        yield found.start()
+        found.end_kernels()
+    finally:
+        print(found.logs())
+        found.close()
+        remove(folder)
+
+
+def test_the_loss_of_the_head_exceeds_no_quota(cluster):
+    first, _, third = two_and_a_third(cluster)
+    head, losses = cluster.agents["m0"], cluster.losses()
+    for pid in family(head.process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    head.process.wait()
+    # On one host Ray takes the raylets of the other machines for a head that runs.
+    Path("/tmp/ray/ray_current_cluster").unlink(missing_ok=True)
+    wait_until(
+        lambda: all(cluster.losses()[name] > losses[name] for name in cluster.names),
+        "the brokers to notice the loss",
+    )
+    assert (cluster.attached(), third.state()) == (QUOTA, "queued")
+
+    answers = cluster.answers()
+
+    def lends_again():
+        for node in cluster.agents.values():
+            if node.process.poll() is not None:
+                node.start()  # as its service does
+        now = cluster.answers()
+        return all(now[name] > answers[name] for name in cluster.names)
+
+    wait_until(lends_again, "a ledger that answers", PATIENCE)
+    wait_until(lambda: (cluster.view() or {}).get("serving"), "it to lend", PATIENCE)
+    assert (cluster.attached(), third.state()) == (QUOTA, "queued")
+    first.close()
+    third.do("got", hold="cell")
