@@ -50,7 +50,7 @@ def test_waiting_and_idle_notebooks_cause_events(server, kernel, full, events):
     why = server.api(f"/sessions/{two}/why")
     assert (why["position"], len(why["ahead"])) == (2, 1)
     assert why["lines"][0].startswith("It is 2nd of 2 in the queue: ")
-    assert "Ahead of it is 1 kernel of yours, of class notebook." in why["lines"]
+    assert "Ahead of it is 1 kernel of yours." in why["lines"]
     assert server.metrics()['jupyter_gpupool_sessions{state="queued"}'] == 2
 
     full.close()
