@@ -353,9 +353,13 @@ class _Pass:
                 self._suspend(s, paused(s, facts) or ("release" if s.release_asked else "idle"))
 
     def _stop(self, s: Session, why: str) -> bool:
-        """Suspend ``s``, which must not run, once that can be done; return whether."""
-        room = self.draft.host_left([x.device for x in s.lease.slices])
-        if stops_at(s, self.facts) > self.facts.now or self.draft.host_lack([s], room):
+        """Suspend ``s``, which must not run, once that can be done; return whether.
+
+        It may take the host memory that is kept for the head: whatever must not run goes before
+        those who wait, and there is an end to it.
+        """
+        draft = self.draft
+        if stops_at(s, self.facts) > self.facts.now or draft.host_lack([s], draft.host):
             return False
         self._suspend(s, why, RECALLED if s.recalled(self.facts.now) else STOPPED)
         return True

@@ -57,11 +57,21 @@ def look(monitor):
         asyncio.run(monitor.look())
 
 
-def a_monitor(runner):
-    return monitor_of(runner, room=HostRoom(), samples=SimpleNamespace(take=unreadable))
+@pytest.fixture
+def a_monitor():
+    """Return a function that makes a monitor; their threads end with the test."""
+    rooms = []
+
+    def make(runner):
+        rooms.append(HostRoom())
+        return monitor_of(runner, room=rooms[-1], samples=SimpleNamespace(take=unreadable))
+
+    yield make
+    for room in rooms:
+        room.close()
 
 
-def test_unchanged_host_memory_allows_any_number_of_suspends(monkeypatch):
+def test_unchanged_host_memory_allows_any_number_of_suspends(monkeypatch, a_monitor):
     """Suspends count against the last report of host memory; a resume brings a new report, too.
 
     Without it, three finished suspends used up the room for three states.
@@ -95,7 +105,7 @@ def test_unchanged_host_memory_allows_any_number_of_suspends(monkeypatch):
         look(monitor)
 
 
-def test_monitor_reports_only_changes_to_the_pool(monkeypatch):
+def test_monitor_reports_only_changes_to_the_pool(monkeypatch, a_monitor):
     monkeypatch.setattr(HostRoom, "machine", lambda _: 3 * GiB)
     runner = Core()
 
@@ -137,7 +147,9 @@ ATTACHED, SUSPENDED, LANDING, STRANGER = 11, 12, 13, 14
         "one that is about to be moved to its slice",
     ],
 )
-def test_sample_is_attributed_by_the_brokers_accounts(monkeypatch, used, listed, granted, want):
+def test_sample_is_attributed_by_the_brokers_accounts(
+    monkeypatch, used, listed, granted, want, a_monitor
+):
     monkeypatch.setattr(monitoring, "identify", lambda pid: ProcessId(pid, 1))
     runner = Core()
     sessions = {
@@ -165,7 +177,7 @@ def test_sample_is_attributed_by_the_brokers_accounts(monkeypatch, used, listed,
     assert (found.foreign, found.footprints, found.shown) == want
 
 
-def test_long_samples_leave_the_loop_to_others_for_longer():
+def test_long_samples_leave_the_loop_to_others_for_longer(a_monitor):
     """While leases change all the time, samples take at most a quarter of the time."""
     took, ends = 0.1, []
 

@@ -14,11 +14,19 @@ from jupyter_gpupool.errors import BrokerUnavailable
 from jupyter_gpupool.kernel.link import SessionLink
 
 
-def link_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("gpupool-")]
+@pytest.fixture
+def link_threads():
+    """Return a function that lists the threads started by the test, with this package's names."""
+    before = set(threading.enumerate())
+
+    def started() -> list[threading.Thread]:
+        new = set(threading.enumerate()) - before
+        return [t for t in new if t.name.startswith("gpupool-")]
+
+    return started
 
 
-def test_closing_a_link_ends_its_threads(broker: ScriptedBroker) -> None:
+def test_closing_a_link_ends_its_threads(broker: ScriptedBroker, link_threads) -> None:
     link = SessionLink(broker.path, "s1", "token")
     link.start()
     broker.wait_for("hello")
@@ -26,7 +34,9 @@ def test_closing_a_link_ends_its_threads(broker: ScriptedBroker) -> None:
     assert link_threads() == []
 
 
-def test_closing_a_link_without_a_broker_ends_its_threads(broker: ScriptedBroker) -> None:
+def test_closing_a_link_without_a_broker_ends_its_threads(
+    broker: ScriptedBroker, link_threads
+) -> None:
     broker.die()
     link = SessionLink(broker.path, "s1", "token")
     link.start()
@@ -96,7 +106,10 @@ def test_late_end_of_an_old_connection_disturbs_no_new_one(
 
 
 def test_exception_in_the_agent_does_not_end_the_connection(
-    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    broker: ScriptedBroker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    link_threads,
 ) -> None:
     greeted = threading.Event()
     welcome = SessionLink._welcome
