@@ -78,6 +78,17 @@ def test_recall_ends_with_the_lease():
     none(lab.after(3600.0), ev.Suspend)
 
 
+def test_recall_may_take_the_host_memory_kept_for_the_head():
+    lab = Lab(device(0), device(1), host_memory=12)
+    lab.running("h", 6)
+    lab.running("b", 10)
+    lab.idle("a", 10)
+    assert [lab.record(x).slices[0].device for x in "hba"] == ["G0", "G0", "G1"]
+    lab.change("h", 10)
+    recall(lab, "a", 10.0)
+    got(lab.after(10.0), ev.Suspend, session="a", reason=WHY)
+
+
 def test_restart_keeps_a_recall_only_with_its_lease():
     lab = Lab(device(0), device(1))
     for name in ("a", "b"):
