@@ -180,7 +180,7 @@ def check_guarantees(look: Look) -> None:
                 assert not places, f"{name} is refused what {group} is guaranteed; {victim} has it"
 
 
-def check_recalls(look: Look, event: ev.Event) -> None:
+def check_recalls(look: Look) -> None:
     """Check that every recall is carried out at its time, and where a recalled cell waits then.
 
     Until its time, the pool asks for a ``Tick`` no later than that. After it, something holds the
@@ -202,8 +202,9 @@ def check_recalls(look: Look, event: ev.Event) -> None:
         busy = s.state == "active" and (not s.gated or now < s.began + LONG)
         held = s.refused or busy or name in naive.pressed or fixed
         assert held or not _host(look, [s], {}), f"{name} was recalled at {s.recall_at}"
-    if isinstance(event, ev.SuspendDone) and not naive.settings.groups:
-        _check_turn(look, event.session)
+    if not naive.settings.groups:
+        for name in naive.requeued:
+            _check_turn(look, name)
 
 
 def _check_turn(look: Look, name: str) -> None:

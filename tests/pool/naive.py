@@ -99,6 +99,8 @@ class Naive:
         self.opening: dict[str, ev.SessionOpened] = {}
         self.now = 0.0
         self.event: ev.Event | None = None
+        #: Sessions that the last event suspended and that wait since.
+        self.requeued: set[str] = set()
 
     @property
     def drained(self) -> set[str]:
@@ -203,6 +205,7 @@ class Naive:
     def before(self, event: ev.Event) -> None:
         self.now = max(self.now, event.now)
         self.event = event
+        self.requeued.clear()
         name = getattr(event, "session", "")
         s = self.sessions.get(name)
         if isinstance(event, ev.HostPressure):
@@ -398,6 +401,8 @@ class Naive:
             s.effect = ""  # it keeps its bytes until the process is gone
         if a.old == "detaching" and a.new in ("active", "idle"):
             s.recalled = False  # refused
+        if (a.old, a.new) == ("detaching", "queued"):
+            self.requeued.add(a.session)
         if a.new == "idle" and a.old in ("active", "attaching"):
             s.idle_since = a.now
 

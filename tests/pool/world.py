@@ -192,7 +192,7 @@ class World:
             look = Look.at(self.pool, self.naive, self.plans)
             check_liveness(look)
             check_guarantees(look)
-            check_recalls(look, event)
+            check_recalls(look)
             if not isinstance(event, (ev.HostPressure, ev.Recovered)):
                 check_backfill(look, before, actions)
         if isinstance(event, ev.Tick):
