@@ -10,7 +10,9 @@ actions (:mod:`.transitions`). In this order:
 
 1. *Promises.* Suspends under way make room for the sessions to which the last plan promised it. The
    pass keeps each promise that can still be kept.
-2. *Leaving.* Idle leases whose time is over are suspended, if host memory has room.
+2. *Leaving.* Leases that must not run (recalled, of a closed class, of a budget that stops) and
+   idle leases whose time is over are suspended, if host memory has room. The first kind may also
+   take what is kept there for the head.
 3. *Queue.* Sessions that wait for a lease, and attached sessions that are guaranteed more than they
    have, stand in one :func:`order`: guarantees, budgets, classes, fair shares, age
    (:mod:`.shares`). For each: is it :func:`barred`? Do its owner's quota and its groups' caps allow
