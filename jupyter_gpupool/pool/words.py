@@ -8,6 +8,7 @@ The sentences for all reasons are here and in :mod:`.explain`, and none of them 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import cached_property
 from typing import Mapping
 
@@ -281,15 +282,23 @@ def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
         models = [ledger.device.model for ledger in ledgers]
         same = (n for u, n in avail.items() if facts.devices[u].device.model in models)
         free = format_bytes(max(0, max(same, default=0)))
-        names = " and ".join(dict.fromkeys(models))
+        size = format_bytes(s.request.memory)
+        counts = Counter(models)
+        if len(counts) > 1:
+            kinds = " and ".join(f"{n} of the model {model}" for model, n in counts.items())
+            return (
+                f"{size} is needed on each of {len(s.bound)} GPUs, {kinds}, and fewer have that "
+                "much free; CUDA was initialised on these models"
+            )
+        names = models[0]
         if len(s.bound) > 1:
             return (
-                f"{format_bytes(s.request.memory)} is needed on each of {len(s.bound)} GPUs of the "
-                f"model {names}, and fewer have that much free; CUDA was initialised on this model"
+                f"{size} is needed on each of {len(s.bound)} GPUs of the model {names}, and fewer "
+                "have that much free; CUDA was initialised on this model"
             )
         return (
-            f"{format_bytes(s.request.memory)} is needed on a GPU of the model {names}, and at "
-            f"most {free} is free on one; CUDA was initialised on this model"
+            f"{size} is needed on a GPU of the model {names}, and at most {free} is free on one; "
+            "CUDA was initialised on this model"
         )
     free = format_bytes(max(0, min(avail.get(uuid, 0) for uuid in s.bound)))
     names = ", ".join(str(ledger.device.index) for ledger in ledgers)

@@ -453,3 +453,14 @@ def test_gang_tells_how_many_devices_it_lacks(make):
     )
     lab.running("c", 8)
     assert lab.reason("g").startswith("12 B on each of 2 GPUs is needed and 1 GPU has that much")
+
+
+def test_gang_of_two_models_tells_how_many_of_each(make):
+    lab = make(*(device(n, 17, model=model, landing_bytes=1) for n, model in enumerate("BBAA")))
+    lab.running("b", 16)
+    lab.open("g", 12, devices=3, lands=True)
+    lab.send(ev.HoldTaken, session="g", hold="h", kind="device", bound=("G2", "G0", "G1"))
+    assert lab.reason("g") == (
+        "12 B is needed on each of 3 GPUs, 1 of the model A and 2 of the model B, and fewer have "
+        "that much free; CUDA was initialised on these models"
+    )
