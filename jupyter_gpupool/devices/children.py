@@ -3,7 +3,8 @@
 """The parent's end of a child process: calls with a wall-clock time-out.
 
 A late call ends the child: a driver call cannot be cancelled, but its process can be ended. The
-next call starts a new child.
+next call starts a new child. :class:`Children` has made all children of a service, and ends those
+that an abandoned operation left.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import logging
 import os
 import sys
 import time
+import weakref
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Coroutine, Mapping
 
 from ..errors import Code, DriverError
 from .child import SCRIPT
@@ -70,6 +72,8 @@ class Child:
         Whether the next call replaces a lost child.
     python:
         The interpreter that has the vendor's packages; "": this process's own.
+    closed:
+        Whether it must not start, because its service has ended.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Child:
         on_event: Callable[[dict[str, Any]], None] | None = None,
         restart: bool = True,
         python: str = "",
+        closed: bool = False,
     ) -> None:
         self.program = program
         self._module = module
@@ -97,13 +102,14 @@ class Child:
         self._started = 0
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
-        #: The readers of all processes that have not ended, those of lost ones too.
+        #: The readers of all processes that have not ended, those of lost ones too, and the tasks
+        #: that end a process whose start was cancelled.
         self._readers: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, _Call] = {}
         self._ready: asyncio.Future[dict[str, Any]] | None = None
         self._next_id = 0
         self._lock = asyncio.Lock()
-        self._closed = False
+        self._closed = closed
         self._held = ""
 
     @property
@@ -253,9 +259,7 @@ class Child:
                 f"The {self.program} process cannot be started: {error}.", hung=False
             ) from None
         self._process = process
-        self._reader = asyncio.create_task(self._read(process, self._ready))
-        self._readers.add(self._reader)
-        self._reader.add_done_callback(self._readers.discard)
+        self._reader = self._to_await(self._read(process, self._ready))
         try:
             self.hello = await asyncio.wait_for(asyncio.shield(self._ready), timeout)
         except (asyncio.TimeoutError, TimeoutError):
@@ -285,11 +289,22 @@ class Child:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
             # asyncio leaves pipes of a half-made process open: finish it, then end it.
+            await asyncio.shield(self._to_await(self._discard(making)))
+            raise
+
+    def _to_await(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Return the task of ``work``, which the end of the child waits for."""
+        task = asyncio.create_task(work)
+        self._readers.add(task)
+        task.add_done_callback(self._readers.discard)
+        return task
+
+    async def _discard(self, making: asyncio.Future[asyncio.subprocess.Process]) -> None:
+        with contextlib.suppress(OSError):  # it could not be started
             process = await making
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await self._reap(process)
-            raise
 
     async def _read(
         self, process: asyncio.subprocess.Process, ready: asyncio.Future[dict[str, Any]]
@@ -350,3 +365,49 @@ class Child:
                 "The %s process %d cannot be ended: it is stuck in the driver.",
                 self.program, process.pid,
             )  # fmt: skip
+
+
+class Children:
+    """Makes the children of one service, and ends them all, also those that nothing refers to.
+
+    A self-test or a late lock has a child of its own. Its operation goes on when its caller is
+    cancelled, so at the end of a service it may still start one. An event loop that closes before
+    it has noticed the end of a process cannot close the pipes of that process any more.
+
+    Parameters
+    ----------
+    module, env, python:
+        See :class:`Child`.
+    """
+
+    def __init__(
+        self, module: str, *, env: Mapping[str, str], log: logging.Logger, python: str = ""
+    ) -> None:
+        self._module = module
+        self._env = env
+        self._log = log
+        self._python = python
+        self._made: weakref.WeakSet[Child] = weakref.WeakSet()
+        self._closed = False
+
+    def make(
+        self,
+        program: str,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+        restart: bool = True,
+    ) -> Child:
+        """Return a new child; ``env`` is its whole environment, None: the usual one."""
+        child = Child(
+            program, *arguments, module=self._module, env=self._env if env is None else env,
+            log=self._log, on_event=on_event, restart=restart, python=self._python,
+            closed=self._closed,
+        )  # fmt: skip
+        self._made.add(child)
+        return child
+
+    async def close(self) -> None:
+        """End all processes, also those that are being started, and start no more."""
+        self._closed = True
+        await asyncio.gather(*(child.close() for child in self._made))

@@ -264,6 +264,36 @@ async def test_cancelled_start_ends_the_process_it_was_making(monkeypatch):
     await child.close()
 
 
+@pytest.mark.parametrize("guard", [False, True])
+async def test_close_ends_a_self_test_without_a_caller(emulated, monkeypatch, guard):
+    """It goes on after its caller was cancelled, and under the guard it begins a second one.
+
+    A process that had not ended was an error in the log once the event loop was closed.
+    """
+    machine, begun, made = emulated("1x1GiB,context=16MiB"), asyncio.Event(), []
+    execute = asyncio.create_subprocess_exec
+
+    async def noting(*command, **options):
+        made.append(await execute(*command, **options))
+        if "selftest" in command:
+            begun.set()
+        return made[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noting)
+    async with machine.service(guard=guard) as service:
+        start = asyncio.create_task(service.start())
+        await begun.wait()
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        await service.close(0)
+        assert None not in [process.returncode for process in made]
+        ended = len(made)
+        running = [*service._workers._running]
+        await asyncio.gather(*running, return_exceptions=True)
+        assert len(made) == ended
+
+
 async def test_children_end_with_their_parent(emulated, waiting):
     until, _ = waiting
     code = (

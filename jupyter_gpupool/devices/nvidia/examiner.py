@@ -12,10 +12,9 @@ from ...errors import GPUPoolError
 from ...guard import install
 from ...pool.model import Device, Tier
 from ...procfs import ProcessId
-from ..children import Child
+from ..children import Children
 from . import selftest
 from .guard_frame import guard_frame
-from .interpreter import PROGRAMS
 from .operations import Operation
 from .sampler import Sampler
 from .selftest import Frame, Stage, Verdict
@@ -38,16 +37,16 @@ class Examiner:
     def __init__(
         self,
         *,
+        children: Children,
         env: Mapping[str, str],
         log: logging.Logger,
         sampler: Sampler,
         guard: bool,
-        python: str = "",
     ) -> None:
+        self._children = children
         self._env = env
         self._log = log
         self._guard = guard
-        self._python = python
         self._stage = Stage(sampler)
 
     async def examine(
@@ -65,15 +64,7 @@ class Examiner:
         """
 
         async def judge(frame: Frame, env: Mapping[str, str]) -> Verdict:
-            target = Child(
-                "selftest",
-                device.uuid,
-                module=PROGRAMS,
-                env=env,
-                log=self._log,
-                restart=False,
-                python=self._python,
-            )
+            target = self._children.make("selftest", device.uuid, env=env, restart=False)
             return await selftest.judge(
                 target,
                 lambda root: operations(root, frame.session),

@@ -18,11 +18,12 @@ from ...errors import Code, DriverError, GPUPoolError
 from ...pool.attribution import driver_share, unlisted
 from ...pool.model import Device
 from ...procfs import ProcessId
+from ..children import Children
 from ..model import FileHolder, assumed_context
 from . import driver
 from .driver import MODULE
 from .examiner import Examiner, Findings
-from .interpreter import child_environment
+from .interpreter import PROGRAMS, child_environment
 from .operations import Operation
 from .sampler import FREED_TIMEOUT, SAMPLE_TIMEOUT, Sampler, to_memo
 from .selftest import Verdict
@@ -104,19 +105,22 @@ class Inventory:
         self.renewed: frozenset[str] = frozenset()
         self.on_device_lost = on_device_lost
         self._log = log or logging.getLogger(__name__)
-        self._python = python
-        self._env = child_environment(env, python)
-        self._aside = Aside(self._env)
+        child_env = child_environment(env, python)
+        self._aside = Aside(child_env)
+        self._children = Children(PROGRAMS, env=child_env, log=self._log, python=python)
         self._sampler = Sampler(
-            env=self._env,
+            children=self._children,
             log=self._log,
             on_lost=self._lost,
             timeout=sample_timeout,
-            python=python,
             numbers=numbers,
         )
         self._examiner = Examiner(
-            env=self._env, log=self._log, sampler=self._sampler, guard=guard, python=python
+            children=self._children,
+            env=child_env,
+            log=self._log,
+            sampler=self._sampler,
+            guard=guard,
         )
         self._choose = choose
         self._files = files
@@ -126,9 +130,8 @@ class Inventory:
         self._everything: tuple[str, ...] = ()
         self._devices: dict[str, Device] = {}
         self._workers = Workers(
-            env=self._env,
+            children=self._children,
             log=self._log,
-            python=python,
             sampler=self._sampler,
             lock_timeout=lock_timeout,
             call_timeout=call_timeout,
@@ -197,7 +200,8 @@ class Inventory:
     async def close(self, grace: float = 10.0) -> None:
         """End all children, after operations in flight have ended or ``grace`` seconds."""
         await self._workers.drain(grace)
-        await asyncio.gather(self._sampler.close(), self._workers.close(grace))
+        await self._children.close()
+        await self._workers.close(grace)
 
     # ------------------------------------------------------------------ maintenance
 

@@ -23,9 +23,8 @@ from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
 from ...errors import Code, DriverError
 from ...local_machine import FIRST_NAMESPACE, boot_id, pid_namespace
 from ...pool.attribution import slack
-from ..children import Child, ChildLost
+from ..children import ChildLost, Children
 from ..model import DeviceSample, ProcessMemory
-from .interpreter import PROGRAMS
 
 #: Seconds for NVML to read the devices once before its process is replaced.
 SAMPLE_TIMEOUT = 5.0
@@ -69,16 +68,13 @@ class Sampler:
     def __init__(
         self,
         *,
-        env: Mapping[str, str],
+        children: Children,
         log: logging.Logger,
         on_lost: Callable[[str, str], None],
         timeout: float = SAMPLE_TIMEOUT,
-        python: str = "",
         numbers: bool | None = None,
     ) -> None:
-        self.child = Child(
-            "monitor", module=PROGRAMS, env=env, log=log, on_event=self._take, python=python
-        )
+        self.child = children.make("monitor", on_event=self._take)
         self.numbers = Numbers(log, numbers)
         self._timeout = timeout
         #: Allowed seconds of each copy under way.
@@ -206,10 +202,6 @@ class Sampler:
         for uuid in uuids:
             self._xids.pop(uuid, None)
         await self.child.replace()
-
-    async def close(self) -> None:
-        """End the monitor."""
-        await self.child.close()
 
     async def _rewatch(self) -> None:
         """Tell a new monitor which devices to watch, and which are lost for good."""

@@ -13,15 +13,14 @@ import contextlib
 import logging
 import time
 from dataclasses import replace
-from typing import Any, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, TypeVar
+from typing import Any, AsyncIterator, Awaitable, Callable, Coroutine, Sequence, TypeVar
 
 from ... import procfs
 from ...errors import DriverError
 from ...procfs import ProcessId
-from ..children import Child
+from ..children import Child, Children
 from ..model import ResumeOutcome, SuspendOutcome
 from .calls import SessionCalls
-from .interpreter import PROGRAMS
 from .operations import Operation
 from .sampler import Sampler
 
@@ -41,9 +40,8 @@ class Workers:
     def __init__(
         self,
         *,
-        env: Mapping[str, str],
+        children: Children,
         log: logging.Logger,
-        python: str,
         sampler: Sampler,
         lock_timeout: float,
         call_timeout: float,
@@ -53,9 +51,8 @@ class Workers:
         self.children: dict[str, Child] = {}
         #: Tasks that finish the leftovers of an operation, by session.
         self.settling: dict[ProcessId, asyncio.Task[None]] = {}
-        self._env = env
+        self._make = children.make
         self._log = log
-        self._python = python
         self._sampler = sampler
         self._lock_timeout = lock_timeout
         self._locks: dict[str, asyncio.Lock] = {}
@@ -66,7 +63,7 @@ class Workers:
     def add(self, uuid: str) -> None:
         """Make a worker for a device, if it has none."""
         if uuid not in self.children:
-            self.children[uuid] = self._child()
+            self.children[uuid] = self._make("worker")
         self._locks.setdefault(uuid, asyncio.Lock())
 
     async def remove(self, uuid: str) -> None:
@@ -102,8 +99,7 @@ class Workers:
             await asyncio.wait(waiting, timeout=grace)
 
     async def close(self, grace: float) -> None:
-        """End all workers, and so their operations, in at most ``grace`` seconds."""
-        await asyncio.gather(*(worker.close() for worker in self.children.values()))
+        """Let operations notice that the workers have ended, in at most ``grace`` seconds."""
         if self._running:
             await asyncio.wait(self._running, timeout=grace)
         if self.settling:  # begun by operations that have ended meanwhile
@@ -113,9 +109,6 @@ class Workers:
         for task in self.settling.values():
             task.cancel()
         return {*self.settling.values()}
-
-    def _child(self) -> Child:
-        return Child("worker", module=PROGRAMS, env=self._env, log=self._log, python=self._python)
 
     def operation(
         self,
@@ -216,7 +209,7 @@ class Workers:
         self, late: Sequence[ProcessId], root: ProcessId, session: str
     ) -> list[ProcessId]:
         """Wait for late locks in an extra worker, because other sessions need the device's."""
-        worker = self._child()
+        worker = self._make("worker")
         try:
             return await self.operation(worker, root, session).landed(late)
         finally:
