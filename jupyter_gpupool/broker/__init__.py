@@ -27,6 +27,7 @@
 ``messages/guard``      attach, grow, home, page, land; answers to threads that wait
 ``messages/people``     request, release, keep, status, why, hour, journal, watch, ping
 ``messages/admin``      recall, prioritise, end
+``messages/relay``      what both ask of the pool, and the answer
 ``messages/parsing``    what a message asks for, and whether its sender may ask it
 ``messages/snapshot``   the answer to status
 ``messages/explanation``  the answer to why

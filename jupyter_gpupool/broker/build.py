@@ -39,6 +39,7 @@ from .messages.agent import AgentMessages
 from .messages.guard import GuardMessages
 from .messages.people import PeopleMessages
 from .messages.provisioner import ProvisionerMessages
+from .messages.relay import Relay
 from .messages.router import Router
 from .messages.snapshot import Snapshots
 from .metrics import Metrics
@@ -201,14 +202,15 @@ async def build(
         environment=machine_environment(settings, socket, journal.path, {}),
         no_device=no_device,
     )  # fmt: skip
+    relay = Relay(core, guard)
     people = PeopleMessages(
-        core, configuration, lifecycle=lifecycle, monitor=monitor, guard=guard,
+        core, configuration, lifecycle=lifecycle, monitor=monitor, relay=relay,
         snapshots=snapshots, hour=hour,
     )  # fmt: skip
     router = Router(
         core, configuration, lifecycle=lifecycle, provisioner=provisioner, agent=agent,
         guard=guard, people=people,
-        admin=AdminMessages(core, configuration, lifecycle=lifecycle, guard=guard, log=log),
+        admin=AdminMessages(core, configuration, lifecycle=lifecycle, relay=relay, log=log),
         maintenance=maintenance, start_record=start_record, shared=shared, log=log,
     )  # fmt: skip
 

@@ -8,25 +8,21 @@ admin's name, and told to the session's owner.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from dataclasses import replace
 from typing import Any, Callable
 
 from ...errors import Code, RefusedError
 from ...pool import events as e
-from ...pool.model import Refusal
 from ...protocol import Message
 from ...units import format_seconds
 from ..configuration import Configuration
-from ..core import Core, refused
+from ..core import Core
 from ..lifecycle import Lifecycle
 from ..sessions import LiveSession
-from ..store.records import request_to_json
 from ..transport.auth import owner_of
 from ..transport.connection import Connection
-from .guard import GuardMessages
-from .parsing import note_refusal
+from .relay import Relay
 
 #: Characters of a reason.
 MAX_REASON = 200
@@ -44,15 +40,14 @@ class AdminMessages:
         configuration: Configuration,
         *,
         lifecycle: Lifecycle,
-        guard: GuardMessages,
+        relay: Relay,
         log: logging.Logger,
     ) -> None:
         self._core = core
         self._configuration = configuration
         self._lifecycle = lifecycle
-        self._guard = guard
+        self._relay = relay
         self._log = log
-        self._rids = itertools.count(1)
 
     def recall(self, connection: Connection, message: Message) -> None:
         """Take a slice back after some minutes, or drop that order."""
@@ -133,13 +128,8 @@ class AdminMessages:
         detail: dict[str, Any],
     ) -> None:
         """Give the pool an admin's order; log it and tell the owner if the pool accepts it."""
-        request_id, rid = message.get("id"), f"a{next(self._rids)}"
 
-        def reply(refusal: Refusal | None, note: str) -> None:
-            if refusal is not None:
-                note_refusal(self._core, session, message["type"], refusal)
-                connection.refuse(request_id, refused(refusal))
-                return
+        def accepted() -> None:
             self._log.warning("Admin %s, session %s: %s", by, session.id, what)
             self._core.note(
                 "admin", session, reason=told,
@@ -147,16 +137,8 @@ class AdminMessages:
             )  # fmt: skip
             if message["type"] != "end":  # its last words have the same text
                 session.send({"type": "notice", "message": told})
-            answer: dict[str, Any] = {"note": note}
-            record = self._core.record(session.id)
-            if message["type"] == "prioritise" and record is not None:
-                answer["request"] = request_to_json(record.request)
-                self._guard.request_changed(session)
-            self._core.commit()  # what was answered must hold, even if this broker dies now
-            connection.answer(request_id, answer)
 
-        self._core.expect(rid, reply)
-        self._core.handle(event(rid))
+        self._relay.ask(connection, message, session, event, accepted)
 
 
 def read_minutes(message: Message) -> float | None:

@@ -5,30 +5,26 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import sqlite3
 from contextlib import suppress
-from typing import Any, Callable
 
 from ...errors import Code, GPUPoolError, RefusedError
 from ...pool import events as e
-from ...pool.model import Refusal
 from ...protocol import VERSION, Message, encode
 from ..configuration import Configuration
-from ..core import Core, refused
+from ..core import Core
 from ..gpu.monitor import Monitor
 from ..hour import HourBook
 from ..lifecycle import Lifecycle
 from ..sessions import LiveSession
 from ..store.history import MAX_ROWS, JournalPage, JournalReader, Query
 from ..store.journal import Row
-from ..store.records import request_to_json
 from ..transport.auth import owner_of
 from ..transport.connection import Connection
 from ..transport.dispatch import POINTS_PER_SECOND
 from .explanation import explanation
-from .guard import GuardMessages
-from .parsing import acting, note_refusal, read_request
+from .parsing import acting, read_request
+from .relay import Relay
 from .snapshot import Snapshots, StatusAnswers
 
 #: Connections of one user to which rows of the journal are pushed.
@@ -55,7 +51,7 @@ class PeopleMessages:
         *,
         lifecycle: Lifecycle,
         monitor: Monitor,
-        guard: GuardMessages,
+        relay: Relay,
         snapshots: Snapshots,
         hour: HourBook,
     ) -> None:
@@ -63,12 +59,11 @@ class PeopleMessages:
         self._configuration = configuration
         self._lifecycle = lifecycle
         self._monitor = monitor
-        self._guard = guard
+        self._relay = relay
         self._answers = StatusAnswers(core, snapshots)
         self._hour = hour
         self._history = JournalReader(core.journal.path)
         self._watchers: set[Connection] = set()
-        self._rids = itertools.count(1)
         self._looks: set[asyncio.Task[None]] = set()
         core.read_rows(self._show_row)
         core.stirs.read(self._show_stir)
@@ -110,7 +105,7 @@ class PeopleMessages:
     def _request_now(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
         request = read_request(self._lifecycle.record(session).request, message)
-        self._ask(
+        self._relay.ask(
             connection,
             message,
             session,
@@ -121,7 +116,7 @@ class PeopleMessages:
 
     def release(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
-        self._ask(
+        self._relay.ask(
             connection,
             message,
             session,
@@ -138,38 +133,12 @@ class PeopleMessages:
                 next_step="Write for example %gpu keep 10m.",
             )
         until = self._core.now() + seconds
-        self._ask(
+        self._relay.ask(
             connection,
             message,
             session,
             lambda rid: e.KeepAsked(now=self._core.now(), session=session.id, until=until, rid=rid),
         )
-
-    def _ask(
-        self,
-        connection: Connection,
-        message: Message,
-        session: LiveSession,
-        event: Callable[[str], e.Event],
-    ) -> None:
-        """Give the pool an event and pass on its answer."""
-        request_id, rid = message.get("id"), f"r{next(self._rids)}"
-
-        def reply(refusal: Refusal | None, note: str) -> None:
-            if refusal is not None:
-                note_refusal(self._core, session, message["type"], refusal)
-                connection.refuse(request_id, refused(refusal))
-                return
-            answer: dict[str, Any] = {"note": note}
-            record = self._core.record(session.id)
-            if message["type"] == "request" and record is not None:
-                answer["request"] = request_to_json(record.request)
-                self._guard.request_changed(session)
-            self._core.commit()  # what was answered must hold, even if this broker dies now
-            connection.answer(request_id, answer)
-
-        self._core.expect(rid, reply)
-        self._core.handle(event(rid))
 
     # ------------------------------------------------------------------ what people look at
 
