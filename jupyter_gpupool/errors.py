@@ -99,6 +99,7 @@ class Code(str, Enum):
     SESSIONS_ELSEWHERE = "sessions-elsewhere", 503, "Kernels look for their broker elsewhere."
     JOURNAL_ELSEWHERE = "journal-elsewhere", 503, "The kernels' sessions are in another journal."
     OUT_OF_REACH = "out-of-reach", 503, "Kernels have state on GPUs that this broker cannot see."
+    NO_HEAD = "no-head", 503, "The head of the cluster, or its ledger, does not answer."
     START_FAILED = "start-failed", 503, "The broker could not be started."
     START_TIMEOUT = "start-timeout", 503, "The broker did not start in time."
     KILLED = "killed", 503, "The broker was killed as it started."

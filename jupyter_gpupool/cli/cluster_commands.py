@@ -89,16 +89,18 @@ def _cluster(options: Options) -> int:
             next_step="Give it with --address.",
         )
     os.environ.update(token_environment(options.token, create=False))
-    from ..cluster import ray_ledger as ray
+    from ..cluster.ledger_calls import LedgerCalls
 
-    if do in ("drain", "resume"):
-        return carry_out(
-            do, machine, ORDERS[do], look=lambda: ray.view(address),
-            order=lambda: ray.drain(address, machine, do == "drain"),
-        )  # fmt: skip
-    if do == "fence":
-        ray.fence(address, machine)
-    found = ray.view(address)
+    with LedgerCalls(address) as ledger:
+        if do in ("drain", "resume"):
+            return carry_out(
+                do, machine, ORDERS[do],
+                look=lambda: ledger.call(f"how far {machine} is", "view"),
+                order=lambda: ledger.call(f"to {do} {machine}", "drain", machine, do == "drain"),
+            )  # fmt: skip
+        if do == "fence":
+            ledger.call(f"to fence {machine}", "fence", machine)
+        found = ledger.call("for its machines", "view")
     print(json.dumps(found, indent=2) if options.json else picture(found))
     return 0
 

@@ -17,6 +17,7 @@
 ``node``              a machine joins a cluster: a raylet and an agent, supervised
 ``ray_ledger``        the ledger as a Ray actor, and an agent's way to it
 ``trial``             three machines on one host, to try it out
+``ledger_calls``      questions of the commands to that ledger, with time limits
 ``ray_agent``         an agent as a process, with such a ledger
 ====================  ==========================================================================
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -164,20 +164,11 @@ async def run_agent(
         collecting.cancel()
 
 
-def view(address: str) -> Mapping[str, Any]:
-    """Return what the cluster's ledger knows."""
+def ask(address: str, method: str, *arguments: Any) -> Any:
+    """Return what the cluster's ledger answers; it may take minutes to fail."""
     connect(address)
-    found: Mapping[str, Any] = ray.get(ray.get_actor(NAME).view.remote(), timeout=PATIENCE)
-    return found
-
-
-def fence(address: str, node: str) -> None:
-    """Tell the cluster's ledger that no kernel runs on a node any more."""
-    connect(address)
-    ray.get(ray.get_actor(NAME).fence.remote(node), timeout=PATIENCE)
-
-
-def drain(address: str, node: str, drains: bool) -> None:
-    """Order a node, through the cluster's ledger, to drain and to leave, or to come back."""
-    connect(address)
-    ray.get(ray.get_actor(NAME).drain.remote(node, drains), timeout=PATIENCE)
+    try:
+        actor = ray.get_actor(NAME)
+    except ValueError:
+        raise LookupError("no ledger runs there yet, because no machine has joined") from None
+    return ray.get(getattr(actor, method).remote(*arguments), timeout=PATIENCE)

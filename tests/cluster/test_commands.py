@@ -4,14 +4,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import stat
+import sys
 
 import pytest
 
 from jupyter_gpupool.cli import leaving, main
 from jupyter_gpupool.cli.cluster_commands import picture
-from jupyter_gpupool.cluster import node
-from jupyter_gpupool.errors import RefusedError
+from jupyter_gpupool.cluster import ledger_calls, node
+from jupyter_gpupool.cluster.ledger_calls import LedgerCalls
+from jupyter_gpupool.errors import Code, RefusedError
 
 
 @pytest.fixture
@@ -106,6 +110,81 @@ def test_only_the_head_makes_the_token(tmp_path):
     text = token.read_text()
     node.token_environment(token, create=True)
     assert token.read_text() == text
+
+
+#: Stands for the process that makes Ray's calls: answers, is silent, ends, or cannot.
+CALLS = """
+import json, sys, time
+for line in sys.stdin:
+    method, *arguments = json.loads(line)
+    if method == "sleep":
+        time.sleep(600)
+    if method == "end":
+        break
+    found = {"error": "no room"} if method == "fail" else {"answer": [method, *arguments]}
+    print(json.dumps(found), flush=True)
+"""
+
+
+@pytest.fixture
+def head():
+    """Return the address of a head that accepts connections, and does nothing with them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def calls(head):
+    with LedgerCalls(head, program=(sys.executable, "-c", CALLS)) as found:
+        yield found
+
+
+def test_one_process_makes_all_calls_of_a_command(calls):
+    assert calls.call("for it", "drain", "m1", True) == ["drain", "m1", True]
+    child = calls._child
+    assert calls.call("for it", "view") == ["view"]
+    assert calls._child is child
+
+
+@pytest.mark.parametrize(
+    ("method", "how"),
+    [
+        ("sleep", "did not answer within 0.1 s."),
+        ("end", "did not answer: its call ended without an answer."),
+        ("fail", "did not answer: no room."),
+    ],
+)
+def test_a_ledger_without_an_answer_is_an_error(monkeypatch, head, calls, method, how):
+    monkeypatch.setattr(ledger_calls, "ANSWER", 0.1)
+    calls.call("for it", "view")
+    child = calls._child
+    with pytest.raises(RefusedError) as caught:
+        calls.call("to drain m1", method)
+    assert caught.value.message == f"The cluster's head at {head} was asked to drain m1, and {how}"
+    assert caught.value.code == Code.NO_HEAD
+    assert child.returncode is not None  # no process stays behind
+    assert calls.call("for it", "view") == ["view"]
+
+
+def test_a_head_that_is_gone_is_found_without_ray(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(node, "check_ray", lambda: None)
+    token = tmp_path / "token"
+    token.write_text("x")
+    with contextlib.closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))  # nothing listens there
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for words in (["status"], ["drain", "m1"], ["fence", "m1"]):
+            where = ["--address", address, "--token", str(token)]
+            assert main(["cluster", *words, *where]) == 1
+            error = capsys.readouterr().err
+            assert f"{address} was asked" in error
+            assert "cannot be reached: Connection refused. Check there" in error
+
+
+def test_an_address_without_a_port_is_refused(calls):
+    for address in ("gpu1", "gpu1:", ":6379", "gpu1:x"):
+        with pytest.raises(RefusedError, match="is no address of a cluster's head"):
+            LedgerCalls(address).call("for it", "view")
 
 
 def test_the_picture_names_each_machine_and_what_it_may_use():

@@ -183,6 +183,19 @@ def test_a_machine_drains_and_comes_back_by_ray(cluster):
     wait_until(lambda: states(cluster) == {"present"}, "all machines to be heard")
 
 
+def test_a_hung_head_does_not_hang_a_command(cluster):
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        address = f"127.0.0.1:{hung.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-m", "jupyter_gpupool.cli", "cluster", "status", "--address",
+             address, "--token", str(cluster.token)],
+            capture_output=True, text=True, timeout=60, cwd=broker_kit.ROOT, check=False,
+            env=broker_kit.environment(cluster.folder),
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert f"{address} was asked for its machines, and did not answer" in done.stderr
+
+
 def test_users_cannot_join_without_the_token(cluster):
     wrong = cluster.folder / "wrong"
     wrong.write_text("0" * 64)

@@ -1,0 +1,145 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Questions to a cluster's ledger, each with a time limit.
+
+Ray's calls block: without a head, one of them takes two minutes to fail, and no argument shortens
+that. So a child process makes them, and is killed if it does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import Code, GPUPoolError, RefusedError
+
+#: Seconds for a connection to the head's port; to join the cluster as well and get an answer; and
+#: for an answer once that was done.
+PROBE, JOIN, ANSWER = 3.0, 20.0, 10.0
+
+#: Attempts of Ray to reach its head, one each second; by default 20.
+TRIES = "6"
+
+_PROGRAM = (sys.executable, "-m", "jupyter_gpupool.cluster.ledger_calls")
+
+
+class LedgerCalls:
+    """The way of a command to the ledger of the cluster whose head is at ``address``."""
+
+    def __init__(self, address: str, *, program: Sequence[str] = _PROGRAM) -> None:
+        self.address = address
+        self._program = [*program, address]
+        self._child: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> LedgerCalls:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.communicate()
+
+    def call(self, asked: str, method: str, *arguments: Any) -> Any:
+        """Return what a method of the ledger answers; ``asked`` names it for people.
+
+        Raises
+        ------
+        RefusedError
+            If the address is none, or no ledger answers in time.
+        """
+        first = self._child is None
+        if self._child is None:
+            self._probe(asked)
+            self._child = subprocess.Popen(
+                self._program, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, text=True,
+                env={**os.environ, "RAY_NUM_REDIS_GET_RETRIES": TRIES},
+            )  # fmt: skip
+        seconds = JOIN if first else ANSWER
+        line = self._exchange(self._child, json.dumps([method, *arguments]), seconds)
+        if line is None:
+            self.close()
+            raise self._silent(asked, f"did not answer within {seconds:g} s")
+        found = json.loads(line) if line else {"error": "its call ended without an answer"}
+        if "error" in found:
+            self.close()
+            raise self._silent(asked, f"did not answer: {found['error']}")
+        return found["answer"]
+
+    def _probe(self, asked: str) -> None:
+        """Connect to the head's port: a machine that is gone is found at once."""
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise RefusedError(
+                f"{self.address[:80]} is no address of a cluster's head.",
+                code=Code.BAD_REQUEST,
+                next_step="Give one such as 10.0.0.1:6379.",
+            )
+        try:
+            socket.create_connection((host, int(port)), PROBE).close()
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or str(error) or "no answer"
+            raise self._silent(asked, f"cannot be reached: {why}") from None
+
+    def _exchange(self, child: subprocess.Popen[str], line: str, seconds: float) -> str | None:
+        """Send a line; return the next one, "" if the child has ended, None if it is silent."""
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(line + "\n")
+            child.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            # One line for each request: nothing of an earlier answer is in the buffer.
+            if select.select([child.stdout], [], [], left)[0]:
+                return child.stdout.readline()
+        return None
+
+    def _silent(self, asked: str, how: str) -> GPUPoolError:
+        return RefusedError(
+            f"The cluster's head at {self.address} was asked {asked}, and {how}.",
+            code=Code.NO_HEAD,
+            next_step="Check there that jupyter gpupool node --head runs, that this machine "
+            "reaches its port, and that both have the same token. Kernels run on meanwhile, and "
+            "each machine shows its own with jupyter gpupool status.",
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answer the requests that come in as lines, until there is no more."""
+    (address,) = sys.argv[1:] if argv is None else argv
+    # Ctrl-C reaches the command, which then ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ray prints: only answers may go where the command reads.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from .ray_ledger import ask
+
+    for line in sys.stdin:
+        method, *arguments = json.loads(line)
+        try:
+            found = {"answer": ask(address, method, *arguments)}
+        except Exception as error:  # any failure of Ray belongs in the command's message
+            text = str(error).strip().splitlines() or [type(error).__name__]
+            found = {"error": text[0][:300]}
+        print(json.dumps(found), file=answers, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
