@@ -351,17 +351,20 @@ def _queue(sessions: Sequence[Snapshot], now: float, style: Style) -> list[str]:
         return []
     lines = ["", style.paint("WAITING", "bold")]
     for session in waiting:
-        request = session.get("request") or {}
+        # Of another user's session the broker tells what it asks for, and no times.
+        request = session.get("request") or session.get("asks") or {}
         asks = ""
         if request.get("memory"):
             asks = f" asks for {format_bytes(request['memory'])}"
             if request.get("devices", 1) > 1:
                 asks += f" on each of {request['devices']} GPUs"
-        expected = wait_of(session, now)
-        soon = f", {expected}" if expected else ""
-        reason = f": {session['wait_reason']}" if session.get("wait_reason") else ""
+        if session.get("owner") == "other":
+            why = f" and waits for {session['waits_for']}" if session.get("waits_for") else ""
+        else:
+            why = f", {wait_of(session, now)}"
+            why += f": {session['wait_reason']}" if session.get("wait_reason") else ""
         place = f"{session['queue_position']}." if session.get("queue_position") else "-"
-        text = printable(f"{_short(session['id'])}{asks}{soon}{reason}")
+        text = printable(f"{_short(session['id'])}{asks}{why}")
         lines += textwrap.wrap(
             text, style.width, initial_indent=f"{place} ", subsequent_indent=" " * (len(place) + 1)
         )

@@ -45,7 +45,7 @@ from .transitions import Actions, grant, move, refuse_holds, resize
 from .unsuspendable import due, note, warn
 from .updates import update
 from .why import Told, standing_lines, told
-from .words import budget_refusal, reason, seconds, stays_reason, taken_reason
+from .words import budget_refusal, reason, seconds, stays_reason, taken_reason, waits_for
 
 #: Most plans per event. One is nearly always enough, and a second one confirms it. More than this
 #: is a bug; the pool then acts on the last plan rather than on none.
@@ -310,6 +310,7 @@ class Pool:
             leaves_at=None if stays or wanted or leaves == math.inf else leaves,
             wanted=wanted,
             taken_reason=taken_reason(s),
+            waits_for=waits_for(self._plan, s),
             footprints=dict(s.lease.footprints),
         )
 

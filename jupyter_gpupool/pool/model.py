@@ -393,6 +393,8 @@ class SessionView:
     wanted: bool = False
     #: Why the pool took the slice of a suspended session that was idle; "" if it did not.
     taken_reason: str = ""
+    #: What a waiting session waits for, in words for every user; "" if it does not wait.
+    waits_for: str = ""
     #: Device bytes as last measured, by device; a device without a measurement is absent.
     footprints: Mapping[str, int] = field(default_factory=dict)
 

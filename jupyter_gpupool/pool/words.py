@@ -16,7 +16,7 @@ from ..errors import Code
 from ..states import HAS_LEASE
 from ..units import format_bytes, format_seconds
 from .facts import Facts
-from .model import Reason, Refusal
+from .model import Reason, Refusal, Rule
 from .placement import asking
 from .preemption import stays_until, suspendable, yields_at
 from .schedule import Plan
@@ -203,6 +203,36 @@ _SENTENCES = {
     "nowhere": "every GPU that this kernel can use is out of service",
     "retry": "the last attempt to attach failed",
 }
+
+
+#: What a session waits for, in words for people who may not see it: without its figures, names of
+#: groups or what an admin wrote. All limits are one entry: whose budget is used up is private.
+_LIMIT = "a limit of its user or group"
+_SERVICE = "a GPU to come back into service"
+FOR_OTHERS: Mapping[Rule, str] = {
+    "planned": "GPU memory that other kernels are leaving",
+    "busy": "GPU memory that is in use",
+    "behind-head": "the kernel ahead of it, for which the free memory is reserved",
+    "host": "room in host memory for kernels that could leave their GPU",
+    "quota": _LIMIT,
+    "quota-host": _LIMIT,
+    "behind-own": _LIMIT,
+    "cap": _LIMIT,
+    "behind-group": _LIMIT,
+    "budget": _LIMIT,
+    "class-closed": "the hours of its priority class",
+    "paused": _SERVICE,
+    "drained": _SERVICE,
+    "foreign": "GPU memory that is in use outside the pool",
+    "nowhere": _SERVICE,
+    "retry": "its next attempt to attach",
+}
+
+
+def waits_for(plan: Plan, s: Session) -> str:
+    """Return what ``s`` waits for, in words for every user of the pool; "" if for nothing."""
+    why = plan.reasons.get(s.id)
+    return "" if why is None or s.state != "queued" else FOR_OTHERS[why.rule]
 
 
 def _count(number: int, noun: str) -> str:

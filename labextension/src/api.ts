@@ -67,6 +67,8 @@ export interface IAnySession {
   readonly queue_position: number | null;
   /** What it asks for, on each of so many devices; older servers omit it. */
   readonly asks?: { readonly memory: number; readonly devices: number };
+  /** What it waits for, in words for every user; empty if it does not. Older servers omit it. */
+  readonly waits_for?: string;
   /** Of other people's sessions only for admins; without it, `owner` is the word `other`. */
   readonly owner?: string;
   readonly label?: string;

@@ -14,10 +14,16 @@ import { galata } from '@jupyterlab/galata/lib/galata';
 import type { IJupyterLabPageFixture } from '@jupyterlab/galata/lib/jupyterlabpage';
 import type { NotebookPanel } from '@jupyterlab/notebook';
 import type { ReadonlyJSONObject } from '@lumino/coreutils';
-import { writeFileSync } from 'fs';
+import { chmodSync, writeFileSync } from 'fs';
 import * as path from 'path';
 
 import { ask, KERNEL, stage } from './pool';
+
+/** A server, and the folder that it serves. */
+export interface ISite {
+  readonly url: string;
+  readonly folder: string;
+}
 
 /** A page with everything that the tests ask of it. */
 export class Lab {
@@ -25,10 +31,13 @@ export class Lab {
   readonly errors: string[] = [];
   /** Requests and websockets of the page to the server extension. */
   readonly traffic: string[] = [];
+  /** What came over such websockets. */
+  readonly told: string[] = [];
 
   private constructor(
     readonly page: IJupyterLabPageFixture,
-    private readonly _bare: Page
+    private readonly _bare: Page,
+    private readonly _site: ISite
   ) {
     page.on('console', message => {
       if (message.type() === 'error') {
@@ -44,6 +53,7 @@ export class Lab {
     page.on('websocket', socket => {
       if (socket.url().includes('/gpupool/')) {
         this.traffic.push(`WS ${socket.url()}`);
+        socket.on('framereceived', ({ payload }) => this.told.push(payload.toString()));
       }
     });
   }
@@ -51,9 +61,16 @@ export class Lab {
   /** A new page that shows JupyterLab, or with `app` another page of the server, ready. */
   static async open(
     browser: Browser,
-    options: { url?: string; app?: string; settings?: object; scale?: number } = {}
+    options: {
+      site?: ISite;
+      url?: string;
+      app?: string;
+      settings?: object;
+      scale?: number;
+    } = {}
   ): Promise<Lab> {
-    const url = options.url ?? stage().url;
+    const site = options.site ?? stage();
+    const url = options.url ?? site.url;
     const context = await browser.newContext({
       baseURL: url,
       viewport: { width: 1280, height: 800 },
@@ -75,7 +92,7 @@ export class Lab {
       '',
       () => Promise.resolve()
     );
-    const lab = new Lab(page, bare);
+    const lab = new Lab(page, bare, site);
     await (options.app === undefined ? lab.fresh() : lab.go(options.app));
     return lab;
   }
@@ -140,8 +157,9 @@ export class Lab {
       outputs: [],
       execution_count: null
     };
+    const where = path.join(this._site.folder, file);
     writeFileSync(
-      path.join(stage().folder, file),
+      where,
       JSON.stringify({
         cells: [cell],
         metadata: { kernelspec: { name: kernel, display_name: kernel } },
@@ -149,6 +167,8 @@ export class Lab {
         nbformat_minor: 5
       })
     );
+    // The server may be another user's.
+    chmodSync(where, 0o666);
     return file;
   }
 
@@ -188,7 +208,7 @@ export class Lab {
     await this.theme('JupyterLab Light');
     const request = this.page.request;
     const sessions = (await (
-      await request.get(`${stage().url}/api/sessions`)
+      await request.get(`${this._site.url}/api/sessions`)
     ).json()) as { id: string }[];
     await this.page.evaluate(() => {
       for (const widget of [...window.jupyterapp.shell.widgets('main')]) {
@@ -196,7 +216,7 @@ export class Lab {
       }
     });
     const answers = await Promise.all(
-      sessions.map(({ id }) => request.delete(`${stage().url}/api/sessions/${id}`))
+      sessions.map(({ id }) => request.delete(`${this._site.url}/api/sessions/${id}`))
     );
     expect(answers.map(answer => answer.status())).toEqual(sessions.map(() => 204));
   }

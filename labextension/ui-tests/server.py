@@ -52,6 +52,9 @@ if os.environ.get("GPUPOOL_UI_TURNS") == "no":  # for pictures, which take longe
 #: Of the neighbours: a user id that no account has. Only root can have neighbours of other users.
 NEIGHBOUR = 21001 if os.geteuid() == 0 else None
 
+#: Who has a server and is no admin: a third user id.
+VISITOR = 21002 if os.geteuid() == 0 else None
+
 _LIBC = ctypes.CDLL(None)
 _SET_CHILD_SUBREAPER = 36
 
@@ -59,7 +62,7 @@ _SET_CHILD_SUBREAPER = 36
 class Lab:
     """A JupyterLab, with Notebook 7 beside it, that runs the built extension of this checkout."""
 
-    def __init__(self, folder, socket, *options):
+    def __init__(self, folder, socket, *options, user=None):
         self.folder = folder
         self.log = folder / "server.log"
         for name in ("files", "runtime", "tmp"):
@@ -71,15 +74,21 @@ class Lab:
         if not (built / "package.json").exists():
             raise FileNotFoundError(f"{built}: the extension is not built, run jlpm build:prod")
         (extensions / "labextension").symlink_to(built)
+        if user is not None:
+            for path in (folder, *folder.rglob("*")):
+                os.chown(path, user, user, follow_symlinks=False)
         environment = {
             **server_environment(folder, socket),
             "JUPYTER_PATH": f"{folder}/share/jupyter:{ROOT}/share/jupyter",
             "JUPYTERLAB_GALATA_ROOT_DIR": str(folder / "files"),
             "TMPDIR": str(folder / "tmp"),
+            # Galata's configuration asks for the user's name, and an id without account has none.
+            **({} if user is None else {"LOGNAME": f"uid-{user}"}),
         }
         command = [
+            *([] if user is None else as_user(user)),
             *(sys.executable, "-m", "jupyterlab", f"--config={HERE / 'jupyter_server_config.py'}"),
-            *([] if os.geteuid() else ["--allow-root"]),
+            *([] if os.geteuid() or user is not None else ["--allow-root"]),
             *options,
         ]
         with self.log.open("wb") as log:
@@ -187,8 +196,8 @@ class Stage:
             "--GPUPoolExtension.idle_warning=8",
         )
 
-    def _lab(self, name, *options, socket=None):
-        lab = Lab(self.folder / name, socket or self.broker.socket, *options)
+    def _lab(self, name, *options, socket=None, user=None):
+        lab = Lab(self.folder / name, socket or self.broker.socket, *options, user=user)
         self.labs.append(lab)
         return lab
 
@@ -284,6 +293,11 @@ class Stage:
         """Start a server on a machine without a driver; return its address."""
         options = ("--GPUPoolProvisioner.memory=1GiB",)
         return self._lab(f"bare{len(self.labs)}", *options, socket=self.folder / "bare.sock").url()
+
+    def do_lab_of_visitor(self):
+        """Start a server of a user who is no admin of the pool; return its address and folder."""
+        lab = self._lab(f"visitor{len(self.labs)}", *self._options(), user=VISITOR)
+        return {"url": lab.url(), "folder": str(lab.folder / "files")}
 
     def do_log(self):
         """Return what a failure is looked into with."""

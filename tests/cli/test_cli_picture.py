@@ -127,6 +127,17 @@ def test_a_wait_without_an_estimate_shows_how_long_it_has_lasted():
     assert first in draw(pool(sessions=[waiting], now=105.0), Style(width=100))
 
 
+def test_a_wait_of_another_user_is_told_without_a_time():
+    waiting = {
+        "id": "77aa33", "owner": "other", "state": "queued", "granted_bytes": 0, "device": None,
+        "devices": [], "slices": [], "priority": "batch", "queue_position": 1,
+        "asks": {"memory": GiB, "devices": 2}, "waits_for": "GPU memory that is in use",
+    }  # fmt: skip
+    lines = draw(pool(sessions=[waiting]), Style(width=100))
+    line = "1. 77aa33 asks for 1 GiB on each of 2 GPUs and waits for GPU memory that is in use"
+    assert line in lines
+
+
 def test_picture_fits_a_narrow_terminal_without_unicode():
     lines = draw(BUSY, Style(width=47, unicode=False))
     assert "\n".join(lines[:5]) == NARROW

@@ -4,15 +4,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.groups import Daily, Group, Portion
-from jupyter_gpupool.pool.model import PREEMPT_ALL, Owner, Quota, Slice
+from jupyter_gpupool.pool.model import PREEMPT_ALL, Owner, Quota, Rule, Slice
+from jupyter_gpupool.pool.words import FOR_OTHERS
 
 from .builders import device, got
 
@@ -76,6 +79,17 @@ def test_quota_names_only_the_owners_own_leases(make):
     assert [h.session for h in found.holders] == ["a"]
     assert told(lab, "v").reason.rule == "behind-own"
     assert told(lab, "v").ahead == ("w",)
+
+
+def test_others_read_what_a_session_waits_for_without_figures(make):
+    lab = make(quotas={"ann": Quota(leases=1)})
+    lab.running("a", 4, owner="ann")
+    lab.open("w", 4, owner="ann")
+    lab.hold("w")
+    found = {v.record.id: v.waits_for for v in lab.pool.view(lab.now).sessions}
+    assert found == {"a": "", "w": "a limit of its user or group"}
+    assert FOR_OTHERS.keys() == {*get_args(Rule)}
+    assert not any(re.search(r"\d|%|your", text) for text in FOR_OTHERS.values())
 
 
 def test_session_that_does_not_wait_has_no_reason(make):

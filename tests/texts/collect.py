@@ -63,6 +63,8 @@ def scenes(sheet: Sheet) -> set[str]:
         "Shown in the waiting cell, in %gpu, in JupyterLab and in `jupyter gpupool status`.",
     )
     rules = pool.waits(sheet) | shares.waits(sheet)
+    sheet.heading("What a kernel of another user waits for", "Shown in the panel, without figures.")
+    pool.waits_of_others(sheet)
     sheet.heading(
         "Why an idle kernel keeps its slice",
         "Shown in %gpu, in JupyterLab and in `jupyter gpupool status`.",

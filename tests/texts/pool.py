@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable
+from typing import Any, Callable, get_args
 
 from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.limits import never
-from jupyter_gpupool.pool.model import PREEMPT_ALL, Device, Owner, Quota, Refusal, Request
+from jupyter_gpupool.pool.model import PREEMPT_ALL, Device, Owner, Quota, Refusal, Request, Rule
+from jupyter_gpupool.pool.words import FOR_OTHERS
 from jupyter_gpupool.text import sentence
 
 from ..pool.builders import RULES, Lab, all_of, device
@@ -307,6 +308,12 @@ def waits(sheet: Sheet) -> set[str]:
         assert told.reason.rule == rule, f"{situation}: {told.reason.rule}"
         sheet.put(situation, sentence(told.text), rule)
     return met
+
+
+def waits_of_others(sheet: Sheet) -> None:
+    """Write what a kernel waits for, as other users read it."""
+    for rule in get_args(Rule):
+        sheet.put(f"By the rule {rule}", f"Waits for {FOR_OTHERS[rule]}.")
 
 
 # --------------------------------------------------------------------------- why it stays

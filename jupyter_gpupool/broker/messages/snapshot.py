@@ -203,6 +203,7 @@ class Snapshots:
                 ],
                 "queue_position": view.queue_position,
                 "asks": _asks(record),
+                "waits_for": view.waits_for,
             }
         used = self._used(session, record)
         pinned = record.pinned_reason or session.use.pins
@@ -232,6 +233,7 @@ class Snapshots:
             "expected": expected(view.expected),
             "queued_at": view.queued_at,
             "wait_reason": record.wait_reason,
+            "waits_for": view.waits_for,
             "preempted": record.preempted,
             "pinned_reason": pinned,
             "stays_reason": "" if pinned else view.stays_reason,

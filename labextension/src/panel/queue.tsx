@@ -64,10 +64,17 @@ const Waiting = React.memo(function Waiting(props: {
     session.queue_position === null ? '?' : ordinal(trans, session.queue_position);
   if (!isMine(session)) {
     return (
-      <li className="jp-gpupool-line">
-        <span className="jp-gpupool-place">{place}</span>
-        <span className="jp-gpupool-grow">{somebody(trans, session)}</span>
-        <span className="jp-gpupool-figure">{size(trans, session.asks)}</span>
+      <li>
+        <div className="jp-gpupool-line">
+          <span className="jp-gpupool-place">{place}</span>
+          <span className="jp-gpupool-grow">{somebody(trans, session)}</span>
+          <span className="jp-gpupool-figure">{size(trans, session.asks)}</span>
+        </div>
+        {session.waits_for && (
+          <div className="jp-gpupool-why">
+            {trans.__('Waits for %1.', session.waits_for)}
+          </div>
+        )}
       </li>
     );
   }

@@ -452,7 +452,8 @@ describe('the queue', () => {
           other('b', {
             ...queued,
             queue_position: 1,
-            asks: { memory: 12 * GIB, devices: 2 }
+            asks: { memory: 12 * GIB, devices: 2 },
+            waits_for: 'GPU memory that is in use'
           }),
           mine('a', {
             ...queued,
@@ -464,7 +465,9 @@ describe('the queue', () => {
       )
     );
     const items = region('Queue').getAllByRole('listitem');
-    expect(items[0]!.textContent).toBe('1stAnother user (batch)12 GiB on each of 2');
+    expect(items[0]!.textContent).toBe(
+      '1stAnother user (batch)12 GiB on each of 2Waits for GPU memory that is in use.'
+    );
     expect(items[1]!.textContent).toBe(
       '2nd1kernel-a.ipynb8 GiB · 20 to 60 s leftNo device has 8 GiB free.Stop waitingTell me when it starts'
     );
