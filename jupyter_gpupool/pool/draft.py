@@ -167,7 +167,7 @@ class Draft:
     tiers: dict[tuple[Any, str], int | None] = field(default_factory=dict)
     #: Every method that changes the draft begins a new one.
     known: Known = field(default_factory=Known)
-    #: What this plan grants; and whether the rooms know their leases.
+    #: What this plan grants; and whether the rooms know the leases that the head waits for.
     _taken: list[tuple[Session, Slice]] = field(default_factory=list)
     _leases_known: bool = False
     #: The answers of :meth:`opened`.
@@ -423,10 +423,9 @@ class Draft:
             room = self.rooms[x.device]
             room.avail -= x.bytes
             room.expect -= x.bytes
+            self._taken.append((s, x))
             if self._leases_known:
                 self._note_taken(s, x)
-            else:
-                self._taken.append((s, x))
 
     def _note_taken(self, s: Session, x: Slice) -> None:
         """Like the present leases, it may now end before the head of the queue starts."""
@@ -508,3 +507,6 @@ class Draft:
         self.count(head.owner, self.reservation.charge, -1)
         self.reservation = None
         self.known = Known()
+        if head.lease.slices:
+            # They lack those of this head, which count for another one.
+            self._leases_known = False

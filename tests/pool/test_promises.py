@@ -43,6 +43,20 @@ def test_request_beyond_all_idle_leases_waits_for_memory():
     assert rules == {"head": "busy", "less": "host", "more": "busy"}
 
 
+def test_lease_of_the_last_head_counts_for_the_next_one():
+    """A lease of 3 that wanted to grow was the head; as an idle one it stands at the end."""
+    lab = Lab(device(0, 12))
+    for name, size in (("x", 6), ("y", 1), ("g", 3)):
+        lab.running(name, size)
+    lab.change("g", 10)
+    for name, size in (("h", 6), ("l", 2)):
+        lab.open(name, size)
+        none(lab.hold(name), ev.Attach)
+    # Without "l", the end of the leases of 3 and 1 would be enough for "h".
+    none(lab.drop("g"), ev.Attach)
+    assert lab.reason("l") == "the free memory is reserved for the next kernel in the queue"
+
+
 def test_lease_granted_in_the_same_pass_counts_for_the_head(make):
     """The head may start when that lease ends: its bytes are not for backfilling."""
     lab = make(device(0, 9))
