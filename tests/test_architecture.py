@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jupyter_gpupool"
 
 #: Modules that every part may import; they import only each other and the standard library.
-LEAVES = ("cgroups", "errors", "procfs", "states", "text", "units")
+LEAVES = ("cgroups", "deadlines", "errors", "procfs", "states", "text", "units")
 
 #: part -> the parts it may import besides itself, the leaves and the standard library.
 ALLOWED: dict[str, str] = {

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ..deadlines import within
 from ..protocol import MAX_LINE, decode, encode, raise_for
 
 #: Seconds after which a report goes out although nothing has changed; the ledger's time-out is some
@@ -54,7 +55,7 @@ class BrokerCalls:
         future = self._answers[self._last] = asyncio.get_running_loop().create_future()
         self._writer.write(encode({"type": kind, "id": self._last, **fields}))
         try:
-            return raise_for(await asyncio.wait_for(future, patience))
+            return raise_for(await within(future, patience))
         except asyncio.TimeoutError:
             raise ConnectionResetError("The broker does not answer.") from None
         finally:

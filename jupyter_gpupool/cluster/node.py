@@ -24,6 +24,7 @@ from pathlib import Path
 from socket import gethostname
 
 from ..config import load_settings
+from ..deadlines import within
 from ..endpoint import find_socket
 from ..errors import Code, RefusedError
 from .desk import TTL
@@ -156,7 +157,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), PATIENCE)
+            await within(process.wait(), PATIENCE)
         except asyncio.TimeoutError:
             process.kill()
             await process.wait()

@@ -21,6 +21,7 @@ import ray
 from ray.exceptions import RayError
 
 from ..config import load_settings
+from ..deadlines import within
 from .courier import AGAIN, carry
 from .desk import MARGIN, TTL, Desk
 from .ledger_events import Limits
@@ -55,7 +56,7 @@ class LedgerActor:
         """Return the answers for a node, as soon as there is one."""
         queue, found = self._queue(node), []
         try:
-            found.append(await asyncio.wait_for(queue.get(), wait))
+            found.append(await within(queue.get(), wait))
         except asyncio.TimeoutError:
             return []
         while not queue.empty():
@@ -143,7 +144,7 @@ class RayLedger:
                     the_ledger, self._limits, self._members, ttl=self._ttl, margin=self._ttl / 4
                 )
             call = getattr(self._actor, method).remote(*arguments)
-            return await asyncio.wait_for(call, PATIENCE)
+            return await within(call, PATIENCE)
         except (RayError, ValueError, asyncio.TimeoutError) as error:
             self._actor = None
             raise ConnectionResetError(f"The ledger does not answer: {error}") from None

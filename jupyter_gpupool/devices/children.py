@@ -20,6 +20,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, Callable, Coroutine, Mapping
 
+from ..deadlines import within
 from ..errors import Code, DriverError
 from .child import SCRIPT
 
@@ -175,7 +176,7 @@ class Child:
             line = json.dumps({"id": request_id, "op": op, **fields, **latest()}) + "\n"
             process.stdin.write(line.encode())
             self.current = op
-            answer = await asyncio.wait_for(future, timeout)
+            answer = await within(future, timeout)
         except (asyncio.TimeoutError, TimeoutError):
             self._log.warning(
                 "The %s process %d did not answer %r in %g s and is killed.",
@@ -233,7 +234,7 @@ class Child:
         self._closed = True
         await self.kill()
         with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
-            await asyncio.wait_for(self._end_late(), _REAP_TIMEOUT)
+            await within(self._end_late(), _REAP_TIMEOUT)
 
     async def _end_late(self) -> None:
         """End a process that is being started, and wait for those that have died.
@@ -261,7 +262,7 @@ class Child:
         self._process = process
         self._reader = self._to_await(self._read(process, self._ready))
         try:
-            self.hello = await asyncio.wait_for(asyncio.shield(self._ready), timeout)
+            self.hello = await within(asyncio.shield(self._ready), timeout)
         except (asyncio.TimeoutError, TimeoutError):
             await self._end(process)
             raise ChildLost(
@@ -359,7 +360,7 @@ class Child:
         if process.stdin is not None:
             process.stdin.close()
         try:
-            await asyncio.wait_for(process.wait(), _REAP_TIMEOUT)
+            await within(process.wait(), _REAP_TIMEOUT)
         except (asyncio.TimeoutError, TimeoutError):
             self._log.error(
                 "The %s process %d cannot be ended: it is stuck in the driver.",

@@ -21,6 +21,7 @@ import time
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator, Mapping
 
+from ..deadlines import within
 from ..errors import Code, GPUPoolError
 from ..text import sentence
 from ..units import format_bytes
@@ -56,7 +57,7 @@ class Alarm:
     async def wait(self, tick: float = TICK) -> None:
         """Return when the alarm has rung since the last call, or after ``tick`` seconds."""
         try:
-            await asyncio.wait_for(self._rung.wait(), tick)
+            await within(self._rung.wait(), tick)
         except asyncio.TimeoutError:
             pass
         self._rung.clear()

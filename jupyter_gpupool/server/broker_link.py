@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from ..client import CALL_TIMEOUT, Client
+from ..deadlines import within
 from ..endpoint import check_path, check_socket
 from ..errors import BrokerUnavailable, Code, RefusedError
 from ..protocol import Message
@@ -72,7 +73,7 @@ class BrokerLink:
                 answer = asyncio.wrap_future(client.start(kind, **fields))
                 self._pending.add(answer)
                 answer.add_done_callback(self._pending.discard)
-                return await asyncio.wait_for(answer, CALL_TIMEOUT)
+                return await within(answer, CALL_TIMEOUT)
             except asyncio.TimeoutError:
                 await self._drop(client)
                 raise BrokerUnavailable(

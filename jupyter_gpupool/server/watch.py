@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from typing import Any, Awaitable, Callable, Collection, Mapping, Protocol
 
+from ..deadlines import within
 from ..errors import GPUPoolError
 from ..protocol import Message
 from . import server_metrics, views
@@ -274,7 +275,7 @@ class Watch:
                 pause = self._pause()
             await asyncio.sleep(LEAST_INTERVAL)
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._news.wait(), max(0.0, pause - LEAST_INTERVAL))
+                await within(self._news.wait(), max(0.0, pause - LEAST_INTERVAL))
 
     async def _have_revived(self) -> None:
         """Restart a dead broker; publish the error if that fails."""

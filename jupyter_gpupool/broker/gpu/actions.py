@@ -12,6 +12,7 @@ import asyncio
 from typing import Callable, Coroutine, Literal, Mapping, Sequence
 
 from ... import procfs
+from ...deadlines import within
 from ...devices import Devices, SuspendOutcome
 from ...errors import GPUPoolError
 from ...pool import events as e
@@ -262,7 +263,7 @@ class DeviceActions:
         self._pages.set_gate(session, CLOSED)
         devices = [piece.device for piece in record.slices]
         try:
-            outcome = await asyncio.wait_for(
+            outcome = await within(
                 self._service.suspend(session.process, devices, session=session.id), RETIRE
             )
         except (asyncio.TimeoutError, GPUPoolError) as error:
@@ -353,7 +354,7 @@ class DeviceActions:
         session.yielding = (epoch, answer)
         agent.send({"type": "yield", "epoch": epoch})
         try:
-            yielded, cuda = await asyncio.wait_for(answer, YIELD_TIMEOUT)
+            yielded, cuda = await within(answer, YIELD_TIMEOUT)
         except asyncio.TimeoutError:
             return False, f"its agent did not answer in {YIELD_TIMEOUT:g} s"
         finally:

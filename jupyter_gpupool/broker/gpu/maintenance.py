@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Awaitable, Iterable, Literal, Sequence
 
 from ... import procfs
+from ...deadlines import within
 from ...devices import Devices, FileHolder
 from ...errors import Code, GPUPoolError, RefusedError
 from ...pool import events as e
@@ -436,7 +437,7 @@ class Maintenance:
         if self._own is not None and procfs.descends(pid, self._own):
             return _OWN
         try:
-            named = await asyncio.wait_for(asyncio.to_thread(session_of, pid), ENVIRON_TIMEOUT)
+            named = await within(asyncio.to_thread(session_of, pid), ENVIRON_TIMEOUT)
         except asyncio.TimeoutError:
             return ""
         found = sessions.find(named) if named else None

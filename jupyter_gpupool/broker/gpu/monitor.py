@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Awaitable, Callable, Mapping, Sequence
 
 from ... import procfs
+from ...deadlines import within
 from ...devices import Devices, DeviceSample, assumed_context
 from ...errors import GPUPoolError
 from ...pool import events as e
@@ -152,7 +153,7 @@ class Monitor:
             quiet = QUIET if not self._core.busy else 1
             for left in reversed(range(quiet)):
                 with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(changed.wait(), interval)
+                    await within(changed.wait(), interval)
                     await asyncio.sleep(settle)  # changes come in groups
                     break
                 if left:
@@ -267,9 +268,7 @@ class Monitor:
         if process in self._known:
             return None  # its environment does not change
         try:
-            named = await asyncio.wait_for(
-                asyncio.to_thread(session_of, process.pid), ENVIRON_TIMEOUT
-            )
+            named = await within(asyncio.to_thread(session_of, process.pid), ENVIRON_TIMEOUT)
         except asyncio.TimeoutError:
             return None
         found = self._core.sessions.find(named) if named else None
