@@ -9,6 +9,7 @@ never loads it.
 import ast
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -117,6 +118,15 @@ class Target:
     def hangs(self, seconds=0.3):
         """Return whether the statements still run after ``seconds``."""
         return not select.select([self.process.stdout], [], [], seconds)[0]
+
+    def is_hung(self):
+        """Wait until the main thread is in the endless wait of the fault ``hang``."""
+        wait = re.compile(r"202 0x[0-9a-f]+ 0x80 0x0 0x0 ")  # futex: private, of 0, without an end
+        deadline = time.monotonic() + TIMEOUT
+        while not wait.match(Path(f"/proc/{self.pid}/syscall").read_text()):
+            assert time.monotonic() < deadline, "the call does not hang"
+            time.sleep(0.001)
+        return self.hangs(0)
 
     def signal(self, number):
         self.process.send_signal(number)
