@@ -254,11 +254,13 @@ class ClientAgain:
         self._find = find
         self._timeout = timeout
         self._client: Client | None = None
-        #: The socket of the broker that answered last.
-        self.path: Path | None = None
 
     def call(self, kind: str, /, **fields: Any) -> Message:
-        """Send a request and return its answer.
+        """Send a request and return its answer; raises as :meth:`ask`."""
+        return self.ask(kind, **fields)[0]
+
+    def ask(self, kind: str, /, **fields: Any) -> tuple[Message, Path]:
+        """Send a request; return its answer and the socket of the broker that answered.
 
         Raises
         ------
@@ -273,7 +275,7 @@ class ClientAgain:
             if client is None:
                 client = self._connect(give_up)
             try:
-                return client.call(kind, **fields)
+                return client.call(kind, **fields), client.path
             except BrokerUnavailable:
                 # A living but silent broker would also not answer a second time.
                 if not client.closed or time.monotonic() > give_up:
@@ -288,9 +290,9 @@ class ClientAgain:
 
     def _connect(self, give_up: float) -> Client:
         while True:
-            self.path = self._find()
+            path = self._find()
             try:
-                self._client = Client(self.path)
+                self._client = Client(path)
                 return self._client
             except BrokerUnavailable as error:
                 # The broker died after ``find`` returned.

@@ -286,7 +286,7 @@ def _open(command: list[str], kernel: str, env: dict[str, str]) -> tuple[list[st
         attach = "lazy"  # as in the provisioner: no agent sees its cells
     named = str(stanza.get("broker_socket") or "")
     with closing(ClientAgain(lambda: living_broker(named), timeout=START_TIMEOUT)) as client:
-        answer = client.call(
+        answer, socket = client.ask(
             "open",
             kernel_id=_kernel_id(command),
             label=_label(env, shown),
@@ -294,7 +294,7 @@ def _open(command: list[str], kernel: str, env: dict[str, str]) -> tuple[list[st
             attach=attach,
             group=str(stanza.get("group") or "") or None,
         )
-        final, why_not = enter_session(command, env, answer, client.path)
+        final, why_not = enter_session(command, env, answer, socket)
         text = notice(None, answer, who="This kernel's client")
         if text:
             env[NOTICE_VARIABLE] = text

@@ -146,7 +146,6 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         c.GPUPoolProvisioner.broker_socket = "/run/gpupool/broker.sock" """,
     ).tag(config=True)
 
-    _client: ClientAgain | None = None
     _socket: Path | None = None
     _session: str = ""
     #: The driver hangs if this kernel is killed after a suspend and resume.
@@ -166,6 +165,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         except TraitError as error:
             problem = ConfigError(f"An option of the Pooled GPU kernel is wrong: {error}")
             raise KernelNotStarted(problem) from error
+        self._client = ClientAgain(self._find_broker, timeout=START_TIMEOUT)
 
     # ------------------------------------------------------------------ called by jupyter_client
 
@@ -180,20 +180,17 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         await self._release("the kernel is started again")
         env = kwargs.get("env") or os.environ
         try:
-            answer = await self._in_thread(self._open, self._label(env))
+            answer, socket = await self._in_thread(self._open, self._label(env))
         except GPUPoolError as error:
             raise KernelNotStarted(error) from error
         try:
             kwargs = await super().pre_launch(**kwargs)
             # This server may itself run in a session, whose page is not the kernel's.
             environ = kwargs["env"] = without_guard(kwargs["env"])
-            assert self._socket is not None
             text = await self._in_thread(self._other_configuration, answer)
             if text:
                 environ[NOTICE_VARIABLE] = text
-            command, why_not = enter_session(
-                kernel_command(kwargs["cmd"]), environ, answer, self._socket
-            )
+            command, why_not = enter_session(kernel_command(kwargs["cmd"]), environ, answer, socket)
             kwargs["cmd"] = command
             if has_launcher(command):
                 environ[OPENED_VARIABLE] = str(answer["session"])
@@ -223,9 +220,9 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         """Save the present request for a restart. Called while the kernel still runs."""
         await super().shutdown_requested(restart=restart)
         await self._retire()  # the driver may also hang when the kernel ends by itself
-        if restart and self._session:
+        if restart and self._session and self._socket is not None:
             try:
-                self._request = await self._in_thread(self._current_request)
+                self._request = await self._in_thread(self._current_request, self._socket)
             except GPUPoolError as error:
                 self.log.debug("GPU pool: the request before a restart is not known: %s", error)
 
@@ -248,14 +245,13 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         if not retires or not self._session or self._socket is None:
             return
         try:
-            if not await self._in_thread(self._ask_to_retire):
+            if not await self._in_thread(self._ask_to_retire, self._socket):
                 self.log.warning("GPU pool: the kernel could not be suspended before its end")
         except GPUPoolError as error:
             self.log.warning("GPU pool: the kernel was not suspended before its end: %s", error)
 
-    def _ask_to_retire(self) -> bool:
-        assert self._socket is not None
-        with Client(self._socket) as client:
+    def _ask_to_retire(self, socket: Path) -> bool:
+        with Client(socket) as client:
             answer = client.call("retire", session=self._session, timeout=RETIRE_TIMEOUT)
         return bool(answer.get("safe"))
 
@@ -292,16 +288,16 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(None, partial(function, *args))
 
-    def _open(self, label: str) -> Mapping[str, Any]:
+    def _open(self, label: str) -> tuple[Mapping[str, Any], Path]:
+        """Open a session; return the broker's answer and its socket."""
         if self.attach and self.attach not in POLICIES:
             raise ConfigError(
                 f"GPUPoolProvisioner.attach is {self.attach!r}; there are {', '.join(POLICIES)}.",
                 next_step=did_you_mean(self.attach, POLICIES),
             )
-        # Kept until the kernel is launched: if this server dies before, the session ends.
-        self._client = ClientAgain(self._find_broker, timeout=START_TIMEOUT)
+        # Connected until the kernel is launched: if this server dies before, the session ends.
         try:
-            answer = self._client.call(
+            answer, socket = self._client.ask(
                 "open",
                 kernel_id=self.kernel_id or "",
                 label=label,
@@ -310,8 +306,9 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
                 group=self.group or None,
             )
         except BaseException:
-            self._disconnect()
+            self._client.close()
             raise
+        self._socket = socket
         self._session = str(answer["session"])
         self._retires = bool(answer.get("retire"))
         memory = (answer.get("request") or {}).get("memory")
@@ -321,19 +318,18 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             label,
             f", asks for {format_bytes(memory)}" if isinstance(memory, int) else "",
         )
-        return answer
+        return answer, socket
 
     def _find_broker(self) -> Path:
         """Return the socket of a living broker."""
         if self.broker_socket:
             # A second pool beside the named broker would grant the same memory.
-            self._socket = Path(self.broker_socket)
-            if not answers(self._socket):
-                revive(self._socket)
-            check_socket(self._socket)
-        else:
-            self._socket = ensure_broker(self._pool_config(), self._configured_socket())
-        return self._socket
+            socket = Path(self.broker_socket)
+            if not answers(socket):
+                revive(socket)
+            check_socket(socket)
+            return socket
+        return ensure_broker(self._pool_config(), self._configured_socket())
 
     def _other_configuration(self, answer: Mapping[str, Any]) -> str:
         """Return the notice for the user if the broker's configuration differs from this one."""
@@ -343,26 +339,23 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return text
 
     def _launched(self, pid: int) -> None:
-        assert self._client is not None
-        self._client.call("launched", session=self._session, pid=pid)
-        self._disconnect()
+        # The broker may have been started again meanwhile.
+        _, self._socket = self._client.ask("launched", session=self._session, pid=pid)
+        self._client.close()
 
-    def _current_request(self) -> Mapping[str, Any]:
-        with closing(ClientAgain(self._find_again, timeout=START_TIMEOUT)) as client:
+    def _current_request(self, socket: Path) -> Mapping[str, Any]:
+        find = partial(self._find_again, socket)
+        with closing(ClientAgain(find, timeout=START_TIMEOUT)) as client:
             return dict(client.call("request", session=self._session)["request"])
 
-    def _find_again(self) -> Path:
+    def _find_again(self, socket: Path) -> Path:
         """Return the socket of this session's broker; restart that broker if it has died."""
-        assert self._socket is not None
-        if not answers(self._socket) and not revive(self._socket):
-            raise BrokerUnavailable(
-                f"No GPU pool broker listens at {self._socket}.", code=Code.NO_BROKER
-            )
-        return self._socket
+        if not answers(socket) and not revive(socket):
+            raise BrokerUnavailable(f"No GPU pool broker listens at {socket}.", code=Code.NO_BROKER)
+        return socket
 
-    def _close(self, session: str, reason: str) -> None:
-        assert self._socket is not None
-        with Client(self._socket) as client:
+    def _close(self, socket: Path, session: str, reason: str) -> None:
+        with Client(socket) as client:
             client.call("close", session=session, reason=reason)
 
     async def _release(self, reason: str) -> None:
@@ -370,16 +363,11 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         session, self._session = self._session, ""
         try:
             if session and self._socket is not None:
-                await self._in_thread(self._close, session, reason)
+                await self._in_thread(self._close, self._socket, session, reason)
         except GPUPoolError as error:
             self.log.warning("GPU pool: session %s could not be closed: %s", session, error)
         finally:
-            self._disconnect()
-
-    def _disconnect(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
+            self._client.close()
 
     # ------------------------------------------------------------------ requests and addresses
 

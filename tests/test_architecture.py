@@ -219,16 +219,34 @@ def test_commands_for_programs_do_not_import_asyncio():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-#: Variables of the broker that hold plain data: records with fields, which other parts may set.
-BROKERS_DATA = {
-    "session": "what the broker knows of a kernel (sessions.Session)",
-    "speaker": "the same",
-    "use": "how a session uses its devices (sessions.Use)",
-    "account": "one user's budgets (transport.dispatch.Account)",
-    "counters": "what the broker has seen (transport.connection.Counters)",
-    "row": "a row of the journal (store.journal.Row)",
-    "landing": "a process on its way (gpu.landing)",
-    "record": "a record of the log (logging.LogRecord)",
+#: By part: variables that hold plain data, records with fields, which other code may set.
+PLAIN_DATA = {
+    "broker": {
+        "session": "what the broker knows of a kernel (sessions.LiveSession)",
+        "speaker": "the same",
+        "use": "how a session uses its devices (sessions.Use)",
+        "account": "one user's budgets (transport.dispatch.Account)",
+        "counters": "what the broker has seen (transport.connection.Counters)",
+        "row": "a row of the journal (store.journal.Row)",
+        "landing": "a process on its way (gpu.landing)",
+        "record": "a record of the log (logging.LogRecord)",
+    },
+    "cli": {"top": "the state of the screen (top_keys.Top)", "question": "a question on it"},
+    "cluster": {"node": "a machine as the ledger knows it"},
+    "config": {"trait": "an option of traitlets that is being declared"},
+    "devices": {"package": "a module that is being loaded by its path"},
+    "errors": {"code": "a member of the enum that is being made"},
+    "kernel": {
+        "kernel": "ipykernel's kernel, whose methods the agent wraps",
+        "session": "its messages, which the agent counts",
+        "shell": "IPython's shell",
+        "completer": "IPython's completer",
+        "environ": "this process's environment",
+        "running": "an execute request (call_waits.RunningRequest)",
+        "wait": "a request for a slice (link.HoldWait)",
+    },
+    "programs": {"place": "what blocks of the same process share (inscript)"},
+    "server": {"seen": "a session at its last count (kernel_history)"},
 }
 
 
@@ -246,15 +264,45 @@ def attribute_targets(tree: ast.AST):
             yield from (part for part in parts if isinstance(part, ast.Attribute))
 
 
-def test_broker_parts_do_not_set_each_others_attributes():
-    """A part gets what it uses when it is constructed: ``broker/build.py`` has the order."""
+#: All but the pool, which is functions over records: see ``pool/facts.py``.
+WIRED = [path for path in MODULES if part_of(path) != "pool"]
+
+
+def test_no_object_sets_another_ones_attributes():
+    """An object gets what it uses when it is constructed: ``broker/build.py`` has the order."""
     found = []
-    for path in sorted((PACKAGE / "broker").rglob("*.py")):
+    for path in WIRED:
+        records = PLAIN_DATA.get(part_of(path), {})
         for target in attribute_targets(parsed(path)):
             owner = target.value
             name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
-            if name not in ("self", *BROKERS_DATA):
+            if name not in ("self", *records):
                 found.append(f"{path.relative_to(PACKAGE)}:{target.lineno} {ast.unparse(target)}")
+    assert found == []
+
+
+def is_own(node: ast.AST) -> bool:
+    """Return whether an expression is ``self.name``."""
+    if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+        return False
+    return node.value.id == "self"
+
+
+def test_no_object_asserts_that_it_has_what_it_uses():
+    """Such an assertion means that it is used before it is complete."""
+    found = []
+    for path in MODULES:
+        for function in ast.walk(parsed(path)):
+            if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            nodes = [*ast.walk(function)]
+            taken = [n.targets for n in nodes if isinstance(n, ast.Assign) and is_own(n.value)]
+            own = {name.id for names in taken for name in names if isinstance(name, ast.Name)}
+            for node in nodes:
+                if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
+                    left = node.test.left
+                    if is_own(left) or (isinstance(left, ast.Name) and left.id in own):
+                        found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert found == []
 
 

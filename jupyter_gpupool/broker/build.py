@@ -56,7 +56,7 @@ from .store.recovery import Recovery
 from .store.usage import UsageBook
 
 if TYPE_CHECKING:
-    from .shared import SharedLimits  # loaded only on a machine of a cluster
+    from .shared import LentLimits, SharedLimits  # loaded only on a machine of a cluster
 
 #: Reads host memory and its limits.
 HOST = Host()
@@ -105,19 +105,18 @@ async def build(
     the journal.
     """
     settings, socket = configuration.settings, configuration.socket
-    shared: SharedLimits | None = None
+    sessions = LiveSessions()
+    lent: LentLimits | None = None
     if settings.cluster_nodes:
-        from .shared import SharedLimits
+        from .shared import LentLimits
 
-        shared = SharedLimits(configuration, journal, log)
-    limits = _own if shared is None else shared.limits
+        lent = LentLimits(configuration, journal, sessions)
+    limits = _own if lent is None else lent.limits
     core = Core(
-        Pool(limits(settings.pool)), journal, LiveSessions(),
+        Pool(limits(settings.pool)), journal, sessions,
         Clock(float(journal.meta("clock") or 0)), log,
         handle=lambda event: runner.handle(event),  # noqa: PLW0108 (it is made last)
     )  # fmt: skip
-    if shared is not None:
-        shared.use(core)
     health = Health(
         core, configuration,
         lambda uuid: service.retest(uuid),  # noqa: PLW0108 (it is made next)
@@ -174,8 +173,11 @@ async def build(
         core, service, configuration, health=health, aside=aside,
         log=log,
     )  # fmt: skip
-    if shared is not None:
-        shared.drain_with(maintenance)
+    shared: SharedLimits | None = None
+    if lent is not None:
+        from .shared import SharedLimits
+
+        shared = SharedLimits(core, lent, maintenance, configuration, log)
     hour = HourBook(core, samples)
     monitor = Monitor(
         core, service, configuration, samples=samples, room=room, pressure=pressure,

@@ -29,6 +29,7 @@ from ..protocol import Message
 from .configuration import Configuration
 from .core import Core
 from .gpu.maintenance import Maintenance
+from .sessions import LiveSessions
 from .store.journal import Journal
 from .transport.auth import owner_of
 from .transport.connection import Connection
@@ -48,24 +49,56 @@ LIFE, DRAINS = "cluster-life", "cluster-drains"
 LEAVES = "this machine leaves the cluster"
 
 
-class SharedLimits:
-    """What this machine has of the limits that it shares, and the agent's requests."""
+class LentLimits:
+    """The rules of the pool, with all that was not lent to this machine counted as elsewhere."""
 
-    def __init__(self, configuration: Configuration, journal: Journal, log: logging.Logger) -> None:
+    def __init__(
+        self, configuration: Configuration, journal: Journal, sessions: LiveSessions
+    ) -> None:
         settings = configuration.settings
         # The time of day as well: a journal may be lost, and a ledger ignores an earlier life.
         life = max(int(journal.meta(LIFE) or 0) + 1, int(1000 * time.time()))
         journal.remember(LIFE, str(life))
-        self._configuration = configuration
-        self._log = log
-        self._core: Core | None = None
-        self._journal = journal
-        self._maintenance: Maintenance | None = None
+        self._sessions = sessions
         share = {"memory": settings.cluster_min_share, "devices": 1, "leases": 1}
-        self._budgets = Budgets(
+        self.budgets = Budgets(
             settings.cluster_node or socket.gethostname(), life,
             on_loss=settings.on_ledger_loss, share=share, drains=journal.meta(DRAINS) == "1",
         )  # fmt: skip
+
+    def limits(self, settings: PoolSettings) -> PoolSettings:
+        """Return these rules, less what this machine may not use of them now."""
+        now, budgets = time.monotonic(), self.budgets
+        owners = sorted({s.owner.name for s in self._sessions})
+        return overlay(
+            settings, owners, lambda key: budgets.most(key, now),
+            connected=budgets.is_connected(now), drains=budgets.drains,
+        )  # fmt: skip
+
+
+class SharedLimits:
+    """Keeps the pool and :class:`LentLimits` in step, and answers the agent's requests.
+
+    Parameters
+    ----------
+    maintenance:
+        Takes the GPUs out of service when this machine leaves.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        lent: LentLimits,
+        maintenance: Maintenance,
+        configuration: Configuration,
+        log: logging.Logger,
+    ) -> None:
+        self._core = core
+        self._lent = lent
+        self._budgets = lent.budgets
+        self._maintenance = maintenance
+        self._configuration = configuration
+        self._log = log
         self._pending: tuple[Connection, int | None] | None = None
         self._timeout: asyncio.TimerHandle | None = None
         self._soon: asyncio.TimerHandle | None = None
@@ -74,24 +107,7 @@ class SharedLimits:
         self._connected = False
         self._inside = False
 
-    def use(self, core: Core) -> None:
-        """Look at the sessions of this broker from now on."""
-        self._core = core
-
-    def drain_with(self, maintenance: Maintenance) -> None:
-        """Have this take the GPUs out of service when this machine leaves."""
-        self._maintenance = maintenance
-
     # ------------------------------------------------------------------ for the pool
-
-    def limits(self, settings: PoolSettings) -> PoolSettings:
-        """Return the rules with all that was not lent to this machine counted as elsewhere."""
-        now = time.monotonic()
-        owners = () if self._core is None else {s.owner.name for s in self._core.sessions}
-        return overlay(
-            settings, sorted(owners), lambda key: self._budgets.most(key, now),
-            connected=self._budgets.is_connected(now), drains=self._budgets.drains,
-        )  # fmt: skip
 
     def changed(self) -> None:
         """Note that a session may have, or wait for, something else than before."""
@@ -106,12 +122,11 @@ class SharedLimits:
     def _settle(self) -> None:
         """Have the pool and the budgets agree: until nothing changes any more."""
         core = self._core
-        assert core is not None
         self._inside = True
         try:
             for _ in range(ROUNDS):
-                self._look_at_sessions(core)
-                settings = self.limits(self._configuration.settings.pool)
+                self._look_at_sessions()
+                settings = self._lent.limits(self._configuration.settings.pool)
                 if settings == core.pool.settings:
                     break
                 core.handle(e.SettingsChanged(now=core.now(), settings=settings))
@@ -138,8 +153,9 @@ class SharedLimits:
 
     # ------------------------------------------------------------------ what sessions use
 
-    def _look_at_sessions(self, core: Core) -> None:
+    def _look_at_sessions(self) -> None:
         """Tell the budgets what the sessions have, wait for and will use again."""
+        core = self._core
         rules = self._configuration.settings.pool
         used, keep = Counter[Key](), Counter[Key]()
         waits: list[tuple[float, dict[Key, int]]] = []
@@ -191,8 +207,6 @@ class SharedLimits:
     def lend(self, connection: Connection, message: Message) -> None:
         """Apply an answer of the ledger."""
         self._check(connection)
-        core = self._core
-        assert core is not None
         try:
             answer = loan_from_json(json.loads(message["answer"]))
         except (ValueError, TypeError, KeyError, IndexError) as error:
@@ -200,7 +214,7 @@ class SharedLimits:
                 f"This is no answer of a ledger: {type(error).__name__}.", code=Code.BAD_REQUEST
             ) from None
         # First: a ceiling never falls below what is in use now.
-        self._look_at_sessions(core)
+        self._look_at_sessions()
         before = self._budgets.drains
         self._budgets.answered(answer)
         if self._budgets.drains != before:
@@ -226,23 +240,21 @@ class SharedLimits:
         connection.answer(message.get("id"), {
             "name": self._budgets.node,
             "left": self._budgets.has_left,
-            "kernels": 0 if self._core is None else len(self._core.pool.leases()),
+            "kernels": len(self._core.pool.leases()),
             "connected": self._budgets.is_connected(time.monotonic()),
         })  # fmt: skip
 
     def _drains_now(self, by: str) -> None:
         """Drain the GPUs of this machine, or put them back into service."""
         drains = self._budgets.drains
-        self._journal.remember(DRAINS, "1" if drains else "")
-        assert self._maintenance is not None
+        self._core.journal.remember(DRAINS, "1" if drains else "")
         if drains:
             self._log.warning("This machine drains and leaves the cluster, by order of %s", by)
             self._maintenance.drain_all(LEAVES, by)
         else:
             self._log.warning("This machine is back in the cluster")
             self._maintenance.undrain(LEAVES)
-        if self._core is not None:
-            self._core.commit()
+        self._core.commit()
 
     def gone(self, connection: Connection) -> None:
         """Forget the request of a connection that has ended."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Sequence
 
 from ..units import format_seconds
 from .picture import Style
@@ -108,7 +108,7 @@ class Top:
     def press(self, key: str) -> TopOrder | None:
         """Handle a key; return the order that it completes."""
         if self.question is not None:
-            return self._answer(key)
+            return self._answer(self.question, key)
         self.message = ""
         if self.help:
             self.help = False
@@ -138,9 +138,7 @@ class Top:
         self.sort = sort
         self._rows = in_order(self._rows, sort, inverted=self.inverted)
 
-    def _answer(self, key: str) -> TopOrder | None:
-        question = self.question
-        assert question is not None
+    def _answer(self, question: Question, key: str) -> TopOrder | None:
         if key == "escape" or (question.yes and key != "y"):
             self.question, self.message = None, "Nothing was changed."
             return None
@@ -161,18 +159,22 @@ class Top:
     def _ask(self, key: str) -> None:
         row = self.row
         of_session = {
-            "r": self._recall, "R": self._stay, "n": self._priority,
-            "k": self._end, "f9": self._end,
+            "r": self._recall, "R": self._stay, "k": self._end, "f9": self._end,
         }  # fmt: skip
         of_gpu = {"d": "drain", "p": "pause", "u": "resume"}
-        if key not in of_session and key not in of_gpu:
+        if key not in of_session and key not in of_gpu and key != "n":
             return
-        if self._snapshot is not None and not self._snapshot.get("admin"):
+        if self._snapshot is None:
+            return
+        if not self._snapshot.get("admin"):
             self.message = "Only root, the broker's user and c.GPUPool.admins may do that."
         elif key in of_gpu:
-            self.question = self._device(of_gpu[key])
+            self.question = self._device(of_gpu[key], self._snapshot["devices"])
         elif row is None:
             self.message = "No session is selected."
+        elif key == "n":
+            classes = (self._snapshot.get("limits") or {}).get("priorities") or ()
+            self.question = self._priority(row, [*classes])
         else:
             self.question = of_session[key](row)
 
@@ -195,10 +197,7 @@ class Top:
             TopOrder("recall", {"session": row.id, "cancel": True}),
         )
 
-    def _priority(self, row: TopRow) -> Question:
-        assert self._snapshot is not None
-        names = list((self._snapshot.get("limits") or {}).get("priorities") or ())
-
+    def _priority(self, row: TopRow, names: Sequence[str]) -> Question:
         def accept(text: str) -> Question | TopOrder | str:
             if text not in names:
                 return f"There is no priority class {text!r}."
@@ -214,9 +213,8 @@ class Top:
             f"End {_called(row)}? Its variables are lost.", TopOrder("end", {"session": row.id})
         )
 
-    def _device(self, action: str) -> Question:
-        assert self._snapshot is not None
-        known = [str(device["index"]) for device in self._snapshot["devices"]]
+    def _device(self, action: str, devices: Sequence[Mapping[str, Any]]) -> Question:
+        known = [str(device["index"]) for device in devices]
 
         def accept(text: str) -> Question | TopOrder | str:
             if text not in known:

@@ -51,6 +51,7 @@ class Agent:
                 cuda_blocks=not guard.on,
                 on_lost=self._show,
                 on_notice=self._show,
+                on_news=self._news,
                 environ=environ,
             )
             interrupts = Interrupts(self._on_main_loop)
@@ -98,6 +99,10 @@ class Agent:
     def _on_main_loop(self, run: Callable[[], None]) -> None:
         # Looked up late: the kernel has no loop yet while extensions are loaded.
         self.shell.kernel.io_loop.add_callback(run)
+
+    def _news(self) -> None:
+        if self.gate is not None:
+            self.gate.news()
 
     def _show(self, message: str) -> None:
         """Show ``message`` now, under the latest cell's output, and again above the next one."""

@@ -113,7 +113,6 @@ class CellGate:
         self.shell.input_transformers_cleanup.insert(0, hide_header)
         if self.calls is not None:
             self.calls.install()
-            self.link.on_news = self.calls.news
 
     def uninstall(self) -> None:
         """Remove the gate."""
@@ -125,8 +124,12 @@ class CellGate:
         if hide_header in self.shell.input_transformers_cleanup:
             self.shell.input_transformers_cleanup.remove(hide_header)
         if self.calls is not None:
-            self.link.on_news = lambda: None
             self.calls.uninstall()
+
+    def news(self) -> None:
+        """Look at the link's state, which may have changed; called in any thread."""
+        if self.calls is not None:
+            self.calls.news()
 
     def notice(self, text: str) -> None:
         """Show ``text`` above the output of the next cell."""

@@ -76,6 +76,7 @@ class SessionLink:
         cuda_blocks: bool = True,
         on_lost: Callable[[str], None] = lambda _: None,
         on_notice: Callable[[str], None] = lambda _: None,
+        on_news: Callable[[], None] = lambda: None,
         environ: Mapping[str, str] | None = None,
         member: bool = False,
     ) -> None:
@@ -89,6 +90,7 @@ class SessionLink:
         self._cuda_blocks = cuda_blocks
         self._on_lost = on_lost
         self._on_notice = on_notice
+        self._on_news = on_news
         # The agent is there from the start of its process; a member has to look.
         self._cuda_seen: bool | None = cuda() if member else False
         self._lock = threading.RLock()
@@ -137,8 +139,6 @@ class SessionLink:
         #: The pool's last refusal of a CUDA call of this session, and the number of refusals.
         self.refused: CallRefusal | None = None
         self.refusals = 0
-        #: Called, in any thread, after each message of the broker and when the connection ends.
-        self.on_news: Callable[[], None] = lambda: None
 
     # ------------------------------------------------------------------ start and end
 
@@ -555,7 +555,7 @@ class SessionLink:
             waits = list(self._waits.values())
         for wait in waits:
             wait.on_change()
-        self.on_news()
+        self._on_news()
 
     def _yield(self, epoch: int) -> None:
         """Give up the lease if nothing uses it.

@@ -501,10 +501,9 @@ class Draft:
             room = self.rooms[uuid]
             room.leases = [(s, size) for s, size in room.leases if s is not head]
 
-    def unreserve(self, head: Session) -> None:
+    def unreserve(self, held: Reservation, head: Session) -> None:
         """Undo :meth:`reserve`."""
-        assert self.reservation is not None
-        self.count(head.owner, self.reservation.charge, -1)
+        self.count(head.owner, held.charge, -1)
         self.reservation = None
         self.known = Known()
         if head.lease.slices:

@@ -331,7 +331,7 @@ class _Pass:
         plan, draft = self.plan, self.draft
         self._leave()
         if draft.reservation is not None:
-            draft.unreserve(self.facts.sessions[draft.reservation.session])
+            draft.unreserve(draft.reservation, self.facts.sessions[draft.reservation.session])
         for s in plan.order:
             if s.id not in draft.leaving:
                 self._serve(s)

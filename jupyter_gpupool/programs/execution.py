@@ -100,8 +100,7 @@ class Run:
         self._on_start = on_start
         self._environ = own_environment(os.environ)
         self._main = threading.get_ident()
-        self._session: ProgramSession | None = None
-        self._link: SessionLink | None = None
+        self._opened: tuple[ProgramSession, SessionLink] | None = None
         self._problem: GPUPoolError | None = None
         self._told_open = self._told_wait = False
         self._wait: HoldWait | None = None
@@ -123,8 +122,8 @@ class Run:
                     self._sleep()
         finally:
             self._progress.clear()
-            if self._link is not None:
-                self._link.close()
+            if self._opened is not None:
+                self._opened[1].close()
         if self._child.problem:
             self._progress.say(self._child.problem)
         if self.refused is not None:
@@ -143,11 +142,9 @@ class Run:
                 attach="lazy",
                 socket=self._options.socket,
             )
-            self._session = session
-            link = session.link(on_lost=self._tell, on_notice=self._tell)
-            link.on_news = self._wake
+            link = session.link(on_lost=self._tell, on_notice=self._tell, on_news=self._wake)
             link.start()
-            self._link = link
+            self._opened = session, link
         except GPUPoolError as error:
             self._problem = error
         except Exception as error:
@@ -199,16 +196,17 @@ class Run:
             return
         if self._problem is not None:
             self._refuse(self._problem)
-        elif self._link is not None and self._session is not None:
+        elif self._opened is not None:
+            session, link = self._opened
             if not self._told_open:
                 self._told_open = True
-                self._on_open(self._session)
+                self._on_open(session)
             if self._child.started:
-                self._watch_calls()
-            elif self._options.holds_from_start(self._session):
-                self._wait_for_hold()
+                self._watch_calls(session, link)
+            elif self._options.holds_from_start(session):
+                self._wait_for_hold(session, link)
             else:
-                self._start(self._session.environment(self._environ))
+                self._start(session.environment(self._environ))
 
     def _start(self, env: Mapping[str, str]) -> None:
         found = dict(env)
@@ -218,11 +216,8 @@ class Run:
         if not self._child.problem:
             self._on_start()
 
-    def _wait_for_hold(self) -> None:
+    def _wait_for_hold(self, session: ProgramSession, link: SessionLink) -> None:
         """Start the command once the session has its slice."""
-        link, session = self._link, self._session
-        assert link is not None
-        assert session is not None
         if self._wait is None:
             self._wait = link.wait(HOLD, "manual", self._wake)
         answer = self._wait.answer
@@ -239,12 +234,10 @@ class Run:
             if not self._told_wait and (link.queue is not None or link.state == "attaching"):
                 self._told_wait = True
                 self._on_wait()
-            self._show_wait(begun=False)
+            self._show_wait(session, link, begun=False)
 
-    def _watch_calls(self) -> None:
+    def _watch_calls(self, session: ProgramSession, link: SessionLink) -> None:
         """Show what the CUDA calls of the command wait for."""
-        link = self._link
-        assert link is not None
         if link.attached:
             self._had_slice = True
         if link.refusals != self._refusals:
@@ -258,14 +251,11 @@ class Run:
         ):  # it goes on while there is no broker, and until the slice is there
             waits |= link.state in ("queued", "attaching")
         if waits and not link.attached:
-            self._show_wait(begun=True)
+            self._show_wait(session, link, begun=True)
         else:
             self._progress.over(say=link.attached)
 
-    def _show_wait(self, *, begun: bool) -> None:
-        link, session = self._link, self._session
-        assert link is not None
-        assert session is not None
+    def _show_wait(self, session: ProgramSession, link: SessionLink, *, begun: bool) -> None:
         self._progress.waits(lambda waited: waiting_for(link, session.memory, waited, begun=begun))
         most = self._options.max_wait
         if most is not None and not self._had_slice and self._progress.waited >= most:

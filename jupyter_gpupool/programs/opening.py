@@ -136,7 +136,7 @@ def open_session(
         If there is no broker, and none can be started.
     """
     with closing(ClientAgain(lambda: living_broker(socket), timeout=START_TIMEOUT)) as client:
-        answer = client.call(
+        answer, path = client.ask(
             "open",
             kernel_id="",
             label=label,
@@ -146,8 +146,7 @@ def open_session(
             **({} if guarded else {"guarded": False}),
         )
         client.call("launched", session=answer["session"], pid=process())
-        assert client.path is not None
-        return ProgramSession(client.path, answer)
+        return ProgramSession(path, answer)
 
 
 def with_devices(env: Mapping[str, str], link: SessionLink) -> dict[str, str]:

@@ -112,9 +112,12 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
             notice=self._notice,
         )
         self.settings["gpupool_watch"] = self._watch
-        self.serverapp.event_logger.add_listener(
-            schema_id=_KERNEL_ACTIONS, listener=self._kernel_action
-        )
+        watch = self._watch
+
+        async def acted(logger: Any, schema_id: str, data: dict[str, Any]) -> None:  # noqa: ARG001
+            await self._kernel_action(watch, data)
+
+        self.serverapp.event_logger.add_listener(schema_id=_KERNEL_ACTIONS, listener=acted)
 
     def initialize_handlers(self) -> None:
         """Add the routes; called by the server."""
@@ -173,12 +176,11 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     def _emit(self, kind: str, data: View) -> None:
         self.serverapp.event_logger.emit(schema_id=SCHEMA_ID.format(kind), data=data)
 
-    async def _kernel_action(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:  # noqa: ARG002
-        """Record which kernels belong to the pool; called by the server's event logger."""
-        assert self._watch is not None
+    async def _kernel_action(self, watch: Watch, data: dict[str, Any]) -> None:
+        """Record which kernels belong to the pool."""
         kernel_id = data.get("kernel_id", "")
         if data.get("action") not in ("start", "restart") or data.get("status") != "success":
-            self._watch.kernels_changed()
+            watch.kernels_changed()
             return
         manager = self.serverapp.kernel_manager
         if kernel_id not in manager:
@@ -189,4 +191,4 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         info = await provisioner.get_provisioner_info()
         if info.get("gpupool_session"):
             self._socket = Path(info["gpupool_socket"])
-            self._watch.kernel_started(kernel_id)
+            watch.kernel_started(kernel_id)

@@ -260,7 +260,7 @@ class Watch:
             self._news.clear()
             try:
                 await self._link.watch()
-                await self.look()
+                view = await self.look()
             except GPUPoolError as error:
                 self._set_away(error)
                 await self._have_revived()
@@ -272,7 +272,7 @@ class Watch:
                 pause, retry = retry, min(2 * retry, MOST_RETRY)
             else:
                 retry = FIRST_RETRY
-                pause = self._pause()
+                pause = self._pause(view)
             await asyncio.sleep(LEAST_INTERVAL)
             with suppress(asyncio.TimeoutError):
                 await within(self._news.wait(), max(0.0, pause - LEAST_INTERVAL))
@@ -286,21 +286,20 @@ class Watch:
         except GPUPoolError as error:
             self._set_away(error)
 
-    def _pause(self) -> float:
-        """Return the seconds until the next snapshot if nothing happens."""
-        assert self._last is not None
+    def _pause(self, last: View) -> float:
+        """Return the seconds from the snapshot ``last`` to the next if nothing happens."""
         pause = self._interval
-        settles = self._stirred + LIVELY_INTERVAL - self._last["now"]
+        settles = self._stirred + LIVELY_INTERVAL - last["now"]
         if settles > 0:
             # The history shows the settled state until the next snapshot.
             pause = min(pause, settles + LEAST_INTERVAL)
-        for session in self._last["sessions"]:
+        for session in last["sessions"]:
             if not session["here"]:
                 continue
             lively = session["state"] in ("queued", "attaching", "detaching")
             if lively or (self._subscribers and session.get("devices")):
                 pause = min(pause, LIVELY_INTERVAL)
-            left = views.seconds_left(session, self._last["now"])
+            left = views.seconds_left(session, last["now"])
             if left is not None and session["id"] not in self._warned:
                 pause = min(pause, max(LEAST_INTERVAL, left - self._idle_warning))
         return pause

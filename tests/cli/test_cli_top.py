@@ -77,6 +77,13 @@ def test_unknown_values_stay_last_when_the_order_is_inverted():
     assert found == ["aaaa", "bbbb", "cccc", "dddd"]
 
 
+@pytest.mark.parametrize("key", ["d", "n", "k"])
+def test_no_key_gives_an_order_before_the_first_status(key):
+    top = Top()
+    assert press(top, key) is None
+    assert top.question is None
+
+
 def test_top_prints_the_table_without_a_terminal(broker, capsys):
     broker.answers["status"] = crowd()
     assert main(["top", "--sort", "slice"]) == 0

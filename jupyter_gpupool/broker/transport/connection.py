@@ -472,12 +472,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def abuse(self, what: str, abort: bool = False) -> None:
         """Close the connection of a peer that misbehaves."""
-        if not self.open:
-            if abort and self._transport is not None:
+        transport = self._transport
+        if transport is None or not self.open:
+            if abort and transport is not None:
                 # It is closing already, but the peer does not read its last answers.
-                self._transport.abort()
+                transport.abort()
             return
-        assert self._transport is not None
         self.service.counters.closed_for_abuse += 1
         self.account.connects.pay(ABUSE_PRICE, asyncio.get_running_loop().time())
         self.service.log.warning(
@@ -487,11 +487,11 @@ class Connection(asyncio.BufferedProtocol):
         self._forget_buffer()
         self._next = self._read = None
         if abort:
-            self._transport.abort()
+            transport.abort()
             return
         self.send(
             error_message(
                 ProtocolError(f"This connection is closed: it {what}.", code=Code.ABUSE), None
             )
         )
-        self._transport.close()
+        transport.close()

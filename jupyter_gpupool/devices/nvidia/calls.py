@@ -102,7 +102,7 @@ class SessionCalls:
         self._call_timeout = call_timeout
         self._copy_timeout = call_timeout
         #: Seconds that :meth:`probe` waits; a copy may have to end first if a broker died.
-        self.patience = call_timeout
+        self._patience = call_timeout
         #: Sum of the measured times of the driver calls so far.
         self.driver_seconds = 0.0
         #: Whether a process of the session has called cuInit; None: unknown.
@@ -122,6 +122,10 @@ class SessionCalls:
     def allow_copy(self, size: int) -> None:
         """Give the following calls the time to copy ``size`` bytes."""
         self._copy_timeout = self._call_timeout + size / SLOWEST_COPY
+
+    def limit_patience(self, seconds: float) -> None:
+        """Let :meth:`probe` wait only so long from now on."""
+        self._patience = seconds
 
     def refusal(self, process: ProcessId, answer: DriverAnswer) -> Refused:
         """Return the error to raise for an answer that is not ``ok``."""
@@ -186,7 +190,7 @@ class SessionCalls:
         all. If that loses the worker, one message for each process finds the process that does not
         answer.
         """
-        patience = min(self.patience, self._call_timeout)
+        patience = min(self._patience, self._call_timeout)
         try:
             if not self._alone:
                 answer = await self._worker.ask(
@@ -220,7 +224,7 @@ class SessionCalls:
 
         ``thread`` and ``state`` are the driver's latest answers, if any.
         """
-        patience = min(self.patience, self._call_timeout)
+        patience = min(self._patience, self._call_timeout)
         answer = thread or await self._query("thread", process, patience)
         if answer.outcome == "gone":
             return ""
@@ -339,7 +343,7 @@ class SessionCalls:
         """
         if op == "lock":
             # A lock copies nothing, but may wait for GPU work without limit.
-            return await self.state(process, min(self.patience, LOCK_GRACE))
+            return await self.state(process, min(self._patience, LOCK_GRACE))
         least = most = procfs.resident(process)
         while True:
             now = await self.state(process)

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import sys
 import time
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 from ...errors import Code, DriverError
 from ..model import DeviceSample, ProcessMemory
@@ -54,8 +54,7 @@ class Nvml:
         self._lost: dict[str, str] = {}
         self._last: dict[str, DeviceSample] = {}
         self._handles: dict[str, Any] = {}
-        #: Indices of the GPUs from an earlier search.
-        self.places: dict[str, int] = {}
+        self._places: dict[str, int] = {}
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
@@ -146,6 +145,10 @@ class Nvml:
         """Return one sample per device, in the order of ``uuids``."""
         return [self._sample(uuid) for uuid in uuids]
 
+    def remember_places(self, places: Mapping[str, int]) -> None:
+        """Take the indices of GPUs from an earlier search, by UUID."""
+        self._places |= places
+
     def mark_lost(self, uuid: str, reason: str) -> None:
         """Remember that ``uuid`` failed (an Xid): NVML may go on showing its numbers.
 
@@ -196,9 +199,9 @@ class Nvml:
         NVML may attach to other GPUs as it looks for a UUID, and keep their device files open.
         """
         n = self._n
-        if uuid in self.places:
+        if uuid in self._places:
             with contextlib.suppress(n.NVMLError):
-                handle = n.nvmlDeviceGetHandleByIndex(self.places[uuid])
+                handle = n.nvmlDeviceGetHandleByIndex(self._places[uuid])
                 if str(n.nvmlDeviceGetUUID(handle)) == uuid:
                     return handle
         return n.nvmlDeviceGetHandleByUUID(uuid)

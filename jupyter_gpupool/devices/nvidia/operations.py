@@ -58,7 +58,13 @@ _WORST: tuple[SessionState, ...] = ("hung", "failed", "checkpointed", "locked", 
 class Operation:
     """One operation on the session of process ``root``."""
 
-    def __init__(self, calls: SessionCalls, sampler: Sampler, root: ProcessId) -> None:
+    def __init__(
+        self,
+        calls: SessionCalls,
+        sampler: Sampler,
+        root: ProcessId,
+        first: Operation | None = None,
+    ) -> None:
         self._calls = calls
         self._sampler = sampler
         self._root = root
@@ -67,9 +73,9 @@ class Operation:
         self.touched: list[ProcessId] = []
         self._before: list[DeviceSample] = []
         #: Processes that could not be brought back to running because they are stopped.
-        self.unsettled: list[ProcessId] = []
+        self.unsettled: list[ProcessId] = [] if first is None else first.unsettled
         #: Processes that the driver may still lock: the call has no answer yet.
-        self.late: list[ProcessId] = []
+        self.late: list[ProcessId] = [] if first is None else first.late
         #: Processes that a refused suspend left suspended, in the order of their suspend, and why.
         self.kept: list[ProcessId] = []
         self._kept_why = ""
@@ -87,16 +93,14 @@ class Operation:
         return self._calls.driver_seconds
 
     def again(self) -> Operation:
-        """Return a second operation on the same processes, with this one's leftovers."""
-        second = Operation(self._calls, self._sampler, self._root)
-        second.unsettled, second.late = self.unsettled, self.late
-        return second
+        """Return a second operation on the same processes, which shares this one's leftovers."""
+        return Operation(self._calls, self._sampler, self._root, first=self)
 
     # ------------------------------------------------------------------ suspend
 
     async def suspend(self, devices: Sequence[str]) -> SuspendOutcome:
         """Suspend the session. See :class:`SuspendOutcome`."""
-        self._calls.patience = PATIENCE
+        self._calls.limit_patience(PATIENCE)
         try:
             targets, adopted = await self._lock_all()
             # Only now: memory that a process takes before the lock must count. A resume that
@@ -351,7 +355,7 @@ class Operation:
         """
         mapping = complete_mapping((*origin,), (*devices,), (*everything,))
         self._calls.allow_copy(sum(need.values()))
-        self._calls.patience = PATIENCE
+        self._calls.limit_patience(PATIENCE)
         # Ask two children at the same time: the room is reserved for this session.
         found, problem = await asyncio.gather(self._look(known), self._no_room(need))
         if isinstance(found, Refused):

@@ -128,7 +128,7 @@ def monitor(out: int) -> dict[str, Handler]:
         return {"driver": driver, "cuda": cuda, "devices": devices, "problems": problems}
 
     def watch(uuids: list[str], lost: dict[str, str], places: dict[str, int]) -> dict[str, Any]:
-        nvml.places |= places
+        nvml.remember_places(places)
         for uuid, reason in lost.items():
             nvml.mark_lost(uuid, reason)
 
@@ -141,7 +141,7 @@ def monitor(out: int) -> dict[str, Handler]:
         return {}
 
     def sample(uuids: list[str], places: dict[str, int]) -> dict[str, Any]:
-        nvml.places |= places
+        nvml.remember_places(places)
         return {"samples": [asdict(row) for row in nvml.sample(uuids)]}
 
     return {"discover": discover, "watch": watch, "sample": sample}

@@ -148,7 +148,7 @@ class Workers:
                 if isinstance(result, (SuspendOutcome, ResumeOutcome)):
                     result = replace(result, waited=waited)
             if not (isinstance(result, SuspendOutcome) and result.status == "suspended"):
-                operation.late += [process for process in late if process not in operation.late]
+                operation.late.extend(p for p in late if p not in operation.late)
             self._settle(operation, root, session, devices)
             return result
 
