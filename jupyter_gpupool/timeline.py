@@ -14,7 +14,7 @@ from typing import Any, Iterable, Mapping, Sequence
 
 from .units import format_bytes
 
-Row = Mapping[str, Any]
+JournalRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ _COLOURS = {
 _DEVICE_COLOURS = ("#2a9d5c", "#2f6fd0", "#c8553d", "#7b4fb5", "#1d8a99", "#a87b12")
 
 
-def lanes(rows: Iterable[Row], end: float) -> list[Lane]:
+def lanes(rows: Iterable[JournalRow], end: float) -> list[Lane]:
     """Return one lane per session, in the order the sessions opened.
 
     ``rows`` are journal rows, oldest first; ``end`` closes the open spans.
@@ -174,7 +174,9 @@ def draw_svg(lanes: Sequence[Lane], devices: Sequence[str], names: Sequence[str]
     return "\n".join(out) + "\n"
 
 
-def describe(rows: Iterable[Row], labels: Mapping[str, str], devices: Sequence[str]) -> list[str]:
+def describe(
+    rows: Iterable[JournalRow], labels: Mapping[str, str], devices: Sequence[str]
+) -> list[str]:
     """Return one sentence for each attach, suspend and resume, in order, with bytes and seconds."""
     first: float | None = None
     why: dict[str, str] = {}

@@ -30,7 +30,7 @@ from ..errors import GPUPoolError
 from ..local_machine import boot_id, machine_id
 from ..pool.model import Device
 from ..units import format_bytes
-from .build import Broker, build
+from .assembly import Broker, assemble
 from .configuration import Configuration
 from .core import Core
 from .environment import raise_descriptor_limit, remove_emulated, report
@@ -38,7 +38,7 @@ from .gpu.maintenance import untouchable
 from .ratelimit import LogLimit
 from .reload import Reload
 from .shutdown import Ending, Stopped
-from .store.files import Keeper, StartRecordFile, sweep
+from .store.files import FileKeeper, StartRecordFile, sweep
 from .store.journal import Journal
 from .store.journal_file import JournalLock, check_home, check_record, place, take_over
 from .store.records import devices_from_text, devices_to_text
@@ -122,7 +122,7 @@ class BrokerApp:
             lock, journal, note = self._open_journal(stack, tidy_due.set)
             stack.callback(self._forget_emulated, journal)
             alone_since = time.monotonic()  # the broker before this one has ended
-            broker = await build(
+            broker = await assemble(
                 self.configuration, journal, self.start_record, self._open_devices,
                 partial(self._find, stack, journal),
                 alone_since=alone_since, journal_note=note, log=_LOG,
@@ -159,7 +159,7 @@ class BrokerApp:
             self.start_record.write(journal.path)
             if ready is not None:
                 report(ready, {"ok": True, "pid": os.getpid(), "socket": str(self.path)})
-            keeper = Keeper(
+            keeper = FileKeeper(
                 claim, lock, broker.core, setup=broker.setup, start_record=self.start_record,
                 serve=server.serve, log=_LOG,
             )  # fmt: skip

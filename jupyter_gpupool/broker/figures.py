@@ -367,7 +367,7 @@ MAX_HEAD = 16 << 10
 TEXT = "text/plain; charset=utf-8"
 
 #: Returns the page and its content type; asked for OpenMetrics (True) or Prometheus' text format.
-Page = Callable[[bool], Awaitable[tuple[bytes, str]]]
+MetricsPage = Callable[[bool], Awaitable[tuple[bytes, str]]]
 
 
 class Endpoint:
@@ -382,14 +382,14 @@ class Endpoint:
         If the port cannot be opened.
     """
 
-    def __init__(self, port: int, page: Page, log: logging.Logger) -> None:
+    def __init__(self, port: int, page: MetricsPage, log: logging.Logger) -> None:
         self._page = page
         self._log = log
         self._asked: set[asyncio.Task[None]] = set()
         # Any local process can send nonsense, which must not fill the broker's log.
         logging.getLogger("tornado").setLevel(logging.ERROR)
         sockets = bind_sockets(port, "127.0.0.1", family=socket.AF_INET)
-        self._server = _Server(
+        self._server = _MetricsServer(
             self._answer,
             no_keep_alive=True,
             max_header_size=MAX_HEAD,
@@ -424,7 +424,7 @@ class Endpoint:
             _send(request, 200, "OK", body, kind)
 
 
-class _Server(HTTPServer):
+class _MetricsServer(HTTPServer):
     """Ends connections that take too long or are too many."""
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:

@@ -34,7 +34,7 @@ MOST_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _KnownGroups:
     unix_groups: frozenset[str] = frozenset()
     hub_groups: frozenset[str] = frozenset()
     #: Loop time.
@@ -43,7 +43,7 @@ class _Known:
     sure: bool = False
 
 
-_NOTHING = _Known()
+_NOTHING = _KnownGroups()
 
 
 def _names(found: Iterable[str]) -> frozenset[str]:
@@ -67,7 +67,7 @@ class Memberships:
         self._configuration = configuration
         self._log = log
         self._unix_groups = unix_groups
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _KnownGroups] = {}
         self._under_way: dict[int, asyncio.Task[None]] = {}
         self._threads = asyncio.Semaphore(MOST_THREADS)
 
@@ -100,7 +100,7 @@ class Memberships:
 
     async def _learn(self, uid: int, settings: BrokerSettings) -> None:
         before, hub = self._known.get(uid, _NOTHING), settings.hub_groups
-        found = _Known(hub_groups=before.hub_groups if hub else frozenset(), sure=True)
+        found = _KnownGroups(hub_groups=before.hub_groups if hub else frozenset(), sure=True)
         async with self._threads:
             try:
                 unix = await nss.ask(lambda: self._unix_groups(uid))
@@ -118,7 +118,7 @@ class Memberships:
                     found = replace(found, sure=False)
         self._note(uid, found, LASTS)
 
-    def _note(self, uid: int, found: _Known, lasts: float) -> None:
+    def _note(self, uid: int, found: _KnownGroups, lasts: float) -> None:
         self._known[uid] = replace(found, until=asyncio.get_running_loop().time() + lasts)
 
     def is_sure(self, uid: int) -> bool:

@@ -9,13 +9,13 @@ from typing import Any, Iterator, Mapping, Sequence
 
 from ..units import format_bytes, format_seconds
 
-Report = Mapping[str, Any]
+ConfigReport = Mapping[str, Any]
 
 #: The most columns of a line: text that is wider is hard to read.
 WIDEST = 100
 
 
-def lines(report: Report, width: int = 80) -> list[str]:
+def lines(report: ConfigReport, width: int = 80) -> list[str]:
     """Return the whole report."""
     width = min(width, WIDEST)
     if report["faults"]:
@@ -35,7 +35,7 @@ def _wrapped(text: str, width: int, first: str = "", then: str = "  ") -> list[s
     )  # fmt: skip
 
 
-def _faults(report: Report, width: int) -> Iterator[str]:
+def _faults(report: ConfigReport, width: int) -> Iterator[str]:
     faults = report["faults"]
     for fault in faults:
         indent = ""
@@ -54,11 +54,11 @@ def _faults(report: Report, width: int) -> Iterator[str]:
     yield f"The configuration has {count}."
 
 
-def _name(one: Report) -> str:
+def _name(one: ConfigReport) -> str:
     return f"c.GPUPool.{one['option']}" + "".join(f"[{key!r}]" for key in one["keys"])
 
 
-def _head(report: Report, _width: int) -> Iterator[str]:
+def _head(report: ConfigReport, _width: int) -> Iterator[str]:
     files = report["files"]
     if not files:
         yield "No configuration file: every option has its default."
@@ -73,7 +73,7 @@ def _head(report: Report, _width: int) -> Iterator[str]:
         yield "GPUs: none"
 
 
-def _tree(report: Report, width: int) -> Iterator[str]:
+def _tree(report: ConfigReport, width: int) -> Iterator[str]:
     groups = report["groups"]
     if not groups:
         yield "No groups: all users share the pool equally."
@@ -114,20 +114,20 @@ def _columns(rows: Sequence[tuple[str, ...]], width: int) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _needs(groups: Sequence[Report], name: str) -> int:
+def _needs(groups: Sequence[ConfigReport], name: str) -> int:
     group = next(one for one in groups if one["name"] == name)
     if group["guarantee"]:
         return int(group["guarantee"]["bytes"])
     return sum(_needs(groups, one["name"]) for one in groups if one["parent"] == name)
 
 
-def _size(portion: Report | None) -> str:
+def _size(portion: ConfigReport | None) -> str:
     if portion is None:
         return "-"
     return portion["written"] if portion["bytes"] is None else format_bytes(portion["bytes"])
 
 
-def _daily(daily: Report | None) -> str:
+def _daily(daily: ConfigReport | None) -> str:
     if daily is None:
         return "-"
     late = f", from {daily['renews']} UTC" if daily["renews"] != "00:00" else ""
@@ -135,7 +135,7 @@ def _daily(daily: Report | None) -> str:
     return f"{format_seconds(daily['seconds'])}{rule}, then {daily['then']}"
 
 
-def _members(report: Report, width: int) -> Iterator[str]:
+def _members(report: ConfigReport, width: int) -> Iterator[str]:
     named = [group for group in report["groups"] if _who(group)]
     if not named:
         return
@@ -146,7 +146,7 @@ def _members(report: Report, width: int) -> Iterator[str]:
         yield from _wrapped("all others: in no group, directly in the pool", width, "  ", "    ")
 
 
-def _who(group: Report) -> str:
+def _who(group: ConfigReport) -> str:
     parts = []
     if group["users"]:
         parts.append(", ".join(group["users"]))
@@ -160,7 +160,7 @@ def _who(group: Report) -> str:
     return "; ".join(parts) + order if parts else ""
 
 
-def _budgets(report: Report, width: int) -> Iterator[str]:
+def _budgets(report: ConfigReport, width: int) -> Iterator[str]:
     if report.get("quotas"):
         yield "GPU TIME PER DAY OF USERS"
         for quota in report["quotas"]:
@@ -169,7 +169,7 @@ def _budgets(report: Report, width: int) -> Iterator[str]:
             yield from _wrapped(text, width, "  ", "    ")
 
 
-def _schedules(report: Report, width: int) -> Iterator[str]:
+def _schedules(report: ConfigReport, width: int) -> Iterator[str]:
     if not report["schedules"]:
         return
     yield "SCHEDULES"
@@ -199,7 +199,7 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _differences(report: Report, width: int) -> Iterator[str]:
+def _differences(report: ConfigReport, width: int) -> Iterator[str]:
     broker = report["broker"]
     if not broker:
         return
@@ -222,14 +222,14 @@ def _differences(report: Report, width: int) -> Iterator[str]:
         )
 
 
-def _warnings(report: Report, width: int) -> Iterator[str]:
+def _warnings(report: ConfigReport, width: int) -> Iterator[str]:
     if report["warnings"]:
         yield "WARNINGS"
     for text in report["warnings"]:
         yield from _wrapped(text, width, "  - ", "    ")
 
 
-def _summary(report: Report) -> str:
+def _summary(report: ConfigReport) -> str:
     counts = []
     for key, one, many in (
         ("groups", "group", "groups"),

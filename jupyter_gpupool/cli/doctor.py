@@ -16,7 +16,7 @@ from typing import Any, Mapping, Sequence
 
 from ..client import Client
 from ..config import BrokerSettings, WrongConfiguration, load_settings, usable_attach
-from ..devices import Finding, Options, vendor
+from ..devices import DeviceOptions, Finding, vendor
 from ..errors import GPUPoolError
 from ..guard.install import without_guard
 from . import checks, maintenance
@@ -119,7 +119,7 @@ def probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str, 
         env: Mapping[str, str] | None,
     ) -> tuple[list[Mapping[str, Any]], str, str, str]:
         service = vendor.open_devices(
-            Options(
+            DeviceOptions(
                 log=logging.getLogger(__name__),
                 env=env,
                 given=without_guard(os.environ),

@@ -12,13 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Mapping, NamedTuple
 
-Kind = Literal["user", "group"]
+HolderKind = Literal["user", "group"]
 
 
 class Key(NamedTuple):
     """One limit of one user or group."""
 
-    kind: Kind
+    kind: HolderKind
     name: str
     #: ``memory``, ``devices``, ``leases`` or ``gpu-seconds``.
     resource: str

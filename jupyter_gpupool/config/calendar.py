@@ -28,7 +28,7 @@ _ONE_DAY = timedelta(days=1)
 
 
 @dataclass(frozen=True)
-class Rule:
+class RuleTimes:
     """When one rule is in force."""
 
     name: str
@@ -58,13 +58,13 @@ class Rule:
         return any(begin <= now < end for begin, end in self.times(now, now))
 
 
-def in_force(rules: Sequence[Rule], now: float) -> tuple[int, ...]:
+def in_force(rules: Sequence[RuleTimes], now: float) -> tuple[int, ...]:
     """Return the indices of the rules that are in force at ``now``."""
     return tuple(index for index, rule in enumerate(rules) if rule.is_in_force(now))
 
 
 def changes(
-    rules: Sequence[Rule], since: float, until: float
+    rules: Sequence[RuleTimes], since: float, until: float
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield each instant after ``since``, up to ``until``, at which other rules come into force.
 
@@ -89,7 +89,7 @@ def changes(
             yield edge, now
 
 
-def next_change(rules: Sequence[Rule], now: float) -> tuple[int, tuple[int, ...]] | None:
+def next_change(rules: Sequence[RuleTimes], now: float) -> tuple[int, tuple[int, ...]] | None:
     """Return when other rules come into force after ``now``, and which; None if never."""
     return next(changes(rules, now, now + HORIZON), None)
 

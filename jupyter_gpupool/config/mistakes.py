@@ -15,7 +15,7 @@ from .places import line_of
 MOST = 8
 
 #: A key of a dict, or an index of a list, inside the value of an option.
-Key = str | int
+OptionKey = str | int
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Fault:
     message: str
     next_step: str = ""
     option: str = ""
-    keys: tuple[Key, ...] = ()
+    keys: tuple[OptionKey, ...] = ()
     #: The file, or the words for another place; "" if nothing is known.
     origin: str = ""
     line: int | None = None
@@ -50,7 +50,7 @@ class Fault:
     def __str__(self) -> str:
         return f"{self.text} {self.next_step}".rstrip()
 
-    def inside(self, *keys: Key) -> Fault:
+    def inside(self, *keys: OptionKey) -> Fault:
         """Return the fault of a part that ``keys`` lead to."""
         return replace(self, keys=(*keys, *self.keys))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Iterator, Mapping, Sequence
 
 #: How far a value is written out (1: its option is there, and no key), and the line.
-_Found = tuple[int, int | None]
+_DepthAndLine = tuple[int, int | None]
 
 
 def line_of(path: Path, names: Sequence[str | int]) -> tuple[int, int | None]:
@@ -38,7 +38,7 @@ def line_of(path: Path, names: Sequence[str | int]) -> tuple[int, int | None]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    best: _Found = (0, None)
+    best: _DepthAndLine = (0, None)
     for node in ast.walk(tree):
         for found in _in_statement(node, names, variables):
             # The last of two assignments to one option counts; ast.walk may meet it first.
@@ -49,7 +49,7 @@ def line_of(path: Path, names: Sequence[str | int]) -> tuple[int, int | None]:
 
 def _in_statement(
     node: ast.AST, names: Sequence[str | int], variables: Mapping[str, ast.expr]
-) -> Iterator[_Found]:
+) -> Iterator[_DepthAndLine]:
     """Yield what an assignment, or a call such as ``c.GPUPool.quotas.update({})``, has of it."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
@@ -75,7 +75,7 @@ def _chain(node: ast.AST) -> list[str | int]:
 def _matched(
     chain: Sequence[str | int], names: Sequence[str | int], value: ast.expr | None,
     variables: Mapping[str, ast.expr], line: int,
-) -> Iterator[_Found]:  # fmt: skip
+) -> Iterator[_DepthAndLine]:  # fmt: skip
     written = chain[1:]
     common = min(len(written), len(names))
     if not common or [*written[:common]] != [*names[:common]]:
@@ -88,8 +88,11 @@ def _matched(
 
 
 def _descend(
-    node: ast.expr, names: Sequence[str | int], variables: Mapping[str, ast.expr], here: _Found
-) -> _Found:
+    node: ast.expr,
+    names: Sequence[str | int],
+    variables: Mapping[str, ast.expr],
+    here: _DepthAndLine,
+) -> _DepthAndLine:
     """Return how deep ``names`` lead into ``node``, and the line there."""
     for _ in range(len(variables) + 1):
         if not isinstance(node, ast.Name) or node.id not in variables:

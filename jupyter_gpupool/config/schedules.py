@@ -14,8 +14,8 @@ from typing import Any, Iterable, Mapping, Sequence
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 
 from ..text import did_you_mean, one_of
-from .calendar import DAY, Rule
-from .mistakes import Fault, Key, WrongValue
+from .calendar import DAY, RuleTimes
+from .mistakes import Fault, OptionKey, WrongValue
 
 KEYS = ("name", "days", "hours", "time_zone", "set")
 
@@ -37,7 +37,7 @@ LOCALTIME = Path("/etc/localtime")
 class Schedule:
     """A rule, and the options that it sets, as they are written."""
 
-    rule: Rule
+    rule: RuleTimes
     #: The name of its time zone, and its days and hours as they are written, for people.
     zone: str
     written: str
@@ -105,7 +105,7 @@ def _read_schedule(index: int, entry: Mapping[Any, Any], faults: list[Fault]) ->
     zone, name = found["time_zone"]
     days, hours = entry.get("days", ""), entry.get("hours", "00:00-24:00")
     words = [text if isinstance(text, str) else ", ".join(text) for text in (days, hours)]
-    rule = Rule(found["name"], found["days"], found["hours"], zone)
+    rule = RuleTimes(found["name"], found["days"], found["hours"], zone)
     return Schedule(rule, name, " ".join(filter(None, words)), found["set"])
 
 
@@ -234,7 +234,7 @@ def wrong_settings(
     """
     faults: list[Fault] = []
 
-    def note(text: str, hint: str, *keys: Key) -> None:
+    def note(text: str, hint: str, *keys: OptionKey) -> None:
         faults.append(Fault(text, hint, "schedules", keys))
 
     known, fixed, groups = [*known], {*fixed}, [*groups]
@@ -250,7 +250,7 @@ def wrong_settings(
                 note(text, "No schedule can change it.", *keys)
         changed = schedule.values.get("groups")
         for group, entry in changed.items() if isinstance(changed, Mapping) else ():
-            within: tuple[Key, ...] = (index, "set", "groups", group)
+            within: tuple[OptionKey, ...] = (index, "set", "groups", group)
             if group not in groups:
                 hint = did_you_mean(str(group), groups, then="Add it to c.GPUPool.groups.")
                 note(f"There is no group {group!r}.", hint, *within)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from .calendar import HORIZON, changes, in_force, next_change
-from .mistakes import Fault, Key, WrongConfiguration
+from .mistakes import Fault, OptionKey, WrongConfiguration
 from .settings import BrokerSettings
 
 #: Seconds for which the settings under all schedules are checked.
@@ -130,8 +130,8 @@ class Timetable:
 
     def _of_schedules(self, fault: Fault, rules: Rules) -> Fault:
         names = " and ".join(map(repr, self.names(rules)))
-        path: tuple[Key, ...] = (fault.option, *fault.keys)
-        best: tuple[Key, ...] = (rules[-1], "set")
+        path: tuple[OptionKey, ...] = (fault.option, *fault.keys)
+        best: tuple[OptionKey, ...] = (rules[-1], "set")
         for index in rules:
             keys = (index, "set", *_written(self.base.schedules[index].values, path))
             if len(keys) >= len(best):
@@ -176,9 +176,9 @@ def _begun(fault: Fault) -> str:
     return fault.message if fault.keys else f"c.GPUPool.{fault.option}: {fault.message}"
 
 
-def _written(values: Mapping[str, Any], path: Sequence[Key]) -> tuple[Key, ...]:
+def _written(values: Mapping[str, Any], path: Sequence[OptionKey]) -> tuple[OptionKey, ...]:
     """Return the beginning of ``path`` that ``values`` have."""
-    found: list[Key] = []
+    found: list[OptionKey] = []
     at: Any = values
     for key in path:
         if not isinstance(at, Mapping) or key not in at:

@@ -14,7 +14,7 @@ chooses a vendor: a further vendor is a folder beside ``nvidia``, and a choice h
 """
 
 from . import nvidia as vendor
-from .backend import Devices, GuardedDevices, OpenDevices, Options
+from .backend import DeviceOptions, Devices, GuardedDevices, OpenDevices
 from .model import (
     DeviceSample,
     FileHolder,
@@ -28,13 +28,13 @@ from .model import (
 )
 
 __all__ = [
+    "DeviceOptions",
     "DeviceSample",
     "Devices",
     "FileHolder",
     "Finding",
     "GuardedDevices",
     "OpenDevices",
-    "Options",
     "ProcessMemory",
     "ResumeOutcome",
     "SessionState",

@@ -36,7 +36,7 @@ def _nothing(*_: str) -> None:
 
 
 @dataclass(frozen=True)
-class Options:
+class DeviceOptions:
     """Options for opening a vendor's devices. A vendor ignores those that do not concern it."""
 
     log: logging.Logger
@@ -105,7 +105,7 @@ class Devices(Protocol):
         Raises
         ------
         ConfigError
-            If ``Options.wanted`` names a device that does not exist.
+            If ``DeviceOptions.wanted`` names a device that does not exist.
         """
 
     async def self_test(self, uuid: str) -> Device:
@@ -278,7 +278,7 @@ class GuardedDevices(Devices, Protocol):
 
 
 #: Opens a vendor. It looks for no device yet, and touches no driver.
-OpenDevices = Callable[[Options], Devices]
+OpenDevices = Callable[[DeviceOptions], Devices]
 
 
 def named(machine: Mapping[str, int], wanted: Sequence[str], limit: str = "") -> list[str]:

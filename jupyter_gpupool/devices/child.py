@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The start script of every child process: ``PYTHON .../devices/child.py MODULE ARGUMENT...``.
 
-It runs ``MODULE`` (``jupyter_gpupool.devices.nvidia.programs``, say) in any Python, even if this
-package is not installed there: it imports the package from this file's folder, and nothing else
-that is installed beside it. A vendor's packages come from the interpreter's own environment.
+It runs ``MODULE`` (such as ``jupyter_gpupool.devices.nvidia.child_programs``) in any Python, even
+if this package is not installed there: it imports the package from this file's folder, and nothing
+else that is installed beside it. A vendor's packages come from the interpreter's own environment.
 """
 
 import runpy

@@ -34,7 +34,7 @@ def entitled(
     }
     first: list[tuple[Session, list[str]]] = []
     last: list[tuple[Session, list[str]]] = []
-    limits = _Limits(facts)
+    limits = _LimitCheck(facts)
     for s in ordered:
         if s.state == "idle" or not s.owner.group:
             continue
@@ -54,7 +54,7 @@ def entitled(
     return found
 
 
-class _Limits:
+class _LimitCheck:
     """Which requests nothing but a lack of memory keeps waiting, with those before them."""
 
     def __init__(self, facts: Facts) -> None:

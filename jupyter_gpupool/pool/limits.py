@@ -8,7 +8,7 @@ not, the session waits.
 
 An owner is charged the granted bytes, grown ones included, but not the headroom that a resume
 reserves for a moment; a lease on two devices counts as two devices. To add a limit on size: a
-:class:`_Bound` in :func:`_bounds`; refusals, the largest size on offer and the default sizes all
+:class:`_Maximum` in :func:`_bounds`; refusals, the largest size on offer and the default sizes all
 follow from it. To add a limit on what an owner has at once: a field of ``Quota`` and a line in
 :func:`lacking`.
 """
@@ -43,7 +43,7 @@ def lacking(quota: Quota, usage: OwnerUsage, more: Charge, less: Charge) -> tupl
 
 
 @dataclass(frozen=True, slots=True)
-class _Bound:
+class _Maximum:
     """The most bytes on each device, by one rule."""
 
     code: Code
@@ -65,7 +65,7 @@ def _bounds(
     suspends: bool,
     *,
     group: str = "",
-) -> list[_Bound]:
+) -> list[_Maximum]:
     """Return every rule about the size of a slice on each of ``devices``, in order of report."""
     found = []
     for name in path(settings.groups, group) if settings.groups else ():
@@ -74,20 +74,20 @@ def _bounds(
             size = cap.of(capacities)
             rule = f"your group {name} may have at most {format_bytes(size)} at once"
             cut = size // devices
-            found.append(_Bound(Code.OVER_QUOTA, cut, size, rule, "a larger cap", False))
+            found.append(_Maximum(Code.OVER_QUOTA, cut, size, rule, "a larger cap", False))
     most = settings.max_memory_per_kernel
     if most is not None:
         option = "c.GPUPool.max_memory_per_kernel"
         rule = f"a kernel may have at most {format_bytes(most)} on a GPU ({option})"
-        found.append(_Bound(Code.OVER_KERNEL_LIMIT, most, most, rule, "more", True))
+        found.append(_Maximum(Code.OVER_KERNEL_LIMIT, most, most, rule, "more", True))
     room = capacities[devices - 1]
     where = "the largest GPU" if devices == 1 else f"{devices} GPUs at once"
     rule = f"{where} can give at most {format_bytes(room)}"
-    found.append(_Bound(Code.OVER_DEVICE, room, room, rule, "", True))
+    found.append(_Maximum(Code.OVER_DEVICE, room, room, rule, "", True))
     if quota.memory is not None:
         size = quota.memory
         rule = f"your quota for all your kernels together is {format_bytes(size)} of GPU memory"
-        found.append(_Bound(Code.OVER_QUOTA, size // devices, size, rule, "a larger quota", True))
+        found.append(_Maximum(Code.OVER_QUOTA, size // devices, size, rule, "a larger quota", True))
     for code, keep, whose in (
         (Code.OVER_HOST, settings.host_memory, "this machine keeps at most"),
         (Code.OVER_QUOTA, quota.suspended, "your quota for suspended state is"),
@@ -95,7 +95,7 @@ def _bounds(
         if keep is not None and suspends:
             rule = f"an idle kernel must fit in host memory, and {whose} {format_bytes(keep)}"
             admin = "a larger quota" if code == Code.OVER_QUOTA else "more host memory"
-            found.append(_Bound(code, keep // devices, keep, rule, admin, False))
+            found.append(_Maximum(code, keep // devices, keep, rule, admin, False))
     return found
 
 
@@ -198,7 +198,7 @@ def never(
     return None
 
 
-def _above(request: Request, name: str, bound: _Bound) -> Refusal:
+def _above(request: Request, name: str, bound: _Maximum) -> Refusal:
     """Return the refusal of a bound below the requested memory or limit."""
     value: int = getattr(request, name)
     asked, ask = format_bytes(value), "Ask for"

@@ -87,9 +87,9 @@ ABOVE = 1.02
 #: two waits have one number, so a sort never compares sessions.
 Aged = tuple[bool, int, Age, Session]
 #: In one, share: score, place in the order of age, size. No two sessions have one place.
-Entry = tuple[bool, int, float, int, float, Session]
+QueueEntry = tuple[bool, int, float, int, float, Session]
 #: (account, weight, name) of a group or an owner.
-Step = tuple[Meter | None, float, str]
+TreeStep = tuple[Meter | None, float, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Shares:
         self._used: dict[Meter, float] = {}
         self._known_lines: dict[Meter, tuple[tuple[float, float], tuple[float, float]]] = {}
         self._sides: dict[Owner, list[Side]] = {}
-        self._steps: dict[Owner, list[Step]] = {}
+        self._steps: dict[Owner, list[TreeStep]] = {}
         self._parts: dict[Owner, list[tuple[str, float, float]]] = {}
         self._present: Mapping[str, list[tuple[str, float, float]]] | None = None
         self._mean = sum(facts.capacities) / max(1, len(facts.capacities)) or 1.0
@@ -196,8 +196,8 @@ class Shares:
         users, mean = self.facts.meters.users, self._mean
         tree, groups = self.tree, self.facts.meters.groups
         #: By group: the sessions of its members; those without a group are at the top.
-        top: list[Entry] = []
-        lists: dict[str, list[Entry]] = {"": top}
+        top: list[QueueEntry] = []
+        lists: dict[str, list[QueueEntry]] = {"": top}
         #: By owner: what it has used, what it has now, and the size of its requests so far.
         owners: dict[str, list[float]] = {}
         for place, (spent, lower, _, s) in enumerate(aged):
@@ -245,7 +245,7 @@ class Shares:
 
     # ------------------------------------------------------------------ shares
 
-    def steps(self, owner: Owner) -> list[Step]:
+    def steps(self, owner: Owner) -> list[TreeStep]:
         """Return (account, weight, name) of the groups of an owner, and of the owner at the end."""
         found = self._steps.get(owner)
         if found is None:
@@ -388,7 +388,7 @@ class Shares:
         self._known_lines[account] = found
         return found
 
-    def _parted(self, one: Owner, other: Owner) -> tuple[Step, Step] | None:
+    def _parted(self, one: Owner, other: Owner) -> tuple[TreeStep, TreeStep] | None:
         """Return the steps at which the paths of two owners part; None if they do not."""
         for mine, its in zip(self.steps(one), self.steps(other), strict=False):
             if mine[2] != its[2]:

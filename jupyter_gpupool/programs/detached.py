@@ -120,7 +120,7 @@ def _supervise(command: Sequence[str], options: RunOptions, report: int) -> NoRe
     os.close(end)
     record = replace(record, process=runfiles.of_process(child.pid))
     runfiles.write(record)
-    keeper = _Keeper(record, options, report)
+    keeper = _RecordKeeper(record, options, report)
     log = LogWriter(options.name)
     pump = Pump(output, log)
     progress = Progress(pump.say, None, "[gpupool] ")
@@ -139,7 +139,7 @@ def _supervise(command: Sequence[str], options: RunOptions, report: int) -> NoRe
     os._exit(0)
 
 
-class _Keeper:
+class _RecordKeeper:
     """Writes the record of a command as it changes, and reports its start."""
 
     def __init__(self, record: RunRecord, options: RunOptions, report: int) -> None:

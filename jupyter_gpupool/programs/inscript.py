@@ -71,7 +71,7 @@ class HeldSlice:
             raise RefusedError(f"max_wait is wrong: {error}", code=Code.BAD_REQUEST) from None
         self._name = name
         self._hold = ""
-        self._place: _Place | None = None
+        self._place: _OwnSession | None = None
         self._before: dict[str, Any] = {}
 
     @property
@@ -128,7 +128,7 @@ class HeldSlice:
             place.link.drop(self._hold)
             self._leave(place)
 
-    def _leave(self, place: _Place) -> None:
+    def _leave(self, place: _OwnSession) -> None:
         """Put the request back that the session had before the block."""
         with place.changing:
             place.blocks -= 1
@@ -137,7 +137,7 @@ class HeldSlice:
                 _put_back(place.link, before)
 
 
-class _Place:
+class _OwnSession:
     """The session of this process, and its connection to it."""
 
     def __init__(self, link: SessionLink, *, guarded: bool, own: bool, memory: int) -> None:
@@ -153,7 +153,7 @@ class _Place:
 
 
 _lock = threading.Lock()
-_known: _Place | None = None
+_known: _OwnSession | None = None
 
 
 def _forget() -> None:
@@ -165,7 +165,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _place(asked: Asked, name: str) -> _Place:
+def _place(asked: Asked, name: str) -> _OwnSession:
     """Return this process's place in a session; make it at the first call."""
     global _known  # noqa: PLW0603 (one connection for the process)
     with _lock:
@@ -180,7 +180,7 @@ def _place(asked: Asked, name: str) -> _Place:
     return place
 
 
-def _join() -> _Place:
+def _join() -> _OwnSession:
     """Return the place of a process that was started in a session."""
     guard = Guard(os.environ)
     link = SessionLink(
@@ -196,10 +196,10 @@ def _join() -> _Place:
     )
     guarded = guard.on
     guard.close()
-    return _Place(link, guarded=guarded, own=False, memory=0)
+    return _OwnSession(link, guarded=guarded, own=False, memory=0)
 
 
-def _open(asked: Asked, name: str) -> _Place:
+def _open(asked: Asked, name: str) -> _OwnSession:
     """Return the place of a process with a session of its own.
 
     Raises
@@ -234,7 +234,7 @@ def _open(asked: Asked, name: str) -> _Place:
         cuda_blocks=not session.guarded,
         on_lost=_say,
     )
-    return _Place(link, guarded=session.guarded, own=True, memory=session.memory)
+    return _OwnSession(link, guarded=session.guarded, own=True, memory=session.memory)
 
 
 def _is_loaded(library: str) -> bool:
@@ -347,7 +347,7 @@ def _put_back(link: SessionLink, before: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------- the wait
 
 
-def _wait_for(place: _Place, hold: str, most: float | None) -> None:
+def _wait_for(place: _OwnSession, hold: str, most: float | None) -> None:
     """Return when the session has its slice and the hold.
 
     Raises

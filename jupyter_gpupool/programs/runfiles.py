@@ -41,7 +41,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 _RECORD, LOG = "record.json", "log"
 
-State = Literal["starting", "waiting", "running", "ended"]
+RunState = Literal["starting", "waiting", "running", "ended"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RunRecord:
     #: Of the supervisor and of the command: number and start time; 0 if there is none yet.
     supervisor: tuple[int, int]
     process: tuple[int, int] = (0, 0)
-    state: State = "starting"
+    state: RunState = "starting"
     session: str = ""
     socket: str = ""
     created: float = 0.0

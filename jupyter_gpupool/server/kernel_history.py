@@ -146,7 +146,7 @@ MOST = 2000
 
 
 @dataclass
-class _Seen:
+class _LastCount:
     """A session at its last count."""
 
     at: float
@@ -165,7 +165,7 @@ class KernelUsage:
     def __init__(self, since: float) -> None:
         self.since = since
         self._open = self._attached = 0.0
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _LastCount] = {}
 
     def take(self, view: View, rows: Iterable[Mapping[str, Any]]) -> None:
         """Take a snapshot, and the rows of the journal that came since the last."""
@@ -219,7 +219,7 @@ class KernelUsage:
             # A session that is older than this server counts from now.
             if opened is not None and self.since <= opened <= now:
                 self._count(now - opened, total)
-            self._seen[name] = _Seen(now, total, leased)
+            self._seen[name] = _LastCount(now, total, leased)
         elif not seen.ended and now >= seen.at:
             self._count(now - seen.at, total - seen.total)
             seen.at, seen.total, seen.leased, seen.known = now, total, leased, 0.0

@@ -71,7 +71,7 @@ _LOADER = ("LD_PRELOAD", "LD_LIBRARY_PATH")
 _IMPORTS = {
     "brokers": (
         "jupyter_gpupool.broker.app", "jupyter_gpupool.devices.nvidia.checkpoint",
-        "jupyter_gpupool.devices.nvidia.nvml", "jupyter_gpupool.devices.nvidia.programs",
+        "jupyter_gpupool.devices.nvidia.nvml", "jupyter_gpupool.devices.nvidia.child_programs",
         "jupyter_gpupool.devices.nvidia.service", "pynvml", "cuda.core.checkpoint",
     ),
     # The second line: what ipykernel and IPython import when they start. The last: cells.

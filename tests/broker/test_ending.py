@@ -34,7 +34,7 @@ def children(broker):
 
 
 def runs(broker, module):
-    return any(f"devices.nvidia.programs {module}" in line for line in children(broker))
+    return any(f"devices.nvidia.child_programs {module}" in line for line in children(broker))
 
 
 def journal_there(broker):

@@ -38,7 +38,7 @@ def children(broker, module):
             continue
         if (
             parent == broker.process.pid
-            and f"devices.nvidia.programs\0{module}\0".encode() in command
+            and f"devices.nvidia.child_programs\0{module}\0".encode() in command
         ):
             found.append(int(entry.name))
     return found

@@ -427,7 +427,7 @@ def test_worker_of_the_broker_killed_while(make_broker, moment):
 def helpers(broker):
     """The processes that make the driver's checkpoint calls."""
     found = psutil.Process(broker.process.pid).children()
-    return [p for p in found if "devices.nvidia.programs worker" in " ".join(p.cmdline())]
+    return [p for p in found if "child_programs worker" in " ".join(p.cmdline())]
 
 
 @pytest.mark.parametrize("moment", ["its work drains", "its state is copied", "it waits"])

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jupyter_gpupool.config.calendar import DAY, Rule, changes, in_force, instant, next_change
+from jupyter_gpupool.config.calendar import DAY, RuleTimes, changes, in_force, instant, next_change
 from jupyter_gpupool.config.schedules import read_schedules
 
 EPOCH = date(1970, 1, 1).toordinal()
@@ -59,7 +59,7 @@ def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
     return first, found
 
 
-def brute_force(rule: Rule, zone: str, year: int) -> list[tuple[int, bool]]:
+def brute_force(rule: RuleTimes, zone: str, year: int) -> list[tuple[int, bool]]:
     """Return the times of the year at which ``rule`` begins or ends, found minute by minute."""
     week = [False] * 7 * DAY
     for day in rule.days:
@@ -80,14 +80,14 @@ def brute_force(rule: Rule, zone: str, year: int) -> list[tuple[int, bool]]:
         found.append((first + 60 * at, state))
 
 
-def by_product(rule: Rule, zone: str, year: int) -> list[tuple[int, bool]]:
+def by_product(rule: RuleTimes, zone: str, year: int) -> list[tuple[int, bool]]:
     first, walls = minutes_of(zone, year)
     found = [(first, bool(in_force([rule], first)))]
     last = first + 60 * len(walls) - 1
     return found + [(at, bool(rules)) for at, rules in changes([rule], first, last)]
 
 
-def rule(hours: str, days: str = "mon-sun", zone: str = "Europe/Berlin") -> Rule:
+def rule(hours: str, days: str = "mon-sun", zone: str = "Europe/Berlin") -> RuleTimes:
     (found,) = read_schedules(
         [{"name": "r", "hours": hours, "days": days, "time_zone": zone, "set": {"linger": 1}}]
     )
@@ -109,7 +109,7 @@ nightly = st.tuples(st.integers(0, 240), st.integers(0, 240)).filter(lambda s: s
     hours=st.lists(spans | nightly, min_size=1, max_size=2),
 )
 def test_a_year_is_as_a_walk_over_its_minutes(place, days, hours):
-    one = Rule("r", days, tuple(hours), ZoneInfo(place[0]))
+    one = RuleTimes("r", days, tuple(hours), ZoneInfo(place[0]))
     assert by_product(one, *place) == brute_force(one, *place)
 
 
@@ -122,7 +122,7 @@ def test_a_year_is_as_a_walk_over_its_minutes(place, days, hours):
     hours=st.lists(spans | nightly, min_size=1, max_size=3),
 )
 def test_any_year_of_any_zone_is_as_a_walk_over_it(zone, year, days, hours):
-    one = Rule("r", days, tuple(hours), ZoneInfo(zone))
+    one = RuleTimes("r", days, tuple(hours), ZoneInfo(zone))
     assert by_product(one, zone, year) == brute_force(one, zone, year)
 
 
@@ -134,7 +134,7 @@ def test_any_year_of_any_zone_is_as_a_walk_over_it(zone, year, days, hours):
     second=st.integers(0, 350 * 86400),
 )
 def test_any_instant_is_as_a_walk_over_the_year(place, days, hours, second):
-    one = Rule("r", days, (hours,), ZoneInfo(place[0]))
+    one = RuleTimes("r", days, (hours,), ZoneInfo(place[0]))
     steps = brute_force(one, *place)
     now = steps[0][0] + second
     at = bisect_right(steps, now, key=lambda step: step[0])
@@ -151,7 +151,7 @@ def test_any_instant_is_as_a_walk_over_the_year(place, days, hours, second):
 @given(
     rules=st.lists(
         st.builds(
-            Rule, st.just("r"), st.frozensets(st.integers(0, 6), min_size=1),
+            RuleTimes, st.just("r"), st.frozensets(st.integers(0, 6), min_size=1),
             st.tuples(spans | nightly), st.sampled_from([ZoneInfo(zone) for zone, _ in YEARS]),
         ),
         max_size=4,
@@ -179,7 +179,10 @@ def test_day_and_night_share_each_instant_exactly(zone, cut, end, now):
         return
     place = ZoneInfo(zone[0])
     every = frozenset(range(7))
-    both = [Rule("day", every, ((cut, end),), place), Rule("night", every, ((end, cut),), place)]
+    both = [
+        RuleTimes("day", every, ((cut, end),), place),
+        RuleTimes("night", every, ((end, cut),), place),
+    ]
     assert all(len(rules) == 1 for _, rules in changes(both, now, now + 400 * 86400))
 
 

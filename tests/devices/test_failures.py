@@ -16,8 +16,8 @@ import pytest
 
 from jupyter_gpupool import procfs
 from jupyter_gpupool.devices.children import Child, ChildLost
+from jupyter_gpupool.devices.nvidia.child_programs import NICE
 from jupyter_gpupool.devices.nvidia.interpreter import PROGRAMS, child_environment
-from jupyter_gpupool.devices.nvidia.programs import NICE
 from jupyter_gpupool.devices.nvidia.visibility import holders
 from jupyter_gpupool.errors import DriverError
 from tests.emulated import device_files

@@ -431,7 +431,7 @@ class Pool:
     def workers(self) -> list[psutil.Process]:
         """Return the suspend workers: the broker's children that make checkpoint calls."""
         broker = psutil.Process(self.status()["pid"])
-        return [p for p in broker.children() if "devices.nvidia.programs worker" in command_of(p)]
+        return [p for p in broker.children() if "child_programs worker" in command_of(p)]
 
     # ------------------------------------------------------------------ kernels
 

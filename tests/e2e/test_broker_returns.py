@@ -255,7 +255,7 @@ def test_waiting_call_is_served_within_5_s_of_a_restart(pool, victim):
             killed = begun(pool)
         else:
             broker = psutil.Process(pool.status()["pid"])
-            found = [p for p in broker.children() if f"nvidia.programs {victim}" in command_of(p)]
+            found = [p for p in broker.children() if f"child_programs {victim}" in command_of(p)]
             found[0].kill()
         (await cell).check()
         session = waiting.session()["id"]

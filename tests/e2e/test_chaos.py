@@ -230,7 +230,7 @@ class Chaos:
         """The child that reads NVML: without it nothing can be granted or resumed."""
         await self.moment()
         broker = psutil.Process(self.pool.status()["pid"])
-        found = [p for p in broker.children() if "devices.nvidia.programs monitor" in command_of(p)]
+        found = [p for p in broker.children() if "child_programs monitor" in command_of(p)]
         assert found, [command_of(p) for p in broker.children()]
         found[0].kill()
 

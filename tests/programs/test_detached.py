@@ -156,7 +156,7 @@ def test_refusal_is_told_after_the_last_record(monkeypatch):
     monkeypatch.setattr(
         runfiles, "write", lambda _: told.append(select.select([reading], [], [], 0)[0])
     )
-    keeper = detached._Keeper(record("none"), None, writing)
+    keeper = detached._RecordKeeper(record("none"), None, writing)
     told.clear()
     keeper.ended(125, RefusedError("There is none."))
     assert told == [[]]

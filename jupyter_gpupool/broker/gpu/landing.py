@@ -81,7 +81,7 @@ class _Landing:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Move:
     """A move, by the session's page: from ``origin[i]`` to ``target[i]``.
 
     ``seen``: the device that the process sees in place of each device of the slice, for a session
@@ -184,7 +184,7 @@ class Landings:
             raise RefusedError("The session has no slice now.", code=Code.AGAIN)
         return record
 
-    def _way(self, session: LiveSession, record: SessionRecord, pid: int) -> _Way:
+    def _way(self, session: LiveSession, record: SessionRecord, pid: int) -> _Move:
         reading = self._pages.read(session)
         slots = [slot for slot in reading.slots if slot.pid == pid] if reading else []
         if not slots:
@@ -220,7 +220,7 @@ class Landings:
                 )
         if pairs and not problem and session.not_landed >= MOST_FAILED:
             stay, problem = True, "An earlier move of the process to the GPU of its slice failed."
-        return _Way(
+        return _Move(
             slots[0], [piece.device for piece in record.slices], tuple(seen),
             tuple(o for o, _ in pairs), tuple(t for _, t in pairs),
             problem, stay,
@@ -236,7 +236,7 @@ class Landings:
     # ------------------------------------------------------------------ room
 
     async def _begin(
-        self, connection: Connection, session: LiveSession, way: _Way, rid: int | None
+        self, connection: Connection, session: LiveSession, way: _Move, rid: int | None
     ) -> None:
         room = contextlib.AsyncExitStack()
         try:
@@ -257,7 +257,7 @@ class Landings:
             self._waiting.pop(connection, None)
             await room.aclose()
 
-    def _look_again(self, session: LiveSession, way: _Way) -> None:
+    def _look_again(self, session: LiveSession, way: _Move) -> None:
         """Raise RefusedError if a process no longer needs to wait for room, or waits in vain."""
         now = self._way(session, self._record(session), way.slot.pid)
         if now.problem:
@@ -314,7 +314,7 @@ class Landings:
     # ------------------------------------------------------------------ the move
 
     async def _move(
-        self, connection: Connection, session: LiveSession, way: _Way, rid: int | None
+        self, connection: Connection, session: LiveSession, way: _Move, rid: int | None
     ) -> None:
         landing = self._under_way.get(way.process)
         if landing is None:  # an earlier broker gave it the room
@@ -354,7 +354,7 @@ class Landings:
         else:
             connection.answer(rid)
 
-    async def _try(self, session: LiveSession, way: _Way) -> tuple[str, bool]:
+    async def _try(self, session: LiveSession, way: _Move) -> tuple[str, bool]:
         """Move the process once; return why it did not, and whether to try again."""
         if await drain(lambda: self._pages.read(session), way.process.pid):
             return "A CUDA call of the process did not return.", True
@@ -395,7 +395,7 @@ class Landings:
     # ------------------------------------------------------------------ not moved
 
     async def _stay(
-        self, connection: Connection, session: LiveSession, way: _Way, rid: int | None
+        self, connection: Connection, session: LiveSession, way: _Move, rid: int | None
     ) -> None:
         """Give the slice back for one that the process can use; the process asks again for it."""
         loop = asyncio.get_running_loop()
@@ -411,7 +411,7 @@ class Landings:
         finally:
             self._waiting.pop(connection, None)
 
-    def _given_back(self, session: LiveSession, way: _Way, text: str) -> bool:
+    def _given_back(self, session: LiveSession, way: _Move, text: str) -> bool:
         """Give the slice back, unless it is in use; return whether the process may ask again."""
         record, gate = self._record(session), self._pages.gate(session)
         if [piece.device for piece in record.slices] != way.slice:

@@ -39,7 +39,7 @@ from .setaside import UnleasedSuspends
 #: Characters of a reason.
 MAX_REASON = 200
 
-Kind = Literal["pause", "drain"]
+OrderKind = Literal["pause", "drain"]
 
 #: The journal's name for the orders.
 _META = "maintenance"
@@ -57,7 +57,7 @@ _WORDS = {"pause": "paused", "drain": "drained"}
 class Order:
     """What an admin asked for; ``device`` is "" for the whole pool."""
 
-    kind: Kind
+    kind: OrderKind
     device: str
     reason: str
     by: str
@@ -179,7 +179,7 @@ class Maintenance:
             f"{name[:60]!r} {what}; it has: {there or 'none'}.", code=Code.UNKNOWN_DEVICE
         )
 
-    def _order(self, kind: Kind, device: str, reason: str, by: str) -> str:
+    def _order(self, kind: OrderKind, device: str, reason: str, by: str) -> str:
         if kind == "drain" and not device:
             raise RefusedError(
                 "Draining is for one GPU.",

@@ -404,7 +404,7 @@ MAX_VIEWERS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _StatusText:
     version: int
     made_at: float
     #: Whether it depends on pages of attached sessions, which change without an event.
@@ -419,7 +419,7 @@ class StatusAnswers:
     def __init__(self, core: Core, snapshots: Snapshots) -> None:
         self._core = core
         self._snapshots = snapshots
-        self._answers: dict[tuple[int, int], _Answer] = {}
+        self._answers: dict[tuple[int, int], _StatusText] = {}
         self._now = asyncio.get_running_loop().time
 
     def line(
@@ -440,14 +440,14 @@ class StatusAnswers:
         head = f'{{"v":{VERSION},"type":"ok","id":{request_id},"broker":{broker},'
         return head.encode() + known.rest
 
-    def _still_good(self, answer: _Answer, now: float, frugal: bool) -> bool:
+    def _still_good(self, answer: _StatusText, now: float, frugal: bool) -> bool:
         if now - answer.made_at > LASTS:
             return False
         return frugal or (answer.version == self._core.version and not answer.volatile)
 
-    def _make(self, peer: Peer, now: float) -> _Answer:
+    def _make(self, peer: Peer, now: float) -> _StatusText:
         version = self._core.version
         snapshot = self._snapshots.status(peer)
         volatile = any(s["slices"] and s.get("guard") for s in snapshot["sessions"])
         text = json.dumps(snapshot, separators=(",", ":"))
-        return _Answer(version, now, volatile, text[1:].encode() + b"\n")
+        return _StatusText(version, now, volatile, text[1:].encode() + b"\n")

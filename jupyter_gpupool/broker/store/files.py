@@ -135,7 +135,7 @@ class StartRecordFile:
                 write_copy(self._record)
 
 
-class Keeper:
+class FileKeeper:
     """Restores the deleted files of one broker.
 
     ``serve`` begins to accept connections at a new socket.

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from . import interpreter
 
 if TYPE_CHECKING:
-    from ..backend import Devices, Options
+    from ..backend import DeviceOptions, Devices
     from ..model import Finding
 
 __all__ = ["inspect", "interpreter", "open_devices"]
 
 
-def open_devices(options: Options) -> Devices:
+def open_devices(options: DeviceOptions) -> Devices:
     """Return this machine's NVIDIA GPUs, before any search for them.
 
     Raises

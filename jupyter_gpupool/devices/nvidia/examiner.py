@@ -17,7 +17,7 @@ from . import selftest
 from .guard_frame import guard_frame
 from .operations import Operation
 from .sampler import Sampler
-from .selftest import Frame, Stage, Verdict
+from .selftest import Abilities, Frame, Stage
 
 #: Makes an operation on the given process and session.
 Operations = Callable[[ProcessId, str], Operation]
@@ -27,7 +27,7 @@ Operations = Callable[[ProcessId, str], Operation]
 class Findings:
     """Results of one device's tests; ``unguarded`` says why the guard does not work there."""
 
-    verdict: Verdict
+    verdict: Abilities
     unguarded: str = ""
 
 
@@ -63,7 +63,7 @@ class Examiner:
         ``retire``: see :func:`selftest.judge`.
         """
 
-        async def judge(frame: Frame, env: Mapping[str, str]) -> Verdict:
+        async def judge(frame: Frame, env: Mapping[str, str]) -> Abilities:
             target = self._children.make("selftest", device.uuid, env=env, restart=False)
             return await selftest.judge(
                 target,

@@ -25,7 +25,7 @@ from ...guard import install, page
 from ...guard.page import Page, Reading
 from ..children import Child
 from . import selftest
-from .programs import SIZE
+from .child_programs import SIZE
 
 #: Bytes of the test's slice, and a size beyond it. The context is not charged here.
 GRANT = 64 << 20

@@ -38,7 +38,7 @@ TODO = f"Run: {INSTALL}"
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 #: The module whose programs run in child processes.
-PROGRAMS = f"{__package__}.programs"
+PROGRAMS = f"{__package__}.child_programs"
 
 #: In both places: ``<environment>/share/gpupool/devices`` and ``~/.local/share/gpupool/devices``.
 _BELOW = Path("gpupool", "devices")

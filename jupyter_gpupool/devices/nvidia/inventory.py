@@ -26,8 +26,8 @@ from .examiner import Examiner, Findings
 from .interpreter import PROGRAMS, child_environment
 from .operations import Operation
 from .sampler import FREED_TIMEOUT, SAMPLE_TIMEOUT, Sampler, to_memo
-from .selftest import Verdict
-from .visibility import DEVICE_FILES, Aside, Given, Row, holders
+from .selftest import Abilities
+from .visibility import DEVICE_FILES, Aside, DeviceRow, Given, holders
 from .workers import Workers
 
 #: Self-tests that run at once: each starts two processes that load the driver.
@@ -87,7 +87,7 @@ class Inventory:
         guard: bool = False,
         numbers: bool | None = None,
         python: str = "",
-        choose: Callable[[Sequence[Row]], Given] = lambda rows: Given((*rows,)),
+        choose: Callable[[Sequence[DeviceRow]], Given] = lambda rows: Given((*rows,)),
         files: str = DEVICE_FILES,
         version_file: Path = MODULE,
         on_device_lost: Callable[[str, str], None] | None = None,
@@ -384,7 +384,7 @@ class Inventory:
         if device.tier == "mig":
             return device
         able = driver.capabilities(self.driver_version)
-        found = Findings(Verdict(False, False, able.reason))
+        found = Findings(Abilities(False, False, able.reason))
         if able.suspend:
             found = await self._workers.shielded(self._self_test(device, migrate=able.migrate))
         (self.untested.discard if found.verdict.tested else self.untested.add)(uuid)

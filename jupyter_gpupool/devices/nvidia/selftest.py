@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Test whether a device can suspend.
 
-The program ``selftest`` (see ``programs``) holds a few MiB of known bytes on one device.
+The program ``selftest`` (see ``child_programs``) holds a few MiB of known bytes on one device.
 :func:`judge` suspends it, resumes it and lets it compare the bytes, in place and, if there is a
 peer of the same model, on that peer. Notebooks get the same calls later, so a pass here means that
 they work there. ``guard_frame`` runs the same program under the guard, in a :class:`Frame` with
@@ -20,8 +20,8 @@ from ... import procfs
 from ...errors import DriverError, GPUPoolError
 from ..children import Child, ChildLost
 from ..model import DeviceSample
+from .child_programs import SIZE
 from .operations import Operation
-from .programs import SIZE
 from .sampler import Sampler, others
 
 
@@ -104,7 +104,7 @@ SESSION = "gpupool-selftest"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Abilities:
     """The proven abilities of a device; ``reason`` names the failed step, in a sentence.
 
     Not ``tested``: the device had no room for the test, which proves nothing. Then the pool lets a
@@ -154,7 +154,7 @@ async def judge(
     frame: Frame,
     stage: Stage,
     retire: bool = False,
-) -> Verdict:
+) -> Abilities:
     """Test device ``uuid`` with the program ``target``.
 
     ``operation(root)`` makes an :class:`Operation` on the process ``root``. With ``retire`` the
@@ -166,7 +166,7 @@ async def judge(
         await stage.start(target, uuid, SIZE, STEP_TIMEOUT)
         process = None if target.pid is None else procfs.identify(target.pid)
         if process is None:
-            return Verdict(False, False, frame.failed("the test program ended as it started"))
+            return Abilities(False, False, frame.failed("the test program ended as it started"))
 
         async def there_and_back(destination: str) -> str:
             problem = await frame.hold(target)
@@ -191,24 +191,24 @@ async def judge(
 
         problem = await frame.begun(target) or await there_and_back(uuid)
         if problem:
-            return Verdict(False, False, frame.failed(problem))
+            return Abilities(False, False, frame.failed(problem))
         if peer is None:
-            return Verdict(True, False)
+            return Abilities(True, False)
         async with stage.moving():
             try:
                 problem = await there_and_back(peer)
             except _NoRoom as error:
                 # Not tried: without room it would at least use the driver's whole time-out.
-                return Verdict(True, False, f"The self-test had no room on another GPU: {error}")
+                return Abilities(True, False, f"The self-test had no room on another GPU: {error}")
             if problem:
-                return Verdict(True, False, f"The self-test on another device failed: {problem}")
-            return Verdict(True, True)
+                return Abilities(True, False, f"The self-test on another device failed: {problem}")
+            return Abilities(True, True)
     except _NoRoom as error:
-        return Verdict(True, False, f"The self-test had no room: {error}", tested=False)
+        return Abilities(True, False, f"The self-test had no room: {error}", tested=False)
     except (ChildLost, GPUPoolError, OSError) as error:
         if "CUDA_ERROR_OUT_OF_MEMORY" in str(error):
-            return Verdict(True, False, f"The self-test had no room: {error}", tested=False)
-        return Verdict(False, False, frame.failed(f"it did not run: {error}"))
+            return Abilities(True, False, f"The self-test had no room: {error}", tested=False)
+        return Abilities(False, False, frame.failed(f"it did not run: {error}"))
     finally:
         if retire and where and process is not None:
             with contextlib.suppress(ChildLost, GPUPoolError, OSError):

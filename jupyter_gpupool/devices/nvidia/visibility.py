@@ -23,7 +23,7 @@ from ...errors import Code, DriverError
 from ..backend import named
 from ..model import FileHolder
 
-Row = Mapping[str, Any]
+DeviceRow = Mapping[str, Any]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -57,7 +57,7 @@ _ANY = ("", "all", "void")
 class Given:
     """The rows of the allowed GPUs; ``limit`` says in a sentence why others are left out."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[DeviceRow, ...]
     limit: str = ""
 
 
@@ -66,7 +66,9 @@ def environment(devices: Sequence[str]) -> dict[str, str]:
     return {_VISIBLE: ",".join(devices), **_ORDER, **_FRUGAL}
 
 
-def chosen(rows: Sequence[Row], environ: Mapping[str, str], wanted: Sequence[str] | None) -> Given:
+def chosen(
+    rows: Sequence[DeviceRow], environ: Mapping[str, str], wanted: Sequence[str] | None
+) -> Given:
     """Return the GPUs of ``rows`` that ``environ`` gives and ``c.GPUPool.devices`` wants.
 
     Raises
@@ -82,7 +84,7 @@ def chosen(rows: Sequence[Row], environ: Mapping[str, str], wanted: Sequence[str
     return Given(tuple(by_uuid[uuid] for uuid in uuids), found.limit)
 
 
-def given(rows: Sequence[Row], environ: Mapping[str, str]) -> Given:
+def given(rows: Sequence[DeviceRow], environ: Mapping[str, str]) -> Given:
     """Return the GPUs of ``rows`` (as NVML lists them) that ``environ`` gives.
 
     If a variable names none of them, the result has no row, and ``limit`` says why.
@@ -109,7 +111,7 @@ def given(rows: Sequence[Row], environ: Mapping[str, str]) -> Given:
     return Given(found, " ".join(limits))
 
 
-def _named(rows: tuple[Row, ...], name: str, text: str) -> tuple[Row, ...]:
+def _named(rows: tuple[DeviceRow, ...], name: str, text: str) -> tuple[DeviceRow, ...]:
     """Return the rows that a list names; numbers are ranges for Slurm."""
     entries = [entry.strip() for entry in text.split(",")]
     numbers = {n for entry in entries for n in _numbers(entry)}
@@ -119,7 +121,7 @@ def _named(rows: tuple[Row, ...], name: str, text: str) -> tuple[Row, ...]:
         if len(rows) <= len(numbers):
             return rows
         return tuple(row for row in rows if row.get("minor", row["index"]) in numbers)
-    chosen: list[Row] = []
+    chosen: list[DeviceRow] = []
     for entry in entries:
         matches = [row for row in rows if _names(entry, row)]
         if not matches:
@@ -136,7 +138,7 @@ def _numbers(entry: str) -> range:
     return range(int(match[1]), int(match[2] or match[1]) + 1)
 
 
-def _names(entry: str, row: Row) -> bool:
+def _names(entry: str, row: DeviceRow) -> bool:
     if entry.isdecimal():
         return bool(int(entry) == row["index"])
     upper = entry.upper()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Programs of the child processes: ``child.py jupyter_gpupool.devices.nvidia.programs NAME ...``.
+"""Programs of the child processes: ``child.py ...devices.nvidia.child_programs NAME ...``.
 
 =============================  ====================================================================
 ``monitor PARENT``             all questions to NVML; one for the broker

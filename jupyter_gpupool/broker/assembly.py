@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Awaitable, Callable, Sequence, cast
 
 from ..cgroups import Host
-from ..devices import Devices, GuardedDevices, OpenDevices, Options
+from ..devices import DeviceOptions, Devices, GuardedDevices, OpenDevices
 from ..guard.install import without_guard
 from ..pool.machine import Pool
 from ..pool.model import Device, PoolSettings
@@ -88,7 +88,7 @@ class Broker:
     limits: Callable[[PoolSettings], PoolSettings]
 
 
-async def build(
+async def assemble(
     configuration: Configuration,
     journal: Journal,
     start_record: StartRecordFile,
@@ -124,7 +124,7 @@ async def build(
     )  # fmt: skip
     files = device_files(settings, socket, journal.path)
     service = open_devices(
-        Options(
+        DeviceOptions(
             log=log.getChild("devices"),
             env={**os.environ, **machine_environment(settings, socket, journal.path, os.environ)},
             # A user may start a broker inside a kernel, where the pool has set variables.
