@@ -19,6 +19,12 @@ HAS_LEASE: frozenset[State] = frozenset({"attaching", "active", "idle", "detachi
 #: The session may use its slice now.
 ATTACHED: frozenset[State] = frozenset({"active", "idle"})
 
+#: The session has asked for a slice that it may not use yet.
+WAITING: frozenset[State] = frozenset({"queued", "attaching"})
+
+#: A driver call may be under way for the session.
+MOVING: frozenset[State] = frozenset({"attaching", "detaching"})
+
 #: How a session gets its slice: at the first CUDA call (needs the guard), when a cell starts,
 #: or only when the user asks with ``%gpu attach``.
 AttachPolicy = Literal["lazy", "cell", "manual"]

@@ -19,13 +19,20 @@ def nearest(wrong: str, known: Iterable[str], *, likeness: float = LIKENESS) -> 
     return found[0] if found else ""
 
 
-def did_you_mean(wrong: str, known: Iterable[str], *, shown: str = "'{}'", then: str = "") -> str:
+def did_you_mean(
+    wrong: str,
+    known: Iterable[str],
+    *,
+    shown: str = "'{}'",
+    then: str = "",
+    likeness: float = LIKENESS,
+) -> str:
     """Return ``"Did you mean 'right'?"``, or "" if no known name is similar to ``wrong``.
 
     ``shown`` is how the question writes the name, such as ``"%gpu {}"``; the sentence ``then``
     follows in either case.
     """
-    right = nearest(wrong, known)
+    right = nearest(wrong, known, likeness=likeness)
     question = f"Did you mean {shown.format(right)}?" if right else ""
     return f"{question} {then}".strip()
 

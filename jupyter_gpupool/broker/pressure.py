@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from ..cgroups import ControlGroup, Level
 from ..pool import events as e
 from ..procfs import ProcessId
+from ..states import WAITING
 from ..units import format_bytes
 from .core import Core
 from .hostmemory import SLACK, HostRoom
@@ -136,7 +137,7 @@ class Pressure:
                 n for n, p in sessions.items() if n in held and short.level.key in self._keys(p)
             ]
             there.sort(key=lambda name: (-held[name], name))
-            moving = [n for n in there if self._core.busy.get(n) in ("attaching", "queued")]
+            moving = [n for n in there if self._core.busy.get(n) in WAITING]
             for name in moving or there[:1]:
                 found = self._core.sessions.find(name)
                 if found is not None and (name, bool(moving)) not in short.told:

@@ -17,6 +17,7 @@ from typing import Callable
 from ..errors import Code
 from ..pool import events as e
 from ..pool.model import Refusal, SessionRecord
+from ..states import ATTACHED, WAITING
 from .core import Core, refused
 from .gpu.actions import DeviceActions
 from .gpu.health import SuddenEnds
@@ -270,7 +271,7 @@ class Runner:
 
 def steady(change: e.StateChanged) -> bool:
     """Return whether only a hold began or ended, and the lease did not change."""
-    return {change.old, change.new} == {"active", "idle"}
+    return {change.old, change.new} == ATTACHED
 
 
 def _must_be_written_first(action: e.Action) -> bool:
@@ -280,7 +281,7 @@ def _must_be_written_first(action: e.Action) -> bool:
     result, so a whole grant mostly is one commit.
     """
     if isinstance(action, e.StateChanged):
-        return not steady(action) and action.new not in ("queued", "attaching")
+        return not steady(action) and action.new not in WAITING
     if isinstance(action, e.Attach):
         return bool(action.origin)
     return isinstance(action, (e.Suspend, e.EndSession, e.Resize))
@@ -334,7 +335,7 @@ class TransitionRows:
                 **busy,
             },
         )
-        if change.old == "attaching" and change.new in ("active", "idle"):
+        if change.old == "attaching" and change.new in ATTACHED:
             self._attached(session, change, cause)
         elif change.old == "detaching":
             self._suspended(session, change, cause)

@@ -12,7 +12,7 @@ import pwd
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
-from ..text import nearest
+from ..text import did_you_mean
 from .mistakes import Fault
 from .settings import BrokerSettings
 
@@ -85,8 +85,7 @@ def _unknown(
         places += [(name, "admins", ()) for name in settings.admins]
     for name, option, keys in places:
         if not exists(name):
-            near = nearest(name, known(), likeness=_LIKENESS)
-            hint = f"Did you mean {near!r}?" if near else ""
+            hint = did_you_mean(name, known(), likeness=_LIKENESS)
             text = f"This machine has no {what} {name!r}."
             yield Fault(text, hint or "Check the spelling.", option, keys)
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Mapping
 
 from ..errors import Code
-from ..states import HAS_LEASE
+from ..states import HAS_LEASE, WAITING
 from ..units import format_bytes, format_seconds
 from .facts import Facts
 from .model import Reason, Refusal, Rule
@@ -455,7 +455,7 @@ _STAYS = {
 def seconds(s: Session, now: float) -> tuple[float, float]:
     """Return the seconds that ``s`` has waited and been attached so far."""
     waited, attached = s.wait_seconds_total, s.attached_seconds_total
-    if s.state in ("queued", "attaching"):
+    if s.state in WAITING:
         waited += max(0.0, now - s.queued_at)
     if s.state in HAS_LEASE:
         attached += max(0.0, now - s.lease.attached_at)

@@ -19,6 +19,7 @@ from typing import Callable, Mapping
 from ..errors import GPUPoolError
 from ..kernel.holds import HoldWait
 from ..kernel.link import SessionLink
+from ..states import WAITING
 from .opening import (
     NAME_VARIABLE,
     Asked,
@@ -249,7 +250,7 @@ class Run:
         if (
             self._progress.waited
         ):  # it goes on while there is no broker, and until the slice is there
-            waits |= link.state in ("queued", "attaching")
+            waits |= link.state in WAITING
         if waits and not link.attached:
             self._show_wait(session, link, begun=True)
         else:

@@ -18,6 +18,7 @@ from typing import Any, Awaitable, Callable, Collection, Mapping, Protocol
 from ..deadlines import within
 from ..errors import GPUPoolError
 from ..protocol import Message
+from ..states import MOVING, WAITING
 from . import server_metrics, views
 from .broker_link import BrokerLink
 from .kernel_history import KernelHistory, KernelUsage
@@ -296,7 +297,7 @@ class Watch:
         for session in last["sessions"]:
             if not session["here"]:
                 continue
-            lively = session["state"] in ("queued", "attaching", "detaching")
+            lively = session["state"] in WAITING | MOVING
             if lively or (self._subscribers and session.get("devices")):
                 pause = min(pause, LIVELY_INTERVAL)
             left = views.seconds_left(session, last["now"])

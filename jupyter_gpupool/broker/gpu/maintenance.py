@@ -25,6 +25,7 @@ from ...pool import events as e
 from ...pool.model import Device, SessionRecord
 from ...procfs import session_of
 from ...protocol import Message
+from ...states import MOVING
 from ..configuration import Configuration
 from ..core import Core
 from ..sessions import LiveSession
@@ -560,7 +561,7 @@ class Maintenance:
             elif record.state == "active":
                 what = {hold.kind for hold in record.holds}
                 why = "a cell runs" if what - {"device"} else "it uses its GPU"
-            elif record.state in ("attaching", "detaching"):
+            elif record.state in MOVING:
                 why = "its state is being moved"
             else:
                 why = stays.get(session.id) or "the pool asks it again soon"

@@ -22,6 +22,7 @@ from ...guard.page import DEVICES, Reading, device_name
 from ...pool import events as e
 from ...pool.model import SessionRecord
 from ...pool.timeslice import Contender, Tallies, contended_devices, next_turn
+from ...states import MOVING
 from ..configuration import Configuration
 from ..core import Core
 from ..ratelimit import Pace
@@ -107,7 +108,7 @@ class Activity:
             return
         reading = self.read(session)
         waits = session.guards or (reading is not None and reading.waiting)
-        if waits or record.state in ("attaching", "detaching"):
+        if waits or record.state in MOVING:
             self._watch_for_calls(session)
         else:
             self.drop(session)
