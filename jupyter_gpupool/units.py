@@ -18,7 +18,7 @@ _PRINTED = ("B", "KiB", "MiB", "GiB", "TiB")
 _SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*$")
 
-#: A smaller size as a plain number, for which nobody can use a GPU, was meant in another unit.
+#: No GPU work fits in less, so a smaller plain number was meant in another unit.
 LEAST_BYTES = 1 << 20
 
 

@@ -16,7 +16,7 @@ from ..pool.model import DeviceView
 from .core import Core
 from .gpu.samples import Samples
 
-#: Seconds of one point, and points to keep: with the minute that is not over yet.
+#: Seconds of one point, and the number of points: the last one is the present minute.
 STEP, KEPT = 60, 60
 
 #: The figures of a device.

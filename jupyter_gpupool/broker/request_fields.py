@@ -223,7 +223,7 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     ),
     # pid of the process just started for the session. ok: -
     "launched": ({"session": Text(), "pid": _PROCESS}, {}),
-    # make it safe to kill the kernel now, where ``open`` answered ``retire``. ok: safe
+    # the kernel will be killed: suspend it first if the answer to ``open`` had ``retire``. ok: safe
     "retire": ({"session": Text()}, {}),
     # the kernel has ended or was never started; idempotent. ok: -
     "close": ({"session": Text()}, {"reason": _WORDS}),

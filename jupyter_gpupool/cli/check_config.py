@@ -49,7 +49,7 @@ class Gpus:
     """The GPUs that sizes are counted on; none: nobody knows them."""
 
     capacities: Sequence[int]
-    #: Where they are: completes "16 GPUs with 1.3 TiB ...".
+    #: Where they are, as the end of the sentence "16 GPUs with 1.3 TiB ...".
     source: str
 
 

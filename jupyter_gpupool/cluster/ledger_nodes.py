@@ -37,7 +37,7 @@ class Node:
 
     name: str
     life: int = 0
-    #: This life of the ledger has read a report of it.
+    #: The ledger has read a report of it since it started.
     heard: bool = False
     #: It has left, or was fenced, in this life: nothing of it counts.
     gone: bool = False

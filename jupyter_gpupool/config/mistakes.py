@@ -73,7 +73,7 @@ class Fault:
 
 
 class WrongValue(ValueError):
-    """The value of an option is wrong in one place or more; the option is not known here."""
+    """The value of an option has mistakes. Which option it is, the caller knows."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = (*faults,)

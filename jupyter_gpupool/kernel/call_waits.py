@@ -125,9 +125,9 @@ class CallWaits:
         return key
 
     def end(self, key: int) -> bool:
-        """Note the end of a request, before its reply is sent; return whether it waited to the end.
+        """Note the end of a request, before its reply is sent.
 
-        That is: a call of it waited for a slice, and the kernel has got none.
+        Return whether one of its calls has waited for a slice and the kernel has none now.
         """
         running = self._running.pop(key)
         waits = running.waits and not self._link.attached

@@ -351,8 +351,8 @@ class Draft:
     def reach(self, where: Where, level: int | None) -> list[int]:
         """Return what a session of a class can get at most on each suitable device, the most first.
 
-        If all were preempted that the class might preempt there. Where the head of the queue has a
-        reservation, no lease is preempted.
+        This counts each lease that the class may preempt there as free. Where the head of the queue
+        has a reservation, no lease is preempted.
         """
         reaches = self.known.reaches
         found = reaches.get((where, level))

@@ -116,7 +116,7 @@ class Evidence:
         return self.spells.mean() if own is None else own
 
     def spell_left(self, own: float | None, runs: float) -> float | None:
-        """Return the seconds that a cell will go on which ``runs`` for so long already."""
+        """Return the seconds that a cell will still run; it has run for ``runs`` seconds."""
         if own is not None and own > runs:
             return own - runs
         if own is None and self.spells.mean() is None:

@@ -317,8 +317,8 @@ class Pool:
     def usage(self, now: float | None = None, since: float = -math.inf) -> PoolUsage:
         """Return what users and groups have used, at ``now`` (None: at the last event).
 
-        Only those that have used anything ``since`` then. It survives a restart of the broker as
-        :class:`~.events.UsageRecovered`.
+        It leaves out those that used nothing after ``since``. The usage survives a restart of the
+        broker as :class:`~.events.UsageRecovered`.
         """
         facts = self._facts
         return facts.meters.view(max(facts.now, now or facts.now), facts.settings, since)

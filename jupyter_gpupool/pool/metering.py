@@ -309,7 +309,7 @@ class Meters:
                 account.spent = account.spent or old.spent
 
     def view(self, now: float, rules: PoolSettings, since: float = -math.inf) -> PoolUsage:
-        """Return the usage of all users and groups at ``now`` that have used any ``since`` then."""
+        """Return the usage at ``now`` of each user and group that used a GPU after ``since``."""
         return PoolUsage(
             users={
                 name: account.read(now, rules.half_life, rules.quota_of(name).daily)

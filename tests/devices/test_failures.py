@@ -321,7 +321,8 @@ async def test_children_end_with_their_parent(emulated, waiting):
         # ^C in a terminal goes to the foreground group, to which they do not belong.
         assert os.getsid(child.pid) == child.pid
     sampler, worker, _ = (os.getpriority(os.PRIO_PROCESS, child.pid) for child in children)
-    # A kernel that asks for a slice goes before a sample. 19 is the most, and the tests may run so.
+    # A kernel that asks for a slice goes before a sample. No process is nicer than 19, and these
+    # tests may run at 19 themselves.
     assert sampler == min(worker + NICE, 19)
     policies = [os.sched_getscheduler(child.pid) for child in children]
     assert policies == [os.SCHED_BATCH, os.SCHED_OTHER, os.SCHED_OTHER]

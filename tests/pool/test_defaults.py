@@ -203,7 +203,7 @@ VIEWS = st.lists(PLAIN, min_size=1, max_size=5).map(
     count=st.integers(1, 4),
     data=st.data(),
 )
-def test_choice_is_not_empty_is_stable_and_moves_only_to_room(views, counts, memory, count, data):
+def test_home_devices_are_stable_and_change_only_to_free_ones(views, counts, memory, count, data):
     uuids = [v.device.uuid for v in views]
     seen = tuple(data.draw(st.lists(st.sampled_from(uuids), unique=True)))
     kernels = dict(zip(uuids, counts, strict=False))
