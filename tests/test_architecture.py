@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -327,38 +326,3 @@ def test_imports_in_the_broker_have_no_cycle():
         for module in free:
             del left[module]
     assert not left, f"a cycle of imports among {sorted(left)}"
-
-
-#: Names of several classes or types that mean the same in each place.
-SAME_MEANING = {
-    "Action": "what a pure machine decides: the pool's, the ledger's",
-    "Event": "what a pure machine is told",
-    "Tick": "the event that time has passed",
-    "Slice": "a part of a device; the kernel may not import the pool",
-    "Snapshot": "the broker's status as it came over the wire",
-    "View": "a snapshot as a server shows it",
-}
-
-#: Names of several modules about the same: a subject and its messages, or its commands.
-SAME_SUBJECT = {
-    "__main__", "agent", "guard", "maintenance", "messages", "model", "provisioner"
-}  # fmt: skip
-
-
-def test_no_two_classes_share_a_name_but_not_its_meaning():
-    places = defaultdict(set)
-    for path in MODULES:
-        for node in parsed(path).body:
-            if isinstance(node, ast.ClassDef):
-                places[node.name.strip("_")].add(path)
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                name = node.targets[0].id.strip("_")
-                if name[:1].isupper() and not name.isupper():  # the name of a type
-                    places[name].add(path)
-    assert {name for name, found in places.items() if len(found) > 1} == SAME_MEANING.keys()
-
-
-def test_no_two_modules_share_a_name_but_not_their_subject():
-    names = Counter(path.stem for path in MODULES if path.stem != "__init__")
-    names += Counter(path.parent.name for path in MODULES if path.stem == "__init__")
-    assert {name for name, count in names.items() if count > 1} == SAME_SUBJECT

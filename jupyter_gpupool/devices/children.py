@@ -47,7 +47,7 @@ class ChildLost(Exception):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _PendingCall:
     """A call that waits, and the process that must answer it."""
 
     process: asyncio.subprocess.Process
@@ -106,7 +106,7 @@ class Child:
         #: The readers of all processes that have not ended, those of lost ones too, and the tasks
         #: that end a process whose start was cancelled.
         self._readers: set[asyncio.Task[None]] = set()
-        self._waiting: dict[int, _Call] = {}
+        self._waiting: dict[int, _PendingCall] = {}
         self._ready: asyncio.Future[dict[str, Any]] | None = None
         self._next_id = 0
         self._lock = asyncio.Lock()
@@ -171,7 +171,7 @@ class Child:
         self._next_id += 1
         request_id = self._next_id
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = _Call(process, future)
+        self._waiting[request_id] = _PendingCall(process, future)
         try:
             line = json.dumps({"id": request_id, "op": op, **fields, **latest()}) + "\n"
             process.stdin.write(line.encode())

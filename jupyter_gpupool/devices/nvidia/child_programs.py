@@ -167,7 +167,7 @@ def worker(_out: int) -> dict[str, Handler]:
         *(checkpoint.checkpoint, checkpoint.restore, checkpoint.unlock),
     )
     ops = {call.__name__: on_process(call) for call in calls}
-    finder = Finder()
+    finder = ProcessFinder()
 
     def asked(member: dict[str, Any]) -> dict[str, Any]:
         if member["libcuda"] is not False and member["presence"] == "alive":
@@ -213,7 +213,7 @@ def worker(_out: int) -> dict[str, Handler]:
     return {"find": finder.find, "look": look, "bring_back": bring_back, **ops}
 
 
-class Finder:
+class ProcessFinder:
     """Finds the processes of a session, and keeps the last result."""
 
     def __init__(self) -> None:
