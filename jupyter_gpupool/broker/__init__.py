@@ -4,7 +4,7 @@
 
 ======================  ========================================================================
 ``app``                 the process: options, start in the right order, reload, end
-``build``               every part, constructed in order of dependence
+``assembly``            every part, constructed in order of dependence
 ``configuration``       the configuration in force
 ``reload``              what changes it: SIGHUP, the calendar; whether the machine can keep it
 ``timekeeper``          the calendar: each change once, at its instant
