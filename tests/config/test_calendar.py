@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from datetime import date, datetime, timezone
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
+from operator import itemgetter
 from zoneinfo import ZoneInfo, available_timezones
 
 import pytest
@@ -59,6 +60,18 @@ def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
     return first, found
 
 
+#: The minutes of a week. A year has half a million places in it, which share these numbers.
+MINUTES = [*range(7 * DAY)]
+
+
+@lru_cache(len(YEARS))
+def places_in_week(zone: str, year: int) -> itemgetter[int]:
+    """Return a function from the states of a week's minutes to those of all minutes of a year."""
+    # 1 January 1970 was a Thursday.
+    walls = minutes_of(zone, year)[1]
+    return itemgetter(*(MINUTES[(wall + 3 * DAY) % (7 * DAY)] for wall in walls))
+
+
 def brute_force(rule: RuleTimes, zone: str, year: int) -> list[tuple[int, bool]]:
     """Return the times of the year at which ``rule`` begins or ends, found minute by minute."""
     week = [False] * 7 * DAY
@@ -66,9 +79,8 @@ def brute_force(rule: RuleTimes, zone: str, year: int) -> list[tuple[int, bool]]
         for begin, end in rule.hours:
             for minute in range(begin, end if end > begin else end + DAY):
                 week[(day * DAY + minute) % (7 * DAY)] = True
-    first, walls = minutes_of(zone, year)
-    # 1 January 1970 was a Thursday.
-    states = [week[(wall + 3 * DAY) % (7 * DAY)] for wall in walls]
+    first, _ = minutes_of(zone, year)
+    states = places_in_week(zone, year)(week)
     found, state = [(first, states[0])], states[0]
     at = 0
     while True:

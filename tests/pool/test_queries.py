@@ -97,7 +97,7 @@ def test_no_query_changes_what_the_pool_shows_or_decides(data):
 def test_no_query_changes_anything_in_many_random_events(seed, monkeypatch):
     monkeypatch.setattr(world, "Pool", Asked)
     one = World(random.Random(seed), deep=False)
-    while one.events < 600:
+    while one.events < 350:
         one.step()
 
 

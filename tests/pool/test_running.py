@@ -351,15 +351,15 @@ def test_turns_of_large_state_cost_no_more_than_allowed():
     assert min(crowd.computed()) > 100_000 / 4
 
 
-@pytest.mark.parametrize("owners", [1, 4, 16])
-def test_slow_copies_make_slices_longer(owners):
+@pytest.mark.parametrize(("owners", "seconds"), [(1, 8000), (4, 4000), (16, 4000)])
+def test_slow_copies_make_slices_longer(owners, seconds):
     """Eight devices share one path to host memory, and all first turns end together."""
     crowd = Crowd(8, move=2.0, crowded=True, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     for i in range(16):
         crowd.add(f"k{i}", f"user{i % owners}", cell=1e9)
-    crowd.run(8000)
+    crowd.run(seconds)
     assert max(crowd.took) >= 6 * 2.0
-    assert sum(crowd.took) <= 0.1 * 8 * 8000
+    assert sum(crowd.took) <= 0.1 * 8 * seconds
     got = crowd.computed()
     assert min(got) > 0.8 * max(got)
 
@@ -368,8 +368,8 @@ def test_many_sessions_wait_longer_but_move_no_more():
     crowd = Crowd(1, move=2.0, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     for i in range(40):
         crowd.add(f"k{i}", f"user{i}", cell=1e9)
-    crowd.run(40 * 400)
-    assert sum(crowd.took) <= 0.1 * 40 * 400 + 40 * 2.0, "the first move of each had no cost"
+    crowd.run(40 * 200)
+    assert sum(crowd.took) <= 0.1 * 40 * 200 + 40 * 2.0, "the first move of each had no cost"
     assert min(crowd.computed()) > 0
 
 

@@ -22,7 +22,7 @@ THREE_TO_ONE = {"big": Group(weight=3.0), "small": Group(weight=1.0)}
 @pytest.mark.parametrize("preempt", [frozenset(), PREEMPT_ALL], ids=["by-cells", "preempted"])
 @pytest.mark.parametrize(
     ("big", "small"),
-    [(2.0, 2.0), (2.0, 45.0), (45.0, 2.0), (45.0, 45.0)],
+    [(4.0, 4.0), (4.0, 45.0), (45.0, 4.0), (45.0, 45.0)],
     ids=["short", "short-long", "long-short", "long"],
 )
 def test_endless_demand_ends_at_the_weights(big, small, preempt):
@@ -46,9 +46,9 @@ def test_weights_hold_at_each_level_of_the_tree():
     }
     crowd = Crowd(4, groups=groups, half_life=1200.0)
     for i in range(8):
-        crowd.add(f"w{i}", Owner("wes", "wet"), cell=3.0)
-        crowd.add(f"d{i}", Owner("dan", "dry"), cell=7.0)
-        crowd.add(f"p{i}", Owner("pia", "phy"), cell=20.0)
+        crowd.add(f"w{i}", Owner("wes", "wet"), cell=6.0)
+        crowd.add(f"d{i}", Owner("dan", "dry"), cell=14.0)
+        crowd.add(f"p{i}", Owner("pia", "phy"), cell=40.0)
     crowd.run(1800)
     found, total = crowd.got(), 4 * 1800
     assert found["pia"] / total == pytest.approx(1 / 2, rel=0.05)
@@ -71,16 +71,16 @@ def test_one_who_floods_does_not_delay_those_who_do_not():
     """One with 50 kernels against ten with one each: all get the same, and none waits for 50."""
     crowd = Crowd(2, half_life=1200.0)
     for i in range(50):
-        crowd.add(f"f{i}", "flood", cell=4.0)
+        crowd.add(f"f{i}", "flood", cell=8.0)
     for i in range(10):
-        crowd.add(f"u{i}", f"user{i}", cell=4.0)
+        crowd.add(f"u{i}", f"user{i}", cell=8.0)
     crowd.run(1800)
     found = crowd.got()
     fair = 2 * 1800 / 11
     for name, seconds in found.items():
         assert seconds == pytest.approx(fair, rel=0.05), name
     waits = [w for i in range(10) for w in crowd.kernels[f"u{i}"].waits[1:]]
-    assert max(waits) <= 2 * 11 * 4.0
+    assert max(waits) <= 2 * 11 * 8.0
 
 
 def test_first_request_of_others_goes_before_the_second_of_one(make):
