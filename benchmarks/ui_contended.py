@@ -97,10 +97,11 @@ class Seen:
 
 
 def _near(shown: str, true: tuple[str, str]) -> bool:
-    """Return whether a figure is that of the broker, or a second beside a countdown of it."""
+    """Return whether a figure is the broker's; a clock of it may be a second beside."""
     if shown in true:
         return True
-    clocks = [_seconds(text) for text in (shown, *true)]
+    # A wait has no figure in its first second.
+    clocks = [_seconds(text or "0 s") for text in (shown, *true)]
     if None in clocks:
         return False
     low, high = sorted(x for x in clocks[1:] if x is not None)
@@ -108,7 +109,10 @@ def _near(shown: str, true: tuple[str, str]) -> bool:
 
 
 def _seconds(text: str) -> int | None:
-    """Return the seconds of a countdown like ``59:58``; None if it is none."""
+    """Return the seconds of a countdown like ``59:58``, or of ``4 s``; None if it is neither."""
+    waited = re.fullmatch(r"(\d+) (s|min)", text)
+    if waited:
+        return int(waited[1]) * (60 if waited[2] == "min" else 1)
     if not re.fullmatch(r"\d+(:\d\d)+", text):
         return None
     total = 0

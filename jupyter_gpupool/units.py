@@ -158,21 +158,21 @@ def format_clock(seconds: float) -> str:
 
 
 def format_waited(seconds: float) -> str:
-    """Return how long a wait has lasted; "" for a short one.
+    """Return how long a wait has lasted; "" in its first second.
 
-    In steps of ten seconds, then of minutes: not every second is news.
+    In seconds at first, then in steps of ten, then of minutes: not every second is news.
     """
-    step = 10 if seconds < 60 else 60
+    step = 1 if seconds < 10 else 10 if seconds < 60 else 60
     waited = seconds // step * step
-    return format_seconds(waited) if waited >= 10 else ""
+    return format_seconds(waited) if waited >= 1 else ""
 
 
 def format_wait(waited: float, left: tuple[float, float] | None = None) -> str:
     """Return what people read about the time of a wait.
 
     ``left`` is the least and the most that it will probably go on: ``"20 to 60 s left"``. None
-    where nothing supports that: ``"waiting for 40 s, no estimate yet"``, of a wait that has just
-    begun ``"no estimate yet"``: silence about the time leaves people to guess.
+    where nothing supports that: ``"waiting for 40 s, no estimate yet"``, in the first
+    second ``"no estimate yet"``: silence about the time leaves people to guess.
     """
     if left is not None and left[1] > 0:
         return f"{format_range(*left)} left"

@@ -200,7 +200,7 @@ class WaitDisplay:
     ) -> None:
         self._publish = publish
         self._id = display_id
-        self._session = link.session
+        self._link = link
         self._ways = Ways(link)
         self._hint = hint
         self._shown: tuple[str, ...] = ()
@@ -224,7 +224,11 @@ class WaitDisplay:
             f'<div class="gpupool-wait" style="{_QUIET}">'
             f"{html.escape(text)}<br><small>{small}</small></div>"
         )
-        data = {"session": self._session, "text": text, "hint": hint}
+        place = self._link.queue
+        time_left = place.time() if place is not None else ""
+        # JupyterLab tells this part anew each second, as its chip and its panel do.
+        time_told = time_left if time_left in text else ""
+        data = {"session": self._link.session, "text": text, "time": time_told, "hint": hint}
         # By this mark, a front end removes the line after a restart of the kernel.
         self._data(" ".join(lines), markup, {"wait": True}, {WAIT_TYPE: data})
 

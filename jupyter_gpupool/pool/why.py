@@ -40,6 +40,8 @@ class Told:
     starts_with: int | None
     #: What it has or waits for, who holds what it needs, what would change that.
     lines: tuple[str, ...]
+    #: The line about how long it has waited or will; "" if there is none.
+    time: str
     #: Guarantees, shares and budgets of its owner and groups; () where there are none.
     standing: tuple[str, ...]
 
@@ -48,7 +50,8 @@ def told(facts: Facts, plan: Plan, s: Session) -> Told:
     """Return :func:`~.explain.explain` with its lines for the owner of ``s``."""
     found = explain(facts, plan, s)
     expected = None if found.position is None else s.wait.expected
-    lines = [*_state_lines(facts, plan, s, found)]
+    about_time = [*_expected_lines(facts, s, found)] if found.position is not None else []
+    lines = [*_state_lines(facts, plan, s, found, about_time)]
     size = smaller(facts, plan, s)
     if size is not None:
         each = " on each GPU" if s.request.devices > 1 else ""
@@ -64,15 +67,18 @@ def told(facts: Facts, plan: Plan, s: Session) -> Told:
             lines.append(f"An administrator takes its slice back in {until}, in use or not.")
         lines += _exposed_lines(facts, s, found)
     standing = tuple(standing_lines(found.standing, facts.now))
-    return Told(found, expected, size, tuple(lines), standing)
+    time = about_time[0] if about_time else ""
+    return Told(found, expected, size, tuple(lines), time, standing)
 
 
-def _state_lines(facts: Facts, plan: Plan, s: Session, found: Explanation) -> Iterable[str]:
+def _state_lines(
+    facts: Facts, plan: Plan, s: Session, found: Explanation, about_time: Iterable[str]
+) -> Iterable[str]:
     sizes = ", ".join(f"{format_bytes(x.bytes)} on {_gpu(facts, x.device)}" for x in s.lease.slices)
     if found.position is not None:
         rank = f"It is {_ordinal(found.position)} of {len(plan.queue)} in the queue"
         yield f"{rank}: {found.text}."
-        yield from _expected_lines(facts, s, found)
+        yield from about_time
         if found.standing.entitled:
             yield (
                 f"Its group {found.standing.entitled[0]} is guaranteed what it asks for, so it "

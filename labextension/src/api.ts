@@ -220,6 +220,8 @@ export interface IHolder {
 export interface IExplanation {
   /** Why it waits, or who may take its slice: a sentence each. */
   readonly lines: readonly string[];
+  /** The one of them about its time, which the page tells anew each second; else empty or missing. */
+  readonly time_line?: string;
   /** Guarantees, shares and daily budgets of its user and groups. */
   readonly standing: readonly string[];
   /**

@@ -176,11 +176,11 @@ function step(trans: TranslationBundle, seconds: number): string {
     : trans.__('%1 h', Math.floor(seconds / 3600));
 }
 
-/** `40 s`, `3 min`: how long a wait has lasted, as Python's `format_waited`; empty if short. */
+/** `40 s`, `3 min`: how long a wait has lasted, as Python's `format_waited`; empty at first. */
 export function waited(trans: TranslationBundle, seconds: number): string {
-  const by = seconds < 60 ? 10 : 60;
+  const by = seconds < 10 ? 1 : seconds < 60 ? 10 : 60;
   const whole = Math.floor(seconds / by) * by;
-  if (whole < 10) {
+  if (whole < 1) {
     return '';
   }
   if (whole < 90) {
@@ -357,6 +357,18 @@ export function say(
   }
 }
 
+/** What brings suspended state back to a GPU, as the end of a sentence. */
+export function comesBack(trans: TranslationBundle, attach: string): string {
+  switch (attach) {
+    case 'cell':
+      return trans.__('the next cell brings it back');
+    case 'manual':
+      return trans.__('%gpu attach brings it back');
+    default:
+      return trans.__('the next CUDA call brings it back');
+  }
+}
+
 /** Whether a requested release is still to come, because the work is not done. */
 export function goesBack(session: ISession | null): session is ISession {
   return (
@@ -374,7 +386,26 @@ export function goingBack(trans: TranslationBundle, session: ISession): string {
     : trans.__('Goes back to the pool when its work on the GPU is done.');
 }
 
-/** `Waiting: 2nd, 20 to 60 s left`; `Waiting: 2nd, for 40 s, no estimate yet`. */
+/** What the popover says of the same time, as the broker's lines do. */
+export function waitSentence(
+  trans: TranslationBundle,
+  session: Pick<ISession, 'expected' | 'queued_at'>,
+  now: number
+): string {
+  const { expected, queued_at: since } = session;
+  if (expected !== null && expected.until > now) {
+    return trans.__(
+      'It will probably wait for another %1.',
+      range(trans, expected.since - now, expected.until - now)
+    );
+  }
+  const so = since === null ? '' : waited(trans, now - since);
+  return so
+    ? trans.__('It has waited for %1; there is no estimate yet.', so)
+    : trans.__('There is no estimate yet of how long it will wait.');
+}
+
+/** `Waiting: 2nd, 20 to 60 s left`; `Waiting: 2nd, for 4 s, no estimate yet`. */
 function waiting(trans: TranslationBundle, session: ISession, now: number): ISaid {
   const { expected, queued_at: since, queue_position: position } = session;
   const preempted = Boolean(session.preempted);
@@ -393,8 +424,10 @@ function waiting(trans: TranslationBundle, session: ISession, now: number): ISai
     };
   }
   const so = since === null ? '' : waited(trans, now - since);
-  const text = so ? trans.__('%1, for %2, no estimate yet', still, so) : still;
-  return { ...said, text, short: at };
+  const text = so
+    ? trans.__('%1, for %2, no estimate yet', still, so)
+    : trans.__('%1, no estimate yet', still);
+  return { ...said, text, short: so ? trans.__('%1 · for %2', at, so) : at };
 }
 
 /** The broker's reason as a sentence; its reasons are parts of sentences. */

@@ -234,13 +234,21 @@ class Stage:
 
     def do_why(self, name):
         """Return what ``jupyter gpupool why`` prints about a session, as data."""
-        command = [sys.executable, "-m", "jupyter_gpupool.cli", "why", "--json", name]
+        return json.loads(self._command("why", "--json", name))
+
+    def do_picture(self):
+        """Return what ``jupyter gpupool status`` prints."""
+        return self._command("status")
+
+    def _command(self, *words):
+        command = [sys.executable, "-m", "jupyter_gpupool.cli", *words]
         done = subprocess.run(
             [*command, "--socket", str(self.broker.socket)], capture_output=True, text=True,
-            cwd=ROOT, env=brokers.environment(self.folder), timeout=60, check=False,
+            cwd=ROOT, env={**brokers.environment(self.folder), "COLUMNS": "200"}, timeout=60,
+            check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        return done.stdout
 
     def do_rows(self, kinds=()):
         return self.broker.rows(*kinds)

@@ -123,7 +123,7 @@ def test_a_wait_without_an_estimate_shows_how_long_it_has_lasted():
     lines = draw(pool(sessions=[waiting], now=143.0), Style(width=100))
     line = "1. 77aa33 asks for 1 GiB, waiting for 40 s, no estimate yet: no GPU has 1 GiB free"
     assert line in lines
-    first = "1. 77aa33 asks for 1 GiB, no estimate yet: no GPU has 1 GiB free"
+    first = "1. 77aa33 asks for 1 GiB, waiting for 5 s, no estimate yet: no GPU has 1 GiB free"
     assert first in draw(pool(sessions=[waiting], now=105.0), Style(width=100))
 
 

@@ -80,7 +80,9 @@ def test_a_wait_without_an_estimate_says_how_long_it_has_lasted(
     link._push({**place, "left": None})
     begin = "Waiting for a GPU slice: position 2 of 3"
     assert describe(link) == f"{begin}, no estimate yet. Why."
-    now += 47
+    now += 4
+    assert describe(link) == f"{begin}, waiting for 4 s, no estimate yet. Why."
+    now += 43
     assert describe(link) == f"{begin}, waiting for 40 s, no estimate yet. Why."
     link._push({**place, "waited": 47.0, "left": [25.0, 100.0]})
     assert describe(link) == f"{begin}, 20 s to 2 min left. Why."
@@ -90,7 +92,7 @@ def test_a_wait_without_an_estimate_says_how_long_it_has_lasted(
     assert describe(link) == f"{begin}, waiting for 2 min, no estimate yet. Why."
     queued = {"state": "queued", "queue_position": 1, "queued_at": 100.0}
     assert rows(queued, {"now": 400.0})["queue"] == "position 1, waiting for 5 min, no estimate yet"
-    assert rows(queued, {"now": 104.0})["queue"] == "position 1, no estimate yet"
+    assert rows(queued, {"now": 104.0})["queue"] == "position 1, waiting for 4 s, no estimate yet"
 
 
 def test_a_compute_share_is_shown() -> None:

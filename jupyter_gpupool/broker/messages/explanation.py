@@ -27,6 +27,7 @@ def explanation(told: Told, record: SessionRecord) -> dict[str, Any]:
         "group": record.owner.group,
         "state": record.state,
         "lines": [*told.lines],
+        "time_line": told.time,
         "standing": [*told.standing],
         "position": found.position,
         "ahead": [*found.ahead],

@@ -18,6 +18,7 @@ import {
   say,
   timeOfDay,
   waited,
+  waitSentence,
   waitTime
 } from '../words';
 import { aDevice, aSession, GIB, trans } from './defaults';
@@ -167,6 +168,7 @@ describe('a session', () => {
     [{ ...idle, leaves_at: NOW + 42 }, '0:42'],
     [{ ...idle, stays_reason: 'Host memory is full.' }, 'Stays'],
     [{ state: 'queued', queue_position: 2, expected: soon }, '2nd · 20 to 60 s'],
+    [{ state: 'queued', queue_position: 2, queued_at: NOW - 4 }, '2nd · for 4 s'],
     [{ state: 'queued', queue_position: 2 }, '2nd'],
     [{ state: 'queued' }, 'Waiting'],
     [{ state: 'detached', suspended_bytes: GIB }, '1 GiB'],
@@ -181,7 +183,8 @@ describe('a session', () => {
       { expected: { since: NOW - 5, until: NOW + 11 } },
       'Waiting: 2nd, up to 15 s left'
     ],
-    [{ queued_at: NOW - 9 }, 'Waiting: 2nd'],
+    [{ queued_at: NOW - 0.5 }, 'Waiting: 2nd, no estimate yet'],
+    [{ queued_at: NOW - 4.5 }, 'Waiting: 2nd, for 4 s, no estimate yet'],
     [{ queued_at: NOW - 47 }, 'Waiting: 2nd, for 40 s, no estimate yet'],
     [
       { queued_at: NOW - 47, expected: { since: NOW - 9, until: NOW } },
@@ -192,7 +195,9 @@ describe('a session', () => {
     expect([said.text, said.still, said.counts]).toEqual([text, 'Waiting: 2nd', true]);
     const session = aSession({ state: 'queued', ...changes });
     const time = text.replace(/^Waiting: 2nd(, )?/, '').replace(/^for/, 'waiting for');
-    expect(waitTime(trans, session, NOW)).toBe(time || 'no estimate yet');
+    expect(waitTime(trans, session, NOW)).toBe(time);
+    const figure = /\d.*(?= left)|(?<=for )\d+ s/.exec(time)?.[0] ?? 'no estimate';
+    expect(waitSentence(trans, session, NOW)).toContain(figure);
   });
 
   test('goes back when its work is done, if a release was requested', () => {
@@ -251,7 +256,7 @@ describe('a session', () => {
     [{ state: 'detached' }, 'No GPU', 'none'],
     [{ state: 'detached', suspended_bytes: GIB }, 'In host memory 1 GiB', 'host'],
     [{ state: 'queued' }, 'Waiting', 'wait'],
-    [{ state: 'queued', queue_position: 2 }, 'Waiting: 2nd', 'wait'],
+    [{ state: 'queued', queue_position: 2 }, 'Waiting: 2nd, no estimate yet', 'wait'],
     [{ state: 'attaching' }, 'Attaching…', 'move'],
     [{ state: 'attaching', suspended_bytes: GIB }, 'Restoring 1 GiB…', 'move'],
     [{ state: 'detaching' }, 'Moving to host memory…', 'move']

@@ -8,7 +8,7 @@ import * as React from 'react';
 import type { IAdmin, IAdminSession, IDevice, INote } from '../api';
 import { granted } from '../panel/describe';
 import { refusal } from '../tell';
-import { bytes, dayAndTime, localTime, sentence, waitTime } from '../words';
+import { bytes, dayAndTime, localTime, sentence, waited, waitTime } from '../words';
 import { useKeptFocus } from './focus';
 import type { Orders } from './orders';
 import type { IRow, Sort } from './rows';
@@ -233,7 +233,8 @@ function Sessions(props: ISessionsProps): React.ReactElement {
   );
 }
 
-/** `20 to 60 s left`, or that nobody knows; the column says for how long it has waited. */
+/** `20 to 60 s left`, or that nobody knows; the column says for how long it has waited, in the
+ * same steps as all other places. */
 function left(trans: TranslationBundle, session: IAdminSession, now: number): string {
   return waitTime(trans, { ...session, queued_at: null }, now);
 }
@@ -300,7 +301,7 @@ function SessionRow(
           : row.kept !== null && until !== null && time(until)}
       </td>
       <td className="jp-mod-number">
-        {row.waits !== null && duration(trans, row.waits)}
+        {row.waits !== null && waited(trans, row.waits)}
       </td>
       <td className="jp-gpupool-actions">
         {row.slice > 0 &&

@@ -8,7 +8,15 @@ import type { IDevice, ISession } from '../api';
 import { duration } from '../keeping';
 import { useAnswer } from '../toolbar/hooks';
 import { truth } from '../toolbar/situation';
-import { bytes, dayAndTime, goesBack, goingBack, localTime, say } from '../words';
+import {
+  bytes,
+  comesBack,
+  dayAndTime,
+  goesBack,
+  goingBack,
+  localTime,
+  say
+} from '../words';
 import type { IKernelRow } from './arrange';
 import { Badge, hue } from './section';
 import { Sparkline } from './sparkline';
@@ -108,6 +116,15 @@ const Kernel = React.memo(function Kernel(props: IKernelProps): React.ReactEleme
           {trans.__(
             'Its slice was taken in the middle of its work: %1',
             session.preempted
+          )}
+        </div>
+      )}
+      {session.state === 'detached' && session.taken_reason && (
+        <div className="jp-gpupool-why">
+          {trans.__(
+            'The pool took its slice while it was idle: %1; %2.',
+            session.taken_reason,
+            comesBack(trans, session.attach)
           )}
         </div>
       )}

@@ -7,7 +7,7 @@ import * as React from 'react';
 
 import type { ISession } from '../api';
 import { byAdmin, pauseOf } from '../maintenance';
-import { bytes } from '../words';
+import { bytes, comesBack } from '../words';
 import { Actions } from './actions';
 import { Marked } from './answer';
 import { Ask } from './ask';
@@ -214,7 +214,7 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
         ? [
             trans.__(
               'Your data is safe in host memory; %1.',
-              back(trans, session.attach)
+              comesBack(trans, session.attach)
             ),
             ...(session.taken_reason
               ? [
@@ -231,17 +231,6 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
       return [trans.__('Your data stays as it is; it comes back when it is needed.')];
     default:
       return session.pinned_reason ? [session.pinned_reason] : [];
-  }
-}
-
-function back(trans: TranslationBundle, attach: string): string {
-  switch (attach) {
-    case 'cell':
-      return trans.__('the next cell brings it back');
-    case 'manual':
-      return trans.__('%gpu attach brings it back');
-    default:
-      return trans.__('the next CUDA call brings it back');
   }
 }
 

@@ -9,7 +9,9 @@ import type { ISession } from '../api';
 import type { IPoolModel } from '../tokens';
 import { Marked } from './answer';
 import { WaitActions } from '../waits/actions';
+import { ticker, useTick } from '../ticker';
 import { usePlan } from '../waits/hooks';
+import { waitSentence } from '../words';
 
 interface IProps {
   readonly trans: TranslationBundle;
@@ -23,14 +25,22 @@ export function Why(props: IProps): React.JSX.Element {
   const plan = usePlan(trans, model.client, session.kernel_id, session, length);
   const id = React.useId();
   const waits = session.state === 'queued';
+  useTick(ticker, waits);
+  const { lines = [], time_line: time } = plan.found ?? {};
   return (
     <section className="jp-gpupool-Popover-why" aria-labelledby={id}>
       <h3 id={id} className="jp-gpupool-Popover-title">
         {waits ? trans.__('Why am I waiting?') : trans.__('Who may take this slice?')}
       </h3>
-      {(plan.found?.lines ?? []).map((line, i) => (
+      {lines.map((line, i) => (
         <p key={i}>
-          <Marked line={line} />
+          <Marked
+            line={
+              waits && time && line === time
+                ? waitSentence(trans, session, model.now())
+                : line
+            }
+          />
         </p>
       ))}
       {plan.fault ? (

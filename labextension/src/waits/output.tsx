@@ -9,6 +9,8 @@ import * as React from 'react';
 
 import type { ISession } from '../api';
 import { isMine, type IPoolModel } from '../tokens';
+import { ticker, useTick } from '../ticker';
+import { waitTime } from '../words';
 import { Offered } from './offered';
 
 /** The type of the agent's line; other front ends show its HTML or text. */
@@ -18,6 +20,8 @@ interface IWait {
   /** The session's id in the pool. */
   readonly session: string;
   readonly text: string;
+  /** The part of the text about the time of the wait; empty if there is none. */
+  readonly time: string;
   readonly hint: string;
 }
 
@@ -31,10 +35,12 @@ export class WaitOutput extends ReactWidget implements IRenderMime.IRenderer {
   }
 
   renderModel(mime: IRenderMime.IMimeModel): Promise<void> {
-    const { session, text, hint } = (mime.data[WAIT_TYPE] ?? {}) as Partial<IWait>;
+    const { session, text, time, hint } = (mime.data[WAIT_TYPE] ??
+      {}) as Partial<IWait>;
     this._wait = {
       session: session ?? '',
       text: text ?? '',
+      time: time ?? '',
       hint: hint ?? ''
     };
     this.update();
@@ -70,13 +76,18 @@ function Wait(props: {
 }): React.JSX.Element {
   const { model, trans, wait } = props;
   const session = useSession(model, wait.session);
+  const queued = session?.state === 'queued';
+  useTick(ticker, queued);
+  // From the same figures as chip and panel, so that all of them say the same.
+  const text =
+    queued && wait.time
+      ? wait.text.replace(wait.time, () => waitTime(trans, session, model.now()))
+      : wait.text;
   return (
     <>
-      <p>{wait.text}</p>
+      <p>{text}</p>
       <p className="jp-gpupool-Popover-note">{wait.hint}</p>
-      {session?.state === 'queued' ? (
-        <Offered model={model} trans={trans} session={session} />
-      ) : null}
+      {queued ? <Offered model={model} trans={trans} session={session} /> : null}
     </>
   );
 }

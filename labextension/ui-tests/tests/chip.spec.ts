@@ -132,6 +132,8 @@ test('short form in narrow bars, keyboard order after tab changes', async ({ lab
 });
 
 test('interrupting the wait ends it, and the chip says so', async ({ lab }) => {
+  // However long this test takes, its turn does not come.
+  await ask('options', { preempt: [] });
   await neighbour('one');
   await neighbour('two');
   const notebook = await lab.notebook('waits');
@@ -150,6 +152,9 @@ test('interrupting the wait ends it, and the chip says so', async ({ lab }) => {
   await expect(notebook.chip).toHaveText('No GPU');
   await expect(notebook.prompt).toHaveText('[1]:');
   await expect(notebook.output).toContainText(/Interrupt/);
+  await expect(notebook.output).toContainText(
+    'you stopped the wait for a GPU slice. Nothing on the GPU has changed'
+  );
   await expect(notebook.output).not.toContainText('never');
 });
 

@@ -40,6 +40,16 @@ test('devices, queue, kernels, host memory; names for root; accessible', async (
     'aria-valuetext',
     /^1\.\d of 16 GiB/
   );
+  // Popover and panel say by which rule the slice was lost, and what brings the data back.
+  const kernels = panel.getByRole('region', { name: 'My kernels on this server' });
+  await expect(kernels).toContainText(
+    /The pool took its slice while it was idle: .+; the next CUDA call brings it back\./
+  );
+  await mine.chip.click();
+  await expect(lab.popover).toContainText(
+    /Your data is safe in host memory; the next CUDA call brings it back\.The pool took the slice while it was idle: .+\./
+  );
+  await page.keyboard.press('Escape');
 
   // Now it is I who wait.
   await mine.run('buffer.fill(1, stream=stream); stream.sync()', false);
@@ -52,7 +62,6 @@ test('devices, queue, kernels, host memory; names for root; accessible', async (
   await expect(queue).toContainText('Nobody waits for a GPU.');
   await expect(on(/mine\.ipynb1\.\d of 6 GiB used · idle$/)).toHaveCount(1);
 
-  const kernels = panel.getByRole('region', { name: 'My kernels on this server' });
   await expect(
     kernels.getByRole('button', { name: 'mine.ipynb', exact: true })
   ).toBeVisible();
@@ -264,6 +273,13 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
   expect(await faults(page, '.jp-Dialog')).toEqual([]);
   await dialog.getByRole('button', { name: 'Shut it down' }).click();
   await expect(row('hog')).toHaveCount(0);
+  const ends = await ask<{ reason: string; detail: { order?: string } }[]>('rows', {
+    kinds: ['admin', 'close']
+  });
+  expect(ends.filter(found => found.detail.order === 'end')).toHaveLength(1);
+  expect(ends.filter(found => /has ended this kernel/.test(found.reason))).toHaveLength(
+    2
+  );
 
   // The orders about a GPU, by keyboard alone. The focus returns to the button, or to the one in
   // its place.

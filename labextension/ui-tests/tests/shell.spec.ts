@@ -22,6 +22,32 @@ test('a toast before an idle slice leaves, with Keep', async ({ lab }) => {
   expect((await session(notebook.kernelId))?.state).toBe('idle');
 });
 
+test('get a GPU now: from the Kernel menu and the palette', async ({ lab }) => {
+  await ask('fresh');
+  const { page } = lab;
+  const notebook = await lab.notebook('menu');
+  await expect(notebook.chip).toHaveText('No GPU');
+  await page.menu.clickMenuItem('Kernel>GPU Pool>Get a GPU Now');
+  await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
+  expect((await session(notebook.kernelId))?.state).toBe('idle');
+
+  // With a slice there is none to get, and the menu gives it back.
+  expect(
+    await page.evaluate(() => window.jupyterapp.commands.isEnabled('gpupool:get'))
+  ).toBe(false);
+  await page.menu.clickMenuItem('Kernel>GPU Pool>Release the GPU Now');
+  await expect(notebook.chip).toHaveText('No GPU');
+
+  await lab.execute('apputils:activate-command-palette');
+  await page.locator('.lm-CommandPalette-input').fill('get a gpu now');
+  await page
+    .locator('.lm-CommandPalette-item', { hasText: 'Get a GPU Now' })
+    .first()
+    .click();
+  await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
+  await expect(notebook.output).toBeEmpty();
+});
+
 test('commands, what runs, and the tile of the launcher', async ({ lab }) => {
   await ask('fresh');
   const { page } = lab;

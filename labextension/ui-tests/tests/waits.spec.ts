@@ -15,16 +15,41 @@ const ONE = {
 };
 
 /** A notebook at work with 4 GiB, and one that waits for 6 GiB. */
-async function scene(lab: Lab): Promise<[Notebook, Notebook, Work]> {
+async function scene(
+  lab: Lab,
+  before: (beta: Notebook) => Promise<void> = () => Promise.resolve()
+): Promise<[Notebook, Notebook, Work]> {
   await ask('fresh', ONE);
   const alpha = await lab.notebook('alpha');
   const work = new Work('alpha');
   await alpha.run(work.code, false);
   await expect(alpha.chip).toHaveText(/on GPU 0$/);
   const beta = await lab.notebook('beta');
+  await before(beta);
   await beta.run(`print("before")\n%gpu 6GiB${uses(64)}print("ran")`, false);
   await expect(beta.chip).toHaveText(/^Waiting/);
   return [alpha, beta, work];
+}
+
+/** Note what the browser notifies from now on; returns all of it so far. */
+async function notified(lab: Lab): Promise<() => Promise<string[]>> {
+  await lab.page.evaluate(() => {
+    const told: string[] = [];
+    Object.assign(window, {
+      told,
+      Notification: class {
+        static permission = 'default';
+        static requestPermission() {
+          this.permission = 'granted';
+          return Promise.resolve('granted');
+        }
+        constructor(text: string) {
+          told.push(text);
+        }
+      }
+    });
+  });
+  return () => lab.page.evaluate(() => (window as unknown as { told: string[] }).told);
 }
 
 test('start now with what is free, from the cell and by keyboard', async ({ lab }) => {
@@ -90,24 +115,7 @@ test('release the other notebook, and be told when this one starts', async ({
   lab
 }) => {
   const [alpha, beta, work] = await scene(lab);
-  await lab.page.evaluate(() => {
-    const told: string[] = [];
-    Object.assign(window, {
-      told,
-      Notification: class {
-        static permission = 'default';
-        static requestPermission() {
-          this.permission = 'granted';
-          return Promise.resolve('granted');
-        }
-        constructor(text: string) {
-          told.push(text);
-        }
-      }
-    });
-  });
-  const told = () =>
-    lab.page.evaluate(() => (window as unknown as { told: string[] }).told);
+  const told = await notified(lab);
   await beta.output.getByRole('button', { name: 'Tell me when it starts' }).click();
   await expect(beta.output).toContainText('You are told when it starts.');
   await beta.output
@@ -123,6 +131,45 @@ test('release the other notebook, and be told when this one starts', async ({
   await expect(alpha.chip).toHaveText(/^In host memory/);
 });
 
+for (const place of ['popover', 'panel'] as const) {
+  test(`stop, tell me, release and start now work in the ${place}`, async ({ lab }) => {
+    const [alpha, beta, work] = await scene(lab);
+    const { page, popover, panel } = lab;
+    const told = await notified(lab);
+    const open = async () => {
+      await (place === 'panel' ? lab.execute('gpupool:show-panel') : beta.chip.click());
+      return place === 'panel'
+        ? panel.getByRole('region', { name: 'Queue' })
+        : popover.getByRole('region', { name: 'Why am I waiting?' });
+    };
+    const close = () =>
+      place === 'panel' ? page.sidebar.close('right') : page.keyboard.press('Escape');
+    let where = await open();
+    await where.getByRole('button', { name: /^Stop waiting/ }).click();
+    await expect(beta.output).toContainText('you stopped the wait for a GPU slice');
+    await expect(beta.chip).toHaveText('No GPU');
+    await close();
+
+    await beta.run(`${uses(64)}print("ran")`, false);
+    await expect(beta.chip).toHaveText(/^Waiting/);
+    where = await open();
+    await where.getByRole('button', { name: /^Tell me when it starts/ }).click();
+    await expect(where).toContainText('You are told when it starts.');
+    await where.getByRole('button', { name: 'Release the GPU of alpha.ipynb' }).click();
+    await expect(where).toContainText(
+      'alpha.ipynb (yours) gives 4 GiB back when its work on the GPU is done.'
+    );
+    expect(await told()).toEqual([]);
+    await where.getByRole('button', { name: /^Start now with 4 GiB/ }).click();
+    await expect(beta.output).toContainText('ran');
+    await expect.poll(told).toEqual(['beta.ipynb has its GPU.']);
+    expect((await session(beta.kernelId))?.request.memory).toBe(4 * GiB);
+    await close();
+    work.end();
+    await expect(alpha.chip).toHaveText(/^In host memory/);
+  });
+}
+
 test('stop waiting: one line says what has happened', async ({ lab }) => {
   const [, beta, work] = await scene(lab);
   await beta.output.getByRole('button', { name: 'Stop waiting' }).click();
@@ -132,5 +179,81 @@ test('stop waiting: one line says what has happened', async ({ lab }) => {
   await expect(beta.output).toContainText('before');
   await expect(beta.output.getByRole('button')).toHaveCount(0);
   await expect(beta.chip).toHaveText('No GPU');
+  work.end();
+});
+
+test('every place tells the same time of a wait, from its first seconds', async ({
+  lab
+}) => {
+  let said = (): Promise<string[]> => Promise.resolve([]);
+  const [, beta, work] = await scene(lab, async notebook => {
+    said = await notebook.listen();
+  });
+  const { page } = lab;
+  await lab.execute('gpupool:show-panel');
+  await page.sidebar.setWidth(300, 'right');
+  await beta.chip.click();
+  await expect(lab.popover).toContainText(/There is no estimate yet|there is no/);
+  /** The figure of each place, all of them read in one instant. */
+  const look = (): Promise<Record<string, string>> =>
+    page.evaluate(() => {
+      const figure = (text: string): string =>
+        /for (\d+ (?:s|min))(?:, no|; there is no) estimate yet/.exec(text)?.[1] ??
+        /no estimate yet/.exec(text)?.[0] ??
+        text;
+      const places = {
+        cell: '.jp-NotebookPanel:not(.lm-mod-hidden) .jp-gpupool-Wait > p',
+        chip: '.jp-NotebookPanel:not(.lm-mod-hidden) .jp-gpupool-Chip-long',
+        'status bar': '#jp-main-statusbar .jp-gpupool-Chip-long',
+        popover: '.jp-gpupool-Popover-why',
+        panel: '.jp-gpupool-queue .jp-gpupool-figure'
+      };
+      return Object.fromEntries(
+        Object.entries(places).map(([name, found]) => [
+          name,
+          figure(document.querySelector(found)?.textContent ?? 'missing')
+        ])
+      );
+    });
+  const told = new Set<string>();
+  /** Look until all places are drawn: they are, one after another, within a frame or two. */
+  const agree = async (): Promise<string> => {
+    let figures: string[] = [];
+    await expect
+      .poll(
+        async () => {
+          figures = Object.values(await look());
+          return new Set(figures).size;
+        },
+        { intervals: [50], message: 'all places tell the same' }
+      )
+      .toBe(1);
+    return figures[0]!;
+  };
+  // It is told from the first seconds, and counts in steps.
+  await expect
+    .poll(async () => told.add(await agree()).size, { intervals: [200] })
+    .toBeGreaterThan(2);
+  const STEPS = /^(no estimate yet|([1-9]|[1-5]0) s|\d+ min)$/;
+  expect([...told].filter(figure => !STEPS.test(figure))).toEqual([]);
+  expect(await said()).toContainEqual(
+    expect.stringMatching(/^Waiting: 1st, for [1-9] s, no estimate yet$/)
+  );
+
+  // The command line, from the same figures: between two looks at the chip.
+  const chip = async (): Promise<string> => (await look())['chip']!;
+  const seconds = (figure: string): number =>
+    parseInt(figure) * (figure.endsWith('min') ? 60 : 1);
+  const before = seconds(await chip());
+  const picture = await ask<string>('picture');
+  const printed = seconds(
+    /asks for 6 GiB, waiting for (\d+ (?:s|min)), no estimate yet/.exec(picture)![1]!
+  );
+  expect(printed).toBeGreaterThanOrEqual(before);
+  expect(printed).toBeLessThanOrEqual(seconds(await chip()));
+  await page.keyboard.press('Escape');
+  await beta.output.getByRole('button', { name: 'Stop waiting' }).click();
+  await expect(beta.chip).toHaveText('No GPU');
+  await page.sidebar.close('right');
   work.end();
 });

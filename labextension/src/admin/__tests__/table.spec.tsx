@@ -163,7 +163,7 @@ describe('the page of admins', () => {
     expect(row()).toContain(
       'Waits for 4 GiB · no estimate yetAt most 2 GiB is free on a GPU.'
     );
-    expect(row()).toContain('25 s');
+    expect(row()).toContain('20 s');
     becomes(
       view([session({ ...waits, expected: { since: NOW + 5, until: NOW + 9 } })])
     );

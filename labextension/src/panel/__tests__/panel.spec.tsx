@@ -473,6 +473,18 @@ describe('the queue', () => {
     );
   });
 
+  it('says by which rule an idle slice was lost, and what brings the data back', () => {
+    const lost = {
+      state: 'detached',
+      suspended_bytes: GIB,
+      taken_reason: 'another kernel waits for memory'
+    } as const;
+    show(pool([device(0)], [mine('a', lost)]));
+    region('My kernels on this server').getByText(
+      'The pool took its slice while it was idle: another kernel waits for memory; the next CUDA call brings it back.'
+    );
+  });
+
   it('shows an unknown place as ?, and an unknown time as one', () => {
     show(pool([device(0)], [mine('a', queued)]));
     expect(region('Queue').getByRole('listitem').textContent).toBe(
@@ -500,7 +512,7 @@ describe('my kernels', () => {
     const preempted = 'a kernel of a higher priority class needs the GPU';
     show(pool([device(0)], [mine('a', { ...queued, preempted, queue_position: 1 })]));
     const kernels = region('My kernels on this server');
-    kernels.getByText('Preempted: 1st');
+    kernels.getByText('Preempted: 1st, no estimate yet');
     kernels.getByText(`Its slice was taken in the middle of its work: ${preempted}`);
   });
 
