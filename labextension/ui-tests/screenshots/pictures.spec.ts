@@ -5,7 +5,7 @@
 import { mkdirSync } from 'fs';
 import * as path from 'path';
 
-import { expect, Lab, type Notebook, test } from '../lab';
+import { expect, type ISite, Lab, type Notebook, test } from '../lab';
 import { ask, GiB, KERNEL, neighbour, uses, Work } from '../pool';
 
 const FOLDER = path.resolve(__dirname, '../../../docs/images/ui');
@@ -217,6 +217,37 @@ test('a cell that waits, and what can be done', async ({ browser }) => {
   await shoot(lab, 'wait', [BAR, `${BAR} .jp-gpupool-chip`, '.jp-gpupool-Wait']);
   work.end();
   await expect(beta.chip).toHaveText(/^Idle/);
+  await lab.clear();
+  await lab.close();
+});
+
+test('the panel of a user who is no admin', async ({ browser }) => {
+  test.skip(process.getuid?.() !== 0, 'only root can start servers of other users');
+  test.setTimeout(300_000);
+  await ask('fresh');
+  const site = await ask<ISite>('lab_of_visitor');
+  const lab = await Lab.open(browser, { scale: 2, site });
+  const train = await lab.notebook('train');
+  const work = new Work('train');
+  await train.run(uses(4 * 1024) + work.code, false);
+  await expect(train.chip).toHaveText(/^4\.\d of 6 GiB on GPU/);
+  for (const name of ['a', 'b', 'c', 'd', 'e']) {
+    await neighbour(name, { gib: 7, alloc: 0.25 });
+  }
+  await neighbour('f', { gib: 7, hold: false });
+  await ask('asks', { name: 'f' });
+  const late = await lab.notebook('late');
+  await late.run(uses(64), false);
+  await expect(late.chip).toHaveText(/^Waiting: \d/);
+  await lab.page.setViewportSize({ width: 1280, height: HEIGHT });
+  await lab.execute('gpupool:show-panel');
+  await lab.page.sidebar.setWidth(300, 'right');
+  const start = lab.panel.getByRole('button', { name: /^Start now with/ });
+  await expect(start).toBeVisible();
+  await expect(lab.panel.getByText('Another user (notebook)')).toHaveCount(6);
+  await expect(lab.panel.getByText(/^Waits for/)).toBeVisible();
+  await shoot(lab, 'panel-user', ['.jp-gpupool-panel']);
+  work.end();
   await lab.clear();
   await lab.close();
 });
