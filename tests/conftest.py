@@ -108,7 +108,8 @@ COSTS = {
 #: The folders and files of ``make quick``: the pool, units and contracts. They start no broker
 #: and no kernel. All take less than a minute on two cores: a slow file does not belong here.
 QUICK = {
-    "pool", "cluster/test_ledger", "config", "test_architecture", "test_client", "test_emulation",
+    "pool", "cluster/test_courier", "cluster/test_ledger", "cluster/test_views", "config",
+    "kubernetes/test_manifests", "test_architecture", "test_client", "test_emulation",
     "test_endpoint",
     "test_errors", "test_longruns", "test_local_machine", "test_marks", "test_protocol",
     "test_startrecord", "test_text", "texts", "test_timeline", "test_units", "docs/test_docs",

@@ -69,9 +69,14 @@ _leave_out_created: Callable[[], None] = disable_created_metrics
 
 
 class Figures:
-    """The metrics, in their own registry, not the process's default one."""
+    """The metrics, in their own registry, not the process's default one.
 
-    def __init__(self, core: Core, samples: Samples, log: logging.Logger) -> None:
+    ``node`` is the name of this machine in its cluster, or "".
+    """
+
+    def __init__(
+        self, core: Core, samples: Samples, log: logging.Logger, *, node: str = ""
+    ) -> None:
         _leave_out_created()
         self.registry = CollectorRegistry()
         self._core = core
@@ -101,7 +106,7 @@ class Figures:
             registry=self.registry,
         )
         self.attached = Attached(core)
-        self.gauges = Gauges(core, samples)
+        self.gauges = Gauges(core, samples, node)
         self._accounts = _Accounts()
         self.registry.register(self._accounts)
         ProcessCollector(namespace=f"{PREFIX}broker", registry=self.registry)
@@ -261,14 +266,15 @@ class Attached:
 class Gauges:
     """The pool as it is now."""
 
-    def __init__(self, core: Core, samples: Samples) -> None:
+    def __init__(self, core: Core, samples: Samples, node: str) -> None:
         self._core = core
         self._samples = samples
+        self._labels = {"version": __version__, **({"node": node} if node else {})}
 
     def families(self) -> Iterator[Metric]:
         """Yield every gauge that has a value."""
         view = self._core.pool.view(self._core.now())
-        yield _info("broker", "The broker", {"version": __version__})
+        yield _info("broker", "The broker", self._labels)
         yield from self._devices(view)
         yield from _sessions(view)
         yield _gauge("pool_suspended_bytes", "Device state in host memory", view.host_used)

@@ -9,6 +9,7 @@ the pool's accounts and from each row of the journal; the broker serves them on 
 from __future__ import annotations
 
 import logging
+import socket
 from typing import TYPE_CHECKING
 
 from .configuration import Configuration
@@ -58,7 +59,11 @@ class Metrics:
         from .figures import Endpoint, Figures
 
         before = self._served
-        figures = before[0] if before is not None else Figures(self._core, self._samples, self._log)
+        figures = (
+            before[0]
+            if before is not None
+            else Figures(self._core, self._samples, self._log, node=self._node())
+        )
         try:
             endpoint = Endpoint(port, figures.page, self._log)
         except OSError as error:
@@ -74,6 +79,12 @@ class Metrics:
             figures.start()
         self._served, self.port = (figures, endpoint), port
         self._log.info("Metrics for every user of this machine: http://127.0.0.1:%d/metrics", port)
+
+    def _node(self) -> str:
+        """Return the name of this machine in its cluster; "" if it is in none."""
+        settings = self._configuration.settings
+        name = settings.cluster_node or socket.gethostname()
+        return name if settings.cluster_nodes else ""
 
     def close(self) -> None:
         """Stop serving and counting."""

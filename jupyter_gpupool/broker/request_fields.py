@@ -309,6 +309,11 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ledger counts nothing of it any more), kernels (with a slice), connected (the ledger answers)
     "leave": ({}, {}),
     # ---- any client
+    # on a machine of a cluster. ok: name (of this machine), own (what it has), connected (the
+    # ledger answers), age (seconds since it did last, or null), view (null without an answer of
+    # the ledger): serving, left_out (machines too many for a message), nodes (name, state, age in
+    # seconds, summary or null, counted: kind, name, resource, window, amount of the peer's limits)
+    "cluster": ({}, {}),
     # ok: the snapshot described in ``broker/messages/snapshot.py``
     "status": ({}, {}),
     # why the session waits, or may lose its slice. ok: see ``broker/messages/explanation.py``

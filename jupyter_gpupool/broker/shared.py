@@ -17,7 +17,10 @@ import logging
 import socket
 import time
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from operator import itemgetter
+from typing import Any
 
 from ..cluster.budgets import Budgets, Demand
 from ..cluster.messages import Key, loan_from_json, report_to_json
@@ -26,6 +29,7 @@ from ..errors import Code, RefusedError
 from ..pool import events as e
 from ..pool.model import Charge, Owner, PoolSettings
 from ..protocol import Message
+from .cluster_views import ClusterViews, keys_for, summary_of, visible
 from .configuration import Configuration
 from .core import Core
 from .gpu.maintenance import Maintenance
@@ -106,6 +110,7 @@ class SharedLimits:
         self._reported = 0.0
         self._connected = False
         self._inside = False
+        self._views = ClusterViews(self._ask_for_view, self._shown)
 
     # ------------------------------------------------------------------ for the pool
 
@@ -208,7 +213,12 @@ class SharedLimits:
         """Apply an answer of the ledger."""
         self._check(connection)
         try:
-            answer = loan_from_json(json.loads(message["answer"]))
+            values = json.loads(message["answer"])
+            if "view" in values:
+                self._views.arrived(values["view"])
+                connection.answer(message.get("id"))
+                return
+            answer = loan_from_json(values)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise RefusedError(
                 f"This is no answer of a ledger: {type(error).__name__}.", code=Code.BAD_REQUEST
@@ -222,6 +232,31 @@ class SharedLimits:
         self._settle()
         connection.answer(message.get("id"))
         self._report_if_due()
+
+    def cluster(self, connection: Connection, message: Message) -> None:
+        """Answer what all machines have, as the ledger knows it, and what this one has."""
+        connected = self._budgets.is_connected(time.monotonic())
+        self._views.look(connection, message.get("id"), connected=connected)
+
+    def _ask_for_view(self) -> None:
+        self._budgets.hurry()
+        self._report_if_due()
+
+    def _shown(self, connection: Connection, view: Mapping[str, Any] | None) -> dict[str, Any]:
+        core, peer = self._core, connection.peer
+        keys = None
+        if not self._configuration.access.is_admin(peer):
+            user = owner_of(peer.uid).name
+            keys = keys_for(user, core, self._configuration.settings.pool)
+        now = time.monotonic()
+        return {
+            "name": self._budgets.node,
+            "view": visible(view, keys),
+            "own": summary_of(core)._asdict(),
+            "connected": self._budgets.is_connected(now),
+            # Seconds since the last report that the ledger has answered.
+            "age": self._budgets.age(now),
+        }
 
     def leave(self, connection: Connection, message: Message) -> None:
         """Drain this machine, so that it leaves; answer how far it is."""
@@ -257,13 +292,15 @@ class SharedLimits:
         self._core.commit()
 
     def gone(self, connection: Connection) -> None:
-        """Forget the request of a connection that has ended."""
+        """Forget the requests of a connection that has ended."""
+        self._views.gone(connection)
         if self._pending is not None and self._pending[0] is connection:
             self._forget_pending()
 
     def close(self) -> None:
         """Change nothing more."""
         self._forget_pending()
+        self._views.close()
         for timer in (self._soon, self._expiry):
             if timer is not None:
                 timer.cancel()
@@ -296,7 +333,9 @@ class SharedLimits:
         (connection, request), now = self._pending, time.monotonic()
         self._forget_pending()
         self._reported = now
-        text = json.dumps(report_to_json(self._budgets.report(now)), separators=(",", ":"))
+        summary, looks = summary_of(self._core), self._views.wanted
+        report = replace(self._budgets.report(now), summary=summary, looks=looks)
+        text = json.dumps(report_to_json(report), separators=(",", ":"))
         connection.answer(request, {"report": text})
 
     def _forget_pending(self) -> None:

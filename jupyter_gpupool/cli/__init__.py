@@ -4,7 +4,8 @@
 
 - ``commands``: the commands, their options, exit codes; the only place that prints errors.
   ``registry``: how a function becomes one. ``program_commands``: for programs;
-  ``cluster_commands``: for several machines; ``leaving``: orders that take long.
+  ``cluster_commands``: for several machines; ``leaving``: orders that take long;
+  ``cluster_status``: all machines in ``status`` and ``why``.
 - ``status``, ``picture``: the snapshot as a picture; ``picture`` is pure text in, text out.
 - ``top``: the sessions on a screen, with orders; ``top_table`` (pure), ``top_keys`` (pure).
 - ``install_devices``: NVIDIA's packages in an environment of their own.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn, Sequence
 
 from .. import __version__
-from ..errors import GPUPoolError
+from ..errors import Code, GPUPoolError, RefusedError
 from ..text import did_you_mean
 from . import cluster_commands, program_commands  # noqa: F401 (registers them)
 from .registry import (
@@ -51,6 +51,7 @@ _SUMMARY = "GPU slices for Jupyter kernels: attached while needed, given back wi
     SOCKET,
     argument("--watch", "-w", action="store_true", help="draw again until Ctrl-C"),
     argument("--json", action="store_true", help="print JSON, all sizes in bytes"),
+    argument("--cluster", action="store_true", help="show the machines of this machine's cluster"),
     argument(
         "--interval", type=seconds_between, default=1.0, metavar="SECONDS",
         help="between two pictures of --watch (default: 1)",
@@ -59,6 +60,15 @@ _SUMMARY = "GPU slices for Jupyter kernels: attached while needed, given back wi
 def _status(options: Options) -> int:
     from .status import show_status
 
+    if options.cluster:
+        if options.watch:
+            raise RefusedError(
+                "status --cluster draws once.", code=Code.BAD_REQUEST,
+                next_step="Leave out --watch, or use: watch jupyter gpupool status --cluster",
+            )  # fmt: skip
+        from .cluster_status import show_cluster
+
+        return show_cluster(options.socket, as_json=options.json)
     return show_status(
         options.socket, as_json=options.json, watch=options.watch, interval=options.interval
     )

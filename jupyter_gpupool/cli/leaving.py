@@ -31,7 +31,8 @@ def uses(node: Mapping[str, Any]) -> list[str]:
     """Return what each user and group may use on a machine, as one line for each."""
     by_name: dict[str, list[str]] = defaultdict(list)
     for kind, name, resource, _, amount in node["counted"]:
-        text = format_bytes(amount) if resource == "memory" else f"{amount} {resource}"
+        what = resource.removesuffix("s") if amount == 1 else resource
+        text = format_bytes(amount) if resource == "memory" else f"{amount} {what}"
         by_name[f"{kind} {name}"].append(text)
     return [f"{name} may use {', '.join(parts)}" for name, parts in by_name.items()]
 

@@ -175,6 +175,11 @@ def why(socket: str, name: str, *, as_json: bool) -> int:
     with connect(socket_path(socket)) as client:
         session = find_session(name, client.call("status")["sessions"])
         answer = _clean(client.call("why", session=session))
+        if answer.get("clustered") and answer["state"] == "queued":
+            from .cluster_status import ask, elsewhere
+
+            told = elsewhere(ask(client), answer["owner"], answer["group"])
+            answer["standing"] = [*answer["standing"], *told]
     if as_json:
         print(json.dumps(answer, indent=2))
         return 0

@@ -58,6 +58,8 @@ class Budgets:
     has_left: bool = False
     #: Until when it may grant from its ceilings.
     until: float = 0.0
+    #: When the last report was sent that the ledger has answered.
+    heard: float | None = None
     #: Something has changed that the ledger should know at once.
     due: bool = True
     _number: int = 0
@@ -78,6 +80,10 @@ class Budgets:
     def is_connected(self, now: float) -> bool:
         """Return whether the ledger has answered in time."""
         return now < self.until
+
+    def age(self, now: float) -> float | None:
+        """Return how long ago the last report was that has an answer; None if none has."""
+        return None if self.heard is None else now - self.heard
 
     def most(self, key: Key, now: float) -> int:
         """Return how much of ``key`` the sessions of this node may use in all.
@@ -121,6 +127,10 @@ class Budgets:
             if self.uses.get(key, Demand()).used < old.get(key, Demand()).used:
                 self.due = True
 
+    def hurry(self) -> None:
+        """Have the next report go out at once."""
+        self.due = True
+
     def drain(self, drains: bool) -> None:
         """Grant nothing more, and leave once no session has a slice; with False, come back."""
         if drains == self.drains:
@@ -156,6 +166,7 @@ class Budgets:
         sent = self._sent.get(loan.number)
         if sent is not None:
             self.until = max(self.until, sent + loan.ttl)
+            self.heard = max(self.heard or sent, sent)
             for number in [n for n in self._sent if n < loan.number]:
                 del self._sent[number]
         if loan.serial <= self._applied:

@@ -52,14 +52,15 @@ class BrokerCalls:
         if self._task.done():
             raise ConnectionResetError("The broker has closed the connection.")
         self._last += 1
-        future = self._answers[self._last] = asyncio.get_running_loop().create_future()
-        self._writer.write(encode({"type": kind, "id": self._last, **fields}))
+        number = self._last  # another call may begin before this one ends
+        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(encode({"type": kind, "id": number, **fields}))
         try:
             return raise_for(await within(future, patience))
         except asyncio.TimeoutError:
             raise ConnectionResetError("The broker does not answer.") from None
         finally:
-            self._answers.pop(self._last, None)
+            self._answers.pop(number, None)
 
     def close(self) -> None:
         """End the connection."""

@@ -23,6 +23,21 @@ _LOG = logging.getLogger(__name__)
 TTL, MARGIN = 8.0, 2.0
 
 
+#: Characters of a view for a node: its broker takes no more in one message.
+MOST_TEXT = 120_000
+
+
+def view_text(found: dict[str, Any]) -> str:
+    """Return what all nodes have, for a node; where that is too much, without the last ones."""
+    nodes = found["nodes"]
+    while True:
+        kept = {**found, "nodes": nodes, "left_out": len(found["nodes"]) - len(nodes)}
+        text = json.dumps({"view": kept}, separators=(",", ":"))
+        if len(text) <= MOST_TEXT:
+            return text
+        nodes = nodes[: len(nodes) * MOST_TEXT // len(text)]
+
+
 class Desk:
     """A ledger in an event loop.
 
@@ -60,6 +75,8 @@ class Desk:
         """
         report = report_from_json(json.loads(text))
         self._do(ev.Reported(now=time.monotonic(), report=report))
+        if report.looks:
+            self._post(report.node, view_text(self.view()))
         return report.node
 
     def fence(self, node: str) -> None:
@@ -89,6 +106,7 @@ class Desk:
                     "state": node.state,
                     "age": node.age,
                     "counted": [[*key, amount] for key, amount in node.counted.items()],
+                    "summary": None if node.summary is None else node.summary._asdict(),
                 }
                 for node in self._ledger.views()
             ],

@@ -198,7 +198,7 @@ class Ledger:
         if report.life > node.life:
             self._new_life(node, report)
         node.number = report.number
-        node.read_drain(report)
+        node.read_state(report)
         if node.gone:
             return [Send(self._answer(node))]
         node.seen = self._now

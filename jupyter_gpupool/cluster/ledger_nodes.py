@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal, Mapping
 
-from .messages import Holding, Key, Report
+from .messages import Holding, Key, Report, Summary
 
 #: Unconfirmed offers to one node that are kept apart; more are merged, which counts no less.
 OFFERS = 16
@@ -29,6 +29,8 @@ class NodeView:
     #: Seconds since its last report.
     age: float
     counted: Mapping[Key, int]
+    #: What its last report said that it has.
+    summary: Summary | None = None
 
 
 @dataclass(slots=True)
@@ -59,14 +61,16 @@ class Node:
     drains: bool = False
     order: bool | None = None
     order_serial: int = 0
+    summary: Summary | None = None
 
     def used(self, key: Key) -> int:
         """Return how much of a key its sessions used at its last report."""
         held = self.holdings.get(key)
         return 0 if held is None else held.used
 
-    def read_drain(self, report: Report) -> None:
-        """Note whether it drains, and whether it has carried out its order."""
+    def read_state(self, report: Report) -> None:
+        """Note whether it drains, whether it has carried out its order, and what it has."""
+        self.summary = report.summary
         self.drains = report.drains
         # Before it has read this order, it may have reported the same and then read an earlier one.
         if report.drains == self.order and report.applied >= self.order_serial:
@@ -100,4 +104,4 @@ class Node:
             state = "fenced"
         elif not self.heard:
             state = "unheard"
-        return NodeView(self.name, self.life, state, age, dict(self.counted))
+        return NodeView(self.name, self.life, state, age, dict(self.counted), self.summary)

@@ -43,6 +43,20 @@ class Holding(NamedTuple):
     keep: int = 0
 
 
+class Summary(NamedTuple):
+    """What a node has, for people: nothing is decided by it. Sizes are bytes."""
+
+    #: Its GPUs, and how many of them are out of service.
+    devices: int
+    out: int
+    #: What the pool can grant there at most, has granted, and could grant without a preemption.
+    capacity: int
+    granted: int
+    free: int
+    #: Kernels that wait for a slice.
+    waiting: int
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """All that a node has, from the node to the ledger."""
@@ -66,6 +80,9 @@ class Report:
     #: It grants nothing more; and it has drained: no session there has a slice, and it leaves.
     drains: bool = False
     leaves: bool = False
+    summary: Summary | None = None
+    #: Somebody there looks at the cluster: the ledger sends what all nodes have.
+    looks: bool = False
 
 
 def larger(one: Mapping[Key, int], other: Mapping[Key, int]) -> dict[Key, int]:
@@ -120,6 +137,10 @@ def report_to_json(report: Report) -> dict[str, Any]:
         found["drains"] = True
     if report.leaves:
         found["leaves"] = True
+    if report.summary is not None:
+        found["summary"] = list(report.summary)
+    if report.looks:
+        found["looks"] = True
     return found
 
 
@@ -131,7 +152,7 @@ def report_from_json(values: Mapping[str, Any]) -> Report:
         {Key._make(row[:4]): Holding._make(row[4:]) for row in values["holdings"]},
         tuple(_amounts(rows) or {} for rows in values["waits"]),
         values["version"], _amounts(values.get("spent")), bool(values.get("drains")),
-        bool(values.get("leaves")),
+        bool(values.get("leaves")), _summary(values.get("summary")), bool(values.get("looks")),
     )  # fmt: skip
 
 
@@ -166,6 +187,12 @@ def loan_from_json(values: Mapping[str, Any]) -> Loan:
         values["version"], _amounts(values.get("spent")), bool(values.get("gone")),
         values.get("drains"),
     )  # fmt: skip
+
+
+def _summary(values: list[int] | None) -> Summary | None:
+    """Return a summary; None from a node whose version sends another one."""
+    fits = values is not None and len(values) == len(Summary._fields)
+    return Summary._make(values or ()) if fits else None
 
 
 def _amounts_to_json(amounts: Mapping[Key, int]) -> list[list[Any]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from socket import gethostname
@@ -33,6 +34,9 @@ NAMESPACE, NAME = "gpupool", "ledger"
 
 #: Seconds for which an answer is waited for in one call, and in which a call must end.
 POLL, PATIENCE = 10.0, 15.0
+#: Seconds without an answer after which an agent ends, so that `node` starts one that connects
+#: anew: a driver of Ray that has outlived its head may never find the new ledger.
+SILENT = 30.0
 #: Answers that are kept for a node that does not fetch them; only the last ones matter.
 KEPT = 64
 
@@ -122,6 +126,8 @@ class RayLedger:
         self.answers: asyncio.Queue[str] = asyncio.Queue()
         self._node, self._limits, self._members, self._ttl = node, limits, members, ttl
         self._actor: Any = None
+        self._answered = time.monotonic()
+        self._failure = ""
 
     async def send(self, report: str) -> None:
         """Send a report; raise ``OSError`` if no ledger takes it."""
@@ -136,6 +142,12 @@ class RayLedger:
             except OSError:
                 await asyncio.sleep(AGAIN)
 
+    async def watch(self) -> None:
+        """Return when no ledger has answered for :data:`SILENT` seconds."""
+        while (left := self._answered + SILENT - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+        _LOG.warning("The ledger has not answered for %g s (%s)", SILENT, self._failure[:300])
+
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:
             if self._actor is None:
@@ -144,9 +156,11 @@ class RayLedger:
                     the_ledger, self._limits, self._members, ttl=self._ttl, margin=self._ttl / 4
                 )
             call = getattr(self._actor, method).remote(*arguments)
-            return await within(call, PATIENCE)
+            found = await within(call, PATIENCE)
+            self._answered = time.monotonic()
+            return found
         except (RayError, ValueError, asyncio.TimeoutError) as error:
-            self._actor = None
+            self._actor, self._failure = None, f"{method}: {type(error).__name__} {error}"
             raise ConnectionResetError(f"The ledger does not answer: {error}") from None
 
 
@@ -158,11 +172,22 @@ async def run_agent(
     connect(address)
     name = settings.cluster_node or gethostname()
     ledger = RayLedger(name, limits_of(settings.pool), settings.cluster_nodes, ttl)
-    collecting = asyncio.get_running_loop().create_task(ledger.collect())
+    works = (
+        carry(broker, ledger.send, ledger.answers, interval=interval),
+        ledger.collect(),
+        ledger.watch(),
+    )
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        await carry(broker, ledger.send, ledger.answers, interval=interval)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        logging.shutdown()
+        # A thread in a call of Ray would hold up a regular end.
+        os._exit(1)
     finally:
-        collecting.cancel()
+        for task in tasks:
+            task.cancel()
 
 
 def ask(address: str, method: str, *arguments: Any) -> Any:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import REGISTRY, enable_created_metrics
 
+from jupyter_gpupool import __version__
 from jupyter_gpupool.broker import figures as f
 from jupyter_gpupool.broker.gpu.samples import Samples
 from jupyter_gpupool.broker.store.journal import Row
@@ -33,7 +34,7 @@ DASHBOARD = DOCS / "grafana" / "jupyter-gpupool-pool.json"
 class Machine:
     """A pool of two devices with the parts of a broker that the metrics read."""
 
-    def __init__(self):
+    def __init__(self, **figures):
         self.time = 1000.0
         self.pool = Pool(PoolSettings(default_memory=GiB, default_limit=GiB))
         self.runner = SimpleNamespace(
@@ -44,7 +45,7 @@ class Machine:
         for index, uuid in enumerate("AB"):
             device = Device(uuid, index, f"GPU {index}", "model", 4 * GiB)
             self.pool.handle(e.DeviceAppeared(now=self.time, device=device))
-        self.figures = f.Figures(self.runner, self.samples, logging.getLogger())
+        self.figures = f.Figures(self.runner, self.samples, logging.getLogger(), **figures)
 
     def record(self, session):
         return self.pool.record(session) if session in self.pool else None
@@ -274,6 +275,15 @@ def test_metric_names_of_broker_and_server_are_disjoint():
     theirs = set().union(*(samples for _, samples in families(REGISTRY).values()))
     assert theirs, "the server extension has metrics"
     assert not ours & theirs
+
+
+def test_the_broker_names_its_machine_only_in_a_cluster(on_machine):
+    async def look(alone):
+        labels = {"version": __version__}
+        assert alone.value("broker_info", **labels) == 1
+        assert Machine(node="gpu1").value("broker_info", **labels, node="gpu1") == 1
+
+    on_machine(look)
 
 
 def test_documented_metrics_are_those_that_exist():

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -178,6 +179,51 @@ def test_leave_waits_for_the_kernels_of_this_machine(cluster, capsys):
     assert state_of(cluster, "m1") == "left"
     cluster.order(order="resume", node="m1")
     wait_node(cluster, "m1", "present")
+
+
+def look(cluster, name, capsys, *words):
+    """Return what ``status --cluster`` prints on a machine."""
+    main(["status", "--cluster", "--socket", str(cluster.brokers[name].socket), *words])
+    return capsys.readouterr().out
+
+
+def test_each_machine_shows_all_of_the_cluster(cluster, capsys):
+    first, _, third = two_and_a_third(cluster)
+
+    def machines():
+        found = json.loads(look(cluster, "m2", capsys, "--json"))["view"]
+        return {node["name"]: node for node in found["nodes"]} if found else None
+
+    def all_known():
+        found = machines()
+        shown = [n["summary"] for n in (found or {}).values() if n["summary"]]
+        figures = [(summary["granted"] >> 20, summary["waiting"]) for summary in shown]
+        return found if figures == [(100, 0), (100, 0), (0, 1)] else None
+
+    found = wait_until(all_known, "all machines to have reported")
+    assert [row[2:] for row in found["m0"]["counted"]] == [["leases", "", 1]]
+    socket = str(cluster.brokers["m2"].socket)
+    assert main(["why", third.session, "--socket", socket]) == 0
+    told = capsys.readouterr().out
+    assert "On m0 (last heard " in told
+    assert "may use 1 lease." in told
+    cluster.agents["m1"].kill()
+    wait_until(lambda: "m1       silent for " in look(cluster, "m2", capsys), "m1 to be silent")
+    text = look(cluster, "m2", capsys)
+    assert "m1: its figures are" in text
+    cluster.agents["m1"].start()
+    first.close()
+    third.do("got", hold="cell")
+
+
+def test_without_the_ledger_a_machine_shows_itself(cluster, capsys):
+    cluster.wait_serving()
+    assert "present" in look(cluster, "m0", capsys)
+    cluster.ledger.kill()
+    lost = "The ledger of the cluster does not answer m0. It answered"
+    wait_until(lambda: lost in look(cluster, "m0", capsys), "the loss to be noticed")
+    assert "m0       here   1     0 B" in look(cluster, "m0", capsys)
+    cluster.ledger.start()
 
 
 class Churn:

@@ -1,12 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The head of a real Ray cluster is killed and comes back; nothing keeps its state."""
+"""The head of a real Ray cluster is killed and comes back, without and with Redis for its state."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import signal
+import socket
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,9 +30,39 @@ PATIENCE = 180
 
 
 @pytest.fixture
-def cluster():
+def redis():
+    """Return the address of a Redis server of its own."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("redis-server is missing")
     folder = short_folder()
-    found = RayCluster(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)],
+        stdout=subprocess.DEVNULL,
+    )
+
+    def answers():
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
+            return True
+        return False
+
+    wait_until(answers, "Redis to listen")
+    yield f"127.0.0.1:{port}"
+    server.kill()
+    server.wait()
+    remove(folder)
+
+
+@pytest.fixture(params=("no store", "redis"))
+def cluster(request):
+    store = {}
+    if request.param == "redis":
+        store = {"RAY_REDIS_ADDRESS": request.getfixturevalue("redis")}
+    folder = short_folder()
+    found = RayCluster(folder, **store)
     try:
         yield found.start()
         found.end_kernels()

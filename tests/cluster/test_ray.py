@@ -43,7 +43,8 @@ class RayNode:
                  str(cluster.token), "--config", str(broker.config_file), "--socket",
                  str(broker.socket)],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-                env=broker_kit.environment(cluster.folder), cwd=broker_kit.ROOT,
+                env={**broker_kit.environment(cluster.folder), **(cluster.store if head else {})},
+                cwd=broker_kit.ROOT,
             )  # fmt: skip
         return self
 
@@ -61,8 +62,9 @@ class RayNode:
 class RayCluster(Cluster):
     """The machines of :class:`Cluster`; Ray carries their messages and runs the ledger."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, **store):
         super().__init__(folder)
+        self.store = store  # variables of the head: where Ray keeps its state
         with socket.socket() as free:
             free.bind(("", 0))
             self.port = free.getsockname()[1]

@@ -162,7 +162,8 @@ class PeopleMessages:
         self._core.handle(e.Tick(now=self._core.now()))
         record = self._lifecycle.record(session)
         told = self._core.pool.why(session.id)
-        connection.answer(message.get("id"), explanation(told, record))
+        clustered = bool(self._configuration.settings.cluster_nodes)
+        connection.answer(message.get("id"), {**explanation(told, record), "clustered": clustered})
 
     def hour(self, connection: Connection, message: Message) -> None:
         """Answer with the last hour of the devices and the queue; it names nobody."""

@@ -99,6 +99,7 @@ class Router:
             "end": admin.end,
             "account": shared.account if shared is not None else _alone,
             "lend": shared.lend if shared is not None else _alone,
+            "cluster": shared.cluster if shared is not None else _alone,
             "leave": shared.leave if shared is not None else _alone,
         }
 

@@ -320,6 +320,7 @@ PRICES: Mapping[str, float] = {
     "account": 10.0,
     "lend": 20.0,
     "leave": 20.0,
+    "cluster": 20.0,
     "status": 8.0,
     "why": 8.0,
     "hour": 8.0,

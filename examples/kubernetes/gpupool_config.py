@@ -1,0 +1,18 @@
+# For each broker, each agent and the ledger: the same lines on all machines.
+import os
+
+c = get_config()
+
+# All machines of the pool, as `kubectl get nodes` names them. The ledger waits for each of them.
+c.GPUPool.cluster_nodes = ["gpu-a", "gpu-b"]
+# The downward API sets it, see nodes.yaml.
+c.GPUPool.cluster_node = os.environ.get("NODE_NAME", "")
+# The user of the agent's container, which has no account in the broker's.
+c.GPUPool.cluster_agent = "uid-990"
+
+c.GPUPool.socket = "/run/gpupool/broker.sock"
+c.GPUPool.state_dir = "/var/lib/gpupool"
+
+# hub-values.yaml gives each user a user id; the pool knows them as uid-100001, uid-100002, ...
+c.GPUPool.quotas = {"*": {"memory": "40GiB", "leases": 4}}
+c.GPUPool.on_ledger_loss = "closed"
