@@ -22,7 +22,7 @@ THREE_TO_ONE = {"big": Group(weight=3.0), "small": Group(weight=1.0)}
 @pytest.mark.parametrize("preempt", [frozenset(), PREEMPT_ALL], ids=["by-cells", "preempted"])
 @pytest.mark.parametrize(
     ("big", "small"),
-    [(4.0, 4.0), (4.0, 45.0), (45.0, 4.0), (45.0, 45.0)],
+    [(5.0, 5.0), (5.0, 45.0), (45.0, 5.0), (45.0, 45.0)],
     ids=["short", "short-long", "long-short", "long"],
 )
 def test_endless_demand_ends_at_the_weights(big, small, preempt):
