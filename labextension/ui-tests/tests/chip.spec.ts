@@ -139,6 +139,8 @@ test('interrupting the wait ends it, and the chip says so', async ({ lab }) => {
   const notebook = await lab.notebook('waits');
   await notebook.run(uses(64) + 'print("ne" + "ver")', false);
   await expect(notebook.chip).toHaveText(/^Waiting: 1st/);
+  // The kernel has noted the wait: it ignores one that lasts less than a quarter of a second.
+  await expect(notebook.output).toContainText('Waiting for a GPU slice of 6 GiB');
   await notebook.panel
     .locator('.jp-NotebookPanel-toolbar [data-jp-item-name="interrupt"]')
     .getByRole('button')

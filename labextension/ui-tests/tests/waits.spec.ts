@@ -28,6 +28,8 @@ async function scene(
   await before(beta);
   await beta.run(`print("before")\n%gpu 6GiB${uses(64)}print("ran")`, false);
   await expect(beta.chip).toHaveText(/^Waiting/);
+  // Once its line is shown, the kernel says what an interrupt of the wait has done.
+  await expect(beta.output).toContainText('Waiting for a GPU slice of 6 GiB');
   return [alpha, beta, work];
 }
 
