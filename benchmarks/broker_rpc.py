@@ -50,7 +50,7 @@ IDLE_SESSIONS, IDLE_DEVICES = 1000, 8
 GRANTS = 600
 
 #: Size of a session here: all sessions fit on the machine at once.
-SLICE = 64 * MiB
+SLICE = 96 * MiB
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def job(size: int, rounds: int, seconds: float) -> dict[str, Any]:
     return {"begun": begun, "ended": ended, "wrong": work.lost()}
 
 
-def main(argv: list[str]) -> None:
+def play(argv: list[str]) -> None:
     """Run one role."""
     role, *rest = argv
     if role == "serve":
@@ -119,4 +119,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    play(sys.argv[1:])
