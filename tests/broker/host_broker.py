@@ -7,10 +7,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from jupyter_gpupool.broker import app, build
+from jupyter_gpupool.broker import app, assembly
 from jupyter_gpupool.cgroups import Host
 
 if __name__ == "__main__":
     folder = Path(sys.argv[sys.argv.index("--socket") + 1]).parent / "host"
-    build.HOST = Host(folder / "cgroup", folder / "proc")
+    assembly.HOST = Host(folder / "cgroup", folder / "proc")
     sys.exit(app.main())
