@@ -48,6 +48,11 @@ def closed(broker, device=""):
     wait_until(lambda: order(broker, device)["closed"], "the pause is complete", 60)
 
 
+def xids(broker):
+    """Return the rows of failures that an Xid named; a sample may see them before."""
+    return [row for row in broker.rows("device-lost") if "Xid" in row["reason"]]
+
+
 def with_device_files(broker, pid):
     """Return whether a process has a device file of the emulated machine open."""
     begin = str(broker.folder / "broker.sock.emulated" / "nvidia")
@@ -397,7 +402,7 @@ def test_gpu_with_an_xid_is_retested_and_comes_back(make_broker):
         index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == uuid)
         one.do("drop", hold="cell")
         broker.faults.set("device-lost", device=index)
-        lost = wait_until(lambda: broker.rows("device-lost"), "the Xid", 60)
+        lost = wait_until(lambda: xids(broker), "the Xid", 60)
         assert lost[0]["device"] == uuid
         wait_until(lambda: "still out of service" in broker.tail(), "a test that fails", 60)
         assert device_of(broker, uuid)["drained_reason"]
@@ -412,7 +417,7 @@ def test_doctor_retest_brings_a_sound_gpu_back(make_broker):
         one.attach()
         one.do("drop", hold="cell")
         broker.faults.set("device-lost", device=1)
-        lost = wait_until(lambda: broker.rows("device-lost"), "the Xid", 60)[0]["device"]
+        lost = wait_until(lambda: xids(broker), "the Xid", 60)[0]["device"]
         assert "GPU 1 stays out of service: " in doctor(broker)
         broker.faults.clear()
         assert "GPU 1 is back." in doctor(broker)
@@ -427,7 +432,7 @@ def test_resume_of_one_gpu_leaves_a_failed_one_out_of_service(make_broker, reada
         one.attach()
         one.do("drop", hold="cell")
         broker.faults.set("device-lost", device=1)
-        lost = wait_until(lambda: broker.rows("device-lost"), "the Xid", 60)[0]["device"]
+        lost = wait_until(lambda: xids(broker), "the Xid", 60)[0]["device"]
         if readable:
             broker.faults.clear()
         other = next(d["uuid"] for d in broker.status()["devices"] if d["uuid"] != lost)

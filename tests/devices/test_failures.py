@@ -657,11 +657,16 @@ async def test_device_tested_without_its_peer_can_still_migrate(emulated):
         assert all(device.can_migrate for device in devices)
 
 
-async def test_interrupted_sample_leaves_the_paused_device_closed(emulated, waiting):
+@pytest.mark.parametrize("lost", [False, True])
+async def test_interrupted_sample_leaves_the_paused_device_closed(emulated, waiting, lost):
+    """The kept device may be lost: then the next process must not look for it either."""
     _, until_async = waiting
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.started(sample_timeout=30.0) as (service, (away, kept)):
         await service.sample()
+        if lost:
+            machine.faults.set("device-lost", device=1)
+            await until_async(lambda: any("Xid" in reason for _, reason in machine.lost))
         os.kill(service._sampler.child.pid, signal.SIGSTOP)
         under_way = asyncio.create_task(service.sample())
         await until_async(lambda: service._sampler.child.current == "sample")

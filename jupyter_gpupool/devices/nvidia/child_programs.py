@@ -128,9 +128,7 @@ def monitor(out: int) -> dict[str, Handler]:
         return {"driver": driver, "cuda": cuda, "devices": devices, "problems": problems}
 
     def watch(uuids: list[str], lost: dict[str, str], places: dict[str, int]) -> dict[str, Any]:
-        nvml.remember_places(places)
-        for uuid, reason in lost.items():
-            nvml.mark_lost(uuid, reason)
+        nvml.remember(places, lost)
 
         def run() -> None:
             for uuid, reason in nvml.losses(uuids):
@@ -140,8 +138,8 @@ def monitor(out: int) -> dict[str, Handler]:
         threading.Thread(target=run, name="gpupool-xid", daemon=True).start()
         return {}
 
-    def sample(uuids: list[str], places: dict[str, int]) -> dict[str, Any]:
-        nvml.remember_places(places)
+    def sample(uuids: list[str], lost: dict[str, str], places: dict[str, int]) -> dict[str, Any]:
+        nvml.remember(places, lost)
         return {"samples": [asdict(row) for row in nvml.sample(uuids)]}
 
     return {"discover": discover, "watch": watch, "sample": sample}

@@ -72,8 +72,8 @@ class Inventory:
     version_file:
         File with the version of the loaded kernel module.
     on_device_lost:
-        Called with ``(uuid, reason)`` when a device fails (an Xid that is not the application's
-        fault, or NVML cannot read it any more); once, until it is seen healthy again.
+        Called with ``(uuid, reason)`` when NVML cannot read a device any more, and for an Xid that
+        is not the application's fault; once for each, until the device is seen healthy again.
     """
 
     def __init__(

@@ -7,7 +7,6 @@ A figure that NVML does not give stays unknown; no error becomes a plausible num
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import sys
 import time
@@ -145,9 +144,11 @@ class Nvml:
         """Return one sample per device, in the order of ``uuids``."""
         return [self._sample(uuid) for uuid in uuids]
 
-    def remember_places(self, places: Mapping[str, int]) -> None:
-        """Take the indices of GPUs from an earlier search, by UUID."""
+    def remember(self, places: Mapping[str, int], lost: Mapping[str, str]) -> None:
+        """Take what an earlier process found, by UUID: the indices of GPUs, and why some failed."""
         self._places |= places
+        for uuid, reason in lost.items():
+            self.mark_lost(uuid, reason)
 
     def mark_lost(self, uuid: str, reason: str) -> None:
         """Remember that ``uuid`` failed (an Xid): NVML may go on showing its numbers.
@@ -200,10 +201,10 @@ class Nvml:
         """
         n = self._n
         if uuid in self._places:
-            with contextlib.suppress(n.NVMLError):
-                handle = n.nvmlDeviceGetHandleByIndex(self._places[uuid])
-                if str(n.nvmlDeviceGetUUID(handle)) == uuid:
-                    return handle
+            # A device that cannot be read is lost. To look for it would touch the others.
+            handle = n.nvmlDeviceGetHandleByIndex(self._places[uuid])
+            if str(n.nvmlDeviceGetUUID(handle)) == uuid:
+                return handle
         return n.nvmlDeviceGetHandleByUUID(uuid)
 
     def _memory(self, handle: Any) -> tuple[int, int, int, int]:
@@ -253,6 +254,8 @@ class Nvml:
             return
         watched = 0
         for uuid in uuids:
+            if uuid in self._lost:
+                continue
             try:
                 handle = self._handle(uuid)
                 n.nvmlDeviceRegisterEvents(handle, n.nvmlEventTypeXidCriticalError, events)

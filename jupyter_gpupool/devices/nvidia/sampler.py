@@ -63,7 +63,10 @@ def _left(before: DeviceSample, after: DeviceSample, pids: Collection[int]) -> b
 
 
 class Sampler:
-    """The monitor child. ``on_lost`` is called once for each device that fails."""
+    """The monitor child. ``on_lost`` is called once for each device that fails.
+
+    Once more if an Xid names the failure of a device that could not be read before.
+    """
 
     def __init__(
         self,
@@ -154,7 +157,7 @@ class Sampler:
             # A process that replaces a lost one is asked this first: it must find the devices
             # without opening others.
             wanted = self._uuids if uuids is None else uuids
-            return {"uuids": wanted, "places": self._places}
+            return {"uuids": wanted, "lost": self._xids, "places": self._places}
 
         answer = await self._call("sample", timeout, fields)
         samples = []
@@ -228,8 +231,12 @@ class Sampler:
 
     def _take(self, message: dict[str, Any]) -> None:
         if message["event"] == "lost" and message["uuid"]:
-            self._xids[message["uuid"]] = message["reason"]
-            self._tell(message["uuid"], message["reason"])
+            uuid, reason = message["uuid"], message["reason"]
+            if uuid not in self._xids:
+                # A sample may have told that it cannot be read. An Xid is more: only a reset helps.
+                self._told.discard(uuid)
+            self._xids[uuid] = reason
+            self._tell(uuid, reason)
 
     def _tell(self, uuid: str, reason: str) -> None:
         if uuid not in self._told:
