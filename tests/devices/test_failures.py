@@ -484,21 +484,22 @@ async def test_locked_session_of_a_dead_broker_is_recovered(emulated):
 # ------------------------------------------------------------------ devices and NVML
 
 
-async def test_lost_device_is_reported_once_and_marked(emulated, waiting):
+async def test_lost_device_is_reported_once_for_each_sign(emulated, waiting):
+    """The signs are that NVML cannot read it, if a sample sees that first, and the Xid."""
     machine = emulated("2x1GiB,context=16MiB")
     _, until_async = waiting
     async with machine.started() as (service, devices):
         machine.faults.set("device-lost", device=1)
         samples = await service.sample()
-        await until_async(lambda: machine.lost)
+        await until_async(lambda: any("Xid" in reason for _, reason in machine.lost))
         while not samples[1].lost:
             samples = await service.sample()
         assert samples[0].lost == ""
         assert samples[1].free == 0
         assert samples[1].total == 1 << 30
         await service.sample()
-        assert [uuid for uuid, _ in machine.lost] == [devices[1].uuid]
-        assert machine.lost[0][1]
+        assert {uuid for uuid, _ in machine.lost} == {devices[1].uuid}
+        assert ["Xid" in reason for _, reason in machine.lost] in ([True], [False, True])
 
 
 async def test_session_of_a_lost_device_resumes_on_another(emulated):
