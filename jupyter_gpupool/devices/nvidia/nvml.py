@@ -22,6 +22,11 @@ from .interpreter import INSTALL
 APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 
 
+def _address(handle: Any) -> int | None:
+    """Return a handle, which is a pointer, as a number."""
+    return ctypes.cast(handle, ctypes.c_void_p).value
+
+
 def _error_name(pynvml: Any, error: Any) -> str:
     """Return the name of an NVMLError's constant without ``NVML_ERROR_``, such as GPU_IS_LOST."""
     for name in dir(pynvml):
@@ -53,6 +58,8 @@ class Nvml:
         self._lost: dict[str, str] = {}
         self._last: dict[str, DeviceSample] = {}
         self._handles: dict[str, Any] = {}
+        #: By the address that a handle is: its device, also after it could not be read any more.
+        self._owners: dict[int | None, str] = {}
         self._places: dict[str, int] = {}
         try:
             pynvml.nvmlInit()
@@ -103,7 +110,7 @@ class Nvml:
     def _row(self, handle: Any, index: int, *, mig: bool) -> dict[str, Any]:
         n = self._n
         uuid = str(n.nvmlDeviceGetUUID(handle))
-        self._handles[uuid] = handle
+        self._keep(uuid, handle)
         total, _used, reserved, _free = self._memory(handle)
         name = str(n.nvmlDeviceGetName(handle))
         return {
@@ -191,8 +198,12 @@ class Nvml:
 
     def _handle(self, uuid: str) -> Any:
         if uuid not in self._handles:
-            self._handles[uuid] = self._found(uuid)
+            self._keep(uuid, self._found(uuid))
         return self._handles[uuid]
+
+    def _keep(self, uuid: str, handle: Any) -> None:
+        self._handles[uuid] = handle
+        self._owners[_address(handle)] = uuid
 
     def _found(self, uuid: str) -> Any:
         """Return the handle of a GPU; with a known index, without touching any other GPU.
@@ -284,9 +295,5 @@ class Nvml:
         try:
             return str(n.nvmlDeviceGetUUID(handle))
         except n.NVMLError:
-            # A lost device may not even give its UUID: a handle is a pointer, so compare these.
-            address = ctypes.cast(handle, ctypes.c_void_p).value
-            for uuid, known in self._handles.items():
-                if ctypes.cast(known, ctypes.c_void_p).value == address:
-                    return uuid
-            return ""
+            # A lost device may not even give its UUID.
+            return self._owners.get(_address(handle), "")
