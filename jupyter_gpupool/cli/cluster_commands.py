@@ -14,7 +14,7 @@ from typing import Any, Mapping
 
 from ..errors import Code, RefusedError
 from ..units import format_seconds
-from .leaving import carry_out, leave, uses
+from .leaving import carry_out, leave, node_called, uses
 from .registry import JSON, SOCKET, Options, argument, command, either
 
 TOKEN = argument(
@@ -99,6 +99,8 @@ def _cluster(options: Options) -> int:
                 order=lambda: ledger.call(f"to {do} {machine}", "drain", machine, do == "drain"),
             )  # fmt: skip
         if do == "fence":
+            # The ledger takes a name that it does not know in silence.
+            node_called(machine, ledger.call(f"to fence {machine}", "view"))
             ledger.call(f"to fence {machine}", "fence", machine)
         found = ledger.call("for its machines", "view")
     print(json.dumps(found, indent=2) if options.json else picture(found))

@@ -37,6 +37,24 @@ def uses(node: Mapping[str, Any]) -> list[str]:
     return [f"{name} may use {', '.join(parts)}" for name, parts in by_name.items()]
 
 
+def node_called(name: str, view: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a machine of the ledger's view.
+
+    Raises
+    ------
+    RefusedError
+        If the cluster has none of this name.
+    """
+    nodes = {node["name"]: node for node in view["nodes"]}
+    if name not in nodes:
+        raise RefusedError(
+            f"No machine of this cluster is called {name[:60]}; it has: {', '.join(nodes)}.",
+            code=Code.BAD_REQUEST,
+        )
+    found: Mapping[str, Any] = nodes[name]
+    return found
+
+
 def carry_out(
     do: str,
     machine: str,
@@ -49,14 +67,7 @@ def carry_out(
     printer, ordered = _Printer(), False
     try:
         while True:
-            nodes = {node["name"]: node for node in look()["nodes"]}
-            if machine not in nodes:
-                raise RefusedError(
-                    f"No machine of this cluster is called {machine[:60]}; it has: "
-                    f"{', '.join(nodes)}.",
-                    code=Code.BAD_REQUEST,
-                )
-            node = nodes[machine]
+            node = node_called(machine, look())
             state = node["state"]
             if do == "drain" and state in ("left", "gone"):
                 why = "no kernel has a slice there" if state == "left" else "it was fenced"

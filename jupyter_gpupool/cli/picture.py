@@ -16,6 +16,7 @@ from ..units import (
     format_clock,
     format_grant,
     format_seconds,
+    format_waited,
     guaranteed_bytes,
     idle_of,
     wait_of,
@@ -351,7 +352,7 @@ def _queue(sessions: Sequence[Snapshot], now: float, style: Style) -> list[str]:
         return []
     lines = ["", style.paint("WAITING", "bold")]
     for session in waiting:
-        # Of another user's session the broker tells what it asks for, and no times.
+        # Of another user's session the broker tells what it asks for, and no expected time.
         request = session.get("request") or session.get("asks") or {}
         asks = ""
         if request.get("memory"):
@@ -359,7 +360,7 @@ def _queue(sessions: Sequence[Snapshot], now: float, style: Style) -> list[str]:
             if request.get("devices", 1) > 1:
                 asks += f" on each of {request['devices']} GPUs"
         if session.get("owner") == "other":
-            why = f" and waits for {session['waits_for']}" if session.get("waits_for") else ""
+            why = _others_wait(session, now)
         else:
             why = f", {wait_of(session, now)}"
             why += f": {session['wait_reason']}" if session.get("wait_reason") else ""
@@ -369,6 +370,15 @@ def _queue(sessions: Sequence[Snapshot], now: float, style: Style) -> list[str]:
             text, style.width, initial_indent=f"{place} ", subsequent_indent=" " * (len(place) + 1)
         )
     return lines
+
+
+def _others_wait(session: Snapshot, now: float) -> str:
+    """Return for what, and for how long so far, the kernel of another user waits."""
+    what, since = session.get("waits_for"), session.get("queued_at")
+    so_far = "" if since is None else format_waited(now - since)
+    if not so_far:
+        return f" and waits for {what}" if what else ""
+    return f" and has waited {so_far}" + (f" for {what}" if what else "")
 
 
 def _standing(snapshot: Snapshot, sessions: Sequence[Snapshot], style: Style) -> list[str]:

@@ -58,7 +58,7 @@ def _run(screen: Any, client: Client, top: Top, interval: float) -> None:
         code = screen.getch()
         if code not in (-1, curses.KEY_RESIZE):
             key = _NAMES.get(code, chr(code) if 0 <= code < 256 else "")
-            if key == "q" and top.question is None:
+            if key == "q" and top.question is None and not top.help:
                 return
             order = top.press(key)
             if order is None:

@@ -141,6 +141,9 @@ class CallWaits:
         """Check whether a call waits. Runs in the thread of the broker's pushes, so it is quick."""
         if self._stopped or not self._running:
             return
+        # Not in the watching thread: an interrupt may end the call before that thread runs.
+        if self._guard.waiting() and (running := self._oldest()) is not None:
+            running.waits = True
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gpupool-waits", daemon=True)
             self._thread.start()
@@ -176,27 +179,30 @@ class CallWaits:
                 quiet = time.monotonic()
         self._news.clear()
 
+    def _oldest(self) -> RunningRequest | None:
+        """Return the request that shows a wait: a subshell's cell runs beside the main one."""
+        running = [*self._running.values()]
+        return next((request for request in running if not request.silent), None)
+
     def _show(self) -> None:
         with self._lock:
-            # The oldest request, because a subshell's cell runs beside the main one.
-            for key, running in list(self._running.items()):
-                if running.silent or key not in self._running:
-                    continue
-                why, since = self._link.preempted, self._link.preempted_at
-                preempted = bool(why) and running.begun <= since
-                if not preempted and time.monotonic() - running.begun < PATIENCE:
-                    return  # too young to wait so long: the last cell waited
-                if running.display is None:
-                    name = f"gpupool-call-{running.parent['header']['msg_id']}"
-                    publish = self._publisher(running)
-                    running.display = WaitDisplay(publish, name, self._link, HOW_TO_STOP_CALL)
-                running.waits = True
-                if preempted:
-                    running.preempted(why, self._link.remedy, since)
-                    running.display.show(describe_preempted(self._link), HOW_TO_STOP_PREEMPTED)
-                elif self._guard.waiting():
-                    running.display.show(describe(self._link))
+            running = self._oldest()
+            if running is None:
                 return
+            why, since = self._link.preempted, self._link.preempted_at
+            preempted = bool(why) and running.begun <= since
+            if not preempted and time.monotonic() - running.begun < PATIENCE:
+                return  # too young to wait so long: the last cell waited
+            if running.display is None:
+                name = f"gpupool-call-{running.parent['header']['msg_id']}"
+                publish = self._publisher(running)
+                running.display = WaitDisplay(publish, name, self._link, HOW_TO_STOP_CALL)
+            running.waits = True
+            if preempted:
+                running.preempted(why, self._link.remedy, since)
+                running.display.show(describe_preempted(self._link), HOW_TO_STOP_PREEMPTED)
+            elif self._guard.waiting():
+                running.display.show(describe(self._link))
 
     def _clear_all(self) -> None:
         for running in list(self._running.values()):

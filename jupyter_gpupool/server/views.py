@@ -20,7 +20,7 @@ _OF_ORDERS = ("kind", "device", "reason", "by", "since", "closed")
 #: Parts of other users' sessions for users: enough to explain devices and queue.
 _OF_OTHERS = (
     *("id", "state", "granted_bytes", "device", "devices", "queue_position", "priority"),
-    *("asks", "waits_for"),
+    *("asks", "waits_for", "queued_at"),
 )
 
 #: Figures that grow with time; a client continues them from ``now``.

@@ -69,6 +69,8 @@ export interface IAnySession {
   readonly asks?: { readonly memory: number; readonly devices: number };
   /** What it waits for, in words for every user; empty if it does not. Older servers omit it. */
   readonly waits_for?: string;
+  /** When the wait that goes on began; of other people's sessions older servers omit it. */
+  readonly queued_at?: number | null;
   /** Of other people's sessions only for admins; without it, `owner` is the word `other`. */
   readonly owner?: string;
   readonly label?: string;

@@ -226,7 +226,7 @@ def test_other_users_see_only_sizes_states_and_places(machine_wide):
         assert seen["owner"] == "other"
         assert set(seen) == {
             "id", "owner", "state", "priority", "granted_bytes", "device", "devices", "slices",
-            "queue_position", "asks", "waits_for",
+            "queue_position", "asks", "waits_for", "queued_at",
         }  # fmt: skip
         assert "secret" not in str(status)
         assert "secret" not in str(journal)

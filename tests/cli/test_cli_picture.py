@@ -127,15 +127,17 @@ def test_a_wait_without_an_estimate_shows_how_long_it_has_lasted():
     assert first in draw(pool(sessions=[waiting], now=105.0), Style(width=100))
 
 
-def test_a_wait_of_another_user_is_told_without_a_time():
+def test_a_wait_of_another_user_is_told_with_its_time_so_far():
     waiting = {
         "id": "77aa33", "owner": "other", "state": "queued", "granted_bytes": 0, "device": None,
         "devices": [], "slices": [], "priority": "batch", "queue_position": 1,
         "asks": {"memory": GiB, "devices": 2}, "waits_for": "GPU memory that is in use",
     }  # fmt: skip
+    asks = "1. 77aa33 asks for 1 GiB on each of 2 GPUs"
     lines = draw(pool(sessions=[waiting]), Style(width=100))
-    line = "1. 77aa33 asks for 1 GiB on each of 2 GPUs and waits for GPU memory that is in use"
-    assert line in lines
+    assert f"{asks} and waits for GPU memory that is in use" in lines
+    lines = draw(pool(sessions=[{**waiting, "queued_at": 100.0}], now=143.0), Style(width=100))
+    assert f"{asks} and has waited 40 s for GPU memory that is in use" in lines
 
 
 def test_picture_fits_a_narrow_terminal_without_unicode():

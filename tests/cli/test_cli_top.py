@@ -156,9 +156,58 @@ def test_picture_fits_the_screen_and_shows_the_selected_line(top):
         assert "bbbb" in found[at]
 
 
+#: What a terminal sends for the keys without a letter.
+UP, DOWN, PAGE_UP, PAGE_DOWN = "\x1bOA", "\x1bOB", "\x1b[5~", "\x1b[6~"
+HOME, END, F1, F9, F10, ESCAPE = "\x1bOH", "\x1bOF", "\x1bOP", "\x1b[20~", "\x1b[21~", "\x1b"
+
+
+def keeps(session):
+    """The order that ``R`` gives for a selected session: it shows which one is selected."""
+    return "recall", {"session": session, "cancel": True}
+
+
+def drains(device="0", action="drain"):
+    return "maintain", {"action": action, "device": device}
+
+
+#: Keys, and the order that they give; None: none. The order by waste is bbbb, aaaa, cccc, dddd.
+TYPED = [
+    (DOWN + "Ry", keeps("aaaa")),
+    (UP + "Ry", keeps("bbbb")),
+    (END + "Ry", keeps("dddd")),
+    (PAGE_UP + "Ry", keeps("bbbb")),
+    (PAGE_DOWN + "Ry", keeps("dddd")),
+    (HOME + "Ry", keeps("bbbb")),
+    ("P" + HOME + "Ry", keeps("aaaa")),  # by busy share
+    (">" + HOME + "Ry", keeps("bbbb")),  # by unused time
+    ("<" + HOME + "Ry", keeps("aaaa")),
+    ("." + HOME + "Ry", keeps("bbbb")),
+    ("," + HOME + "Ry", keeps("aaaa")),
+    ("I" + HOME + "Ry", keeps("bbbb")),  # the smallest first
+    ("IT" + HOME + "Ry", keeps("bbbb")),
+    ("M" + END + "Ry", keeps("cccc")),  # by slice: it has none
+    ("W" + HOME + "Ry", keeps("bbbb")),
+    ("h" + DOWN + "Ry", keeps("bbbb")),  # the key that ends the help does nothing else
+    ("?q" + F1 + F10 + "Ry", keeps("bbbb")),
+    ("Rn", None),
+    ("R" + ESCAPE, None),
+    ("nbatchy\x7f\ry", ("prioritise", {"session": "bbbb", "priority": "batch"})),
+    ("nbatch" + ESCAPE, None),
+    ("ky", ("end", {"session": "bbbb"})),
+    (F9 + "y", ("end", {"session": "bbbb"})),
+    (F9 + "\r", None),
+    ("d0\ry", drains()),
+    ("p7\r0\ry", drains(action="pause")),  # there is no GPU 7: it asks again
+    ("u0\ry", drains(action="resume")),
+    ("xz\t\x00", None),
+]
+
+
 def test_keys_work_in_a_terminal(broker):
-    """A real terminal: the order goes to the broker, and its answer is on the screen."""
+    """A real terminal: the orders go to the broker, and its answer is on the screen."""
     broker.answers["status"] = crowd()
+    for kind in ("prioritise", "end", "maintain"):
+        broker.answers[kind] = {}
     broker.answers["recall"] = {"note": "The pool takes the slice back in 5 min."}
     leader, follower = pty.openpty()
     process = subprocess.Popen(
@@ -186,11 +235,14 @@ def test_keys_work_in_a_terminal(broker):
         until(b"y/n")
         os.write(leader, b"y")
         until(b"slice back in 5 min.")
-        os.write(leader, b"q")
+        os.write(leader, "".join(keys for keys, _ in TYPED).encode() + b"q")
+        until(b"\x1b[?1049l")  # the screen of before
         assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait(60)
         os.close(leader)
-    sent = next(request for request in broker.requests if request["type"] == "recall")
-    assert (sent["session"], sent["minutes"]) == ("bbbb", 5.0)
+    given = [("recall", {"session": "bbbb", "minutes": 5.0}), *(o for _, o in TYPED if o)]
+    sent = [request for request in broker.requests if request["type"] != "status"]
+    assert [request["type"] for request in sent] == [kind for kind, _ in given]
+    assert [{**request, **fields} for request, (_, fields) in zip(sent, given, strict=True)] == sent

@@ -100,6 +100,48 @@ def test_an_order_for_an_unknown_machine_names_the_others(monkeypatch):
         Orders("present").carry_out(monkeypatch, "drain", "left", "m9")
 
 
+class Ledger:
+    """Stands for the process that asks the ledger of a cluster with one machine, m1."""
+
+    def __init__(self, _address):
+        self.asked = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        LEDGERS.append(self)
+
+    def call(self, _what, *asked):
+        self.asked.append(asked)
+        nodes = [{"name": "m1", "life": 0, "state": "fenced", "age": 9.0, "counted": []}]
+        return {"serving": True, "nodes": nodes}
+
+
+LEDGERS = []
+
+
+@pytest.mark.parametrize(
+    ("machine", "code", "said", "asked"),
+    [
+        ("m9", 1, "No machine of this cluster is called m9; it has: m1.", [("view",)]),
+        ("m1", 0, "m1: fenced", [("view",), ("fence", "m1"), ("view",)]),
+    ],
+)
+def test_fence_refuses_a_name_that_no_machine_has(
+    tmp_path, monkeypatch, capsys, machine, code, said, asked
+):
+    monkeypatch.setattr(node, "check_ray", lambda: None)
+    monkeypatch.setattr(ledger_calls, "LedgerCalls", Ledger)
+    token = tmp_path / "token"
+    token.write_text("x")
+    words = ["cluster", "fence", machine, "--address", "a:1", "--token", str(token)]
+    assert main(words) == code
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+    assert LEDGERS.pop().asked == asked
+
+
 def test_only_the_head_makes_the_token(tmp_path):
     token = tmp_path / "new" / "token"
     with pytest.raises(RefusedError, match="There is no file"):

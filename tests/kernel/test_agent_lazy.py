@@ -478,6 +478,36 @@ def test_an_interrupt_ends_the_cell_and_the_display(
     assert kernel.run("1 + 1").text == "2"
 
 
+#: Is interrupted once the agent has handled the first of two places in the queue.
+INTERRUPTED = """
+import time
+from jupyter_gpupool.kernel import _agents, call_waits
+call_waits.PATIENCE = 600  # the wait is too short to be shown
+link = next(iter(_agents.values())).link
+print('before')
+while link.queue is None or link.queue.position != 2:
+    time.sleep(0.01)
+raise KeyboardInterrupt
+"""
+
+
+def test_a_wait_that_was_too_short_to_be_shown_is_told(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
+) -> None:
+    kernel = start()
+    page.process(pid_of(kernel), waiting=1)
+    cell = kernel.start(INTERRUPTED)
+    cell.until("stream")
+    queued(broker, 1)
+    queued(broker, 2)
+    cell.done()
+    assert "display_data" not in [m["msg_type"] for m in cell.messages]
+    assert cell.text.endswith(
+        "GPU pool: you stopped the wait for a GPU slice. Nothing on the GPU has changed, and the "
+        "lines before the call that waited have run.\n"
+    )
+
+
 def test_waiting_call_names_a_broker_that_is_away(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:

@@ -135,7 +135,7 @@ def test_users_do_not_see_kernels_of_each_other(two_users):
     assert anonymous["owner"] == "other"
     assert set(anonymous) <= {
         *("id", "owner", "state", "granted_bytes", "device", "devices", "slices"),
-        *("queue_position", "priority", "mine", "here", "asks", "waits_for"),
+        *("queue_position", "priority", "mine", "here", "asks", "waits_for", "queued_at"),
     }
     # This test runs as root, and the broker shows root the real owners.
     owners = {s["kernel_id"]: s["owner"] for s in broker.status()["sessions"]}

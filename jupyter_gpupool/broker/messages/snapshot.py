@@ -204,6 +204,7 @@ class Snapshots:
                 "queue_position": view.queue_position,
                 "asks": _asks(record),
                 "waits_for": view.waits_for,
+                "queued_at": view.queued_at,
             }
         used = self._used(session, record)
         pinned = record.pinned_reason or session.use.pins

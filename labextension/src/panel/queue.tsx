@@ -9,7 +9,7 @@ import type { IAnySession, ISession } from '../api';
 import { isMine } from '../tokens';
 import { useTick } from '../ticker';
 import { Offered } from '../waits/offered';
-import { bytes, ordinal, sentence, waitTime } from '../words';
+import { bytes, ordinal, sentence, waited, waitTime } from '../words';
 import type { IWaitRow } from './arrange';
 import { somebody } from './describe';
 import { Badge } from './section';
@@ -59,10 +59,11 @@ const Waiting = React.memo(function Waiting(props: {
 }): React.ReactElement {
   const { trans, model, ticker } = useTools();
   const { session, name, number } = props.row;
-  useTick(ticker, isMine(session));
+  useTick(ticker, true);
   const place =
     session.queue_position === null ? '?' : ordinal(trans, session.queue_position);
   if (!isMine(session)) {
+    const why = othersWait(trans, session, model.now());
     return (
       <li>
         <div className="jp-gpupool-line">
@@ -70,11 +71,7 @@ const Waiting = React.memo(function Waiting(props: {
           <span className="jp-gpupool-grow">{somebody(trans, session)}</span>
           <span className="jp-gpupool-figure">{size(trans, session.asks)}</span>
         </div>
-        {session.waits_for && (
-          <div className="jp-gpupool-why">
-            {trans.__('Waits for %1.', session.waits_for)}
-          </div>
-        )}
+        {why && <div className="jp-gpupool-why">{why}</div>}
       </li>
     );
   }
@@ -95,6 +92,22 @@ const Waiting = React.memo(function Waiting(props: {
     </li>
   );
 });
+
+/** `Has waited 40 s for GPU memory that is in use.`: the wait of another user's kernel. */
+function othersWait(
+  trans: TranslationBundle,
+  session: IAnySession,
+  now: number
+): string {
+  const { waits_for: what, queued_at: since } = session;
+  const soFar = waited(trans, now - (since ?? now));
+  if (!soFar) {
+    return what ? trans.__('Waits for %1.', what) : '';
+  }
+  return what
+    ? trans.__('Has waited %1 for %2.', soFar, what)
+    : trans.__('Has waited %1.', soFar);
+}
 
 /** What the user can do for a waiting kernel: shown at once, or after a click. */
 function Help(props: {

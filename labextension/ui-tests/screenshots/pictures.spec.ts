@@ -245,7 +245,7 @@ test('the panel of a user who is no admin', async ({ browser }) => {
   const start = lab.panel.getByRole('button', { name: /^Start now with/ });
   await expect(start).toBeVisible();
   await expect(lab.panel.getByText('Another user (notebook)')).toHaveCount(6);
-  await expect(lab.panel.getByText(/^Waits for/)).toBeVisible();
+  await expect(lab.panel.getByText(/^(Waits for|Has waited)/)).toBeVisible();
   await shoot(lab, 'panel-user', ['.jp-gpupool-panel']);
   work.end();
   await lab.clear();

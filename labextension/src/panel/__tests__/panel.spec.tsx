@@ -453,7 +453,8 @@ describe('the queue', () => {
             ...queued,
             queue_position: 1,
             asks: { memory: 12 * GIB, devices: 2 },
-            waits_for: 'GPU memory that is in use'
+            waits_for: 'GPU memory that is in use',
+            queued_at: NOW - 43
           }),
           mine('a', {
             ...queued,
@@ -466,11 +467,22 @@ describe('the queue', () => {
     );
     const items = region('Queue').getAllByRole('listitem');
     expect(items[0]!.textContent).toBe(
-      '1stAnother user (batch)12 GiB on each of 2Waits for GPU memory that is in use.'
+      '1stAnother user (batch)12 GiB on each of 2Has waited 40 s for GPU memory that is in use.'
     );
     expect(items[1]!.textContent).toBe(
       '2nd1kernel-a.ipynb8 GiB · 20 to 60 s leftNo device has 8 GiB free.Stop waitingTell me when it starts'
     );
+  });
+
+  it.each([
+    [{ queued_at: NOW - 0.5, waits_for: 'GPU memory' }, 'Waits for GPU memory.'],
+    [{ waits_for: 'GPU memory' }, 'Waits for GPU memory.'],
+    [{ queued_at: NOW - 4 }, 'Has waited 4 s.'],
+    [{}, '']
+  ])('says how long a kernel of another user has waited: %o', (known, said) => {
+    show(pool([device(0)], [other('b', { ...queued, queue_position: 1, ...known })]));
+    const row = region('Queue').getByRole('listitem');
+    expect(row.querySelector('.jp-gpupool-why')?.textContent ?? '').toBe(said);
   });
 
   it('says by which rule an idle slice was lost, and what brings the data back', () => {
