@@ -28,8 +28,10 @@ test('who is no admin sees what others have and wait for, without names', async 
   await expect(slices).toHaveCount(2);
   const waits = panel.getByRole('region', { name: 'Queue' }).getByRole('listitem');
   await expect(
-    waits.filter({ hasText: /^\d\w\wAnother user \(notebook\)5 GiBWaits for / })
-  ).toHaveText(/Waits for (GPU memory that is in use|the kernel ahead of it, .*)\.$/);
+    waits.filter({ hasText: /^\d\w\wAnother user \(notebook\)5 GiBHas waited / })
+  ).toHaveText(
+    /Has waited \d+ \w+ for (GPU memory that is in use|the kernel ahead of it, .*)\.$/
+  );
   const own = waits.filter({ hasText: 'mine.ipynb' });
   await expect(own).toContainText(/6 GiB · .*no estimate yet/);
   await expect(own.locator('.jp-gpupool-why')).not.toBeEmpty();
