@@ -6,7 +6,8 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
 import type { IAdmin, IAdminSession, IDevice, INote } from '../api';
-import { granted } from '../panel/describe';
+import { granted, inShort, utilisation } from '../panel/describe';
+import { Emulated } from '../panel/header';
 import { refusal } from '../tell';
 import { bytes, dayAndTime, localTime, sentence, waited, waitTime } from '../words';
 import { useKeptFocus } from './focus';
@@ -88,7 +89,10 @@ export function AdminPage(props: IAdminProps): React.ReactElement {
   const kept = useKeptFocus();
   return (
     <div {...kept} className="jp-gpupool-adminPage" tabIndex={-1}>
-      <h2>{trans.__('GPU Pool: all sessions')}</h2>
+      <h2>
+        {trans.__('GPU Pool: all sessions')}{' '}
+        {view?.devices.some(device => device.emulated) && <Emulated trans={trans} />}
+      </h2>
       {fault && (
         <p className="jp-gpupool-alert" role="alert">
           {fault}
@@ -103,6 +107,14 @@ export function AdminPage(props: IAdminProps): React.ReactElement {
       {view === null && !fault && <p>{trans.__('Asking the pool…')}</p>}
       {view && (
         <>
+          <p>
+            {inShort(
+              trans,
+              view.devices.length,
+              view.sessions.filter(session => session.granted_bytes > 0).length,
+              view.sessions.filter(session => session.state === 'queued').length
+            )}
+          </p>
           <Devices trans={trans} view={view} orders={orders} run={run} />
           <Sessions
             {...props}
@@ -144,7 +156,8 @@ function Devices(props: {
             ];
         return (
           <li key={device.uuid}>
-            <b>{trans.__('GPU %1', device.index)}</b> {granted(trans, device)}
+            <b>{trans.__('GPU %1', device.index)}</b>{' '}
+            {trans.__('%1, %2', granted(trans, device), utilisation(trans, device))}
             {out && <span className="jp-gpupool-note"> {out}</span>}
             <span className="jp-gpupool-actions">
               {actions.map(([action, text]) => (

@@ -9,6 +9,21 @@ import { bytes, part } from '../words';
 import type { ISlice } from './arrange';
 import type { IPart } from './geometry';
 
+/** `2 GPUs · 6 kernels have one · 2 wait`: the pool in a line. */
+export function inShort(
+  trans: TranslationBundle,
+  devices: number,
+  having: number,
+  waiting: number
+): string {
+  return trans.__(
+    '%1 · %2 · %3',
+    trans._n('%1 GPU', '%1 GPUs', devices),
+    trans._n('%1 kernel has one', '%1 kernels have one', having),
+    trans._n('%1 waits', '%1 wait', waiting)
+  );
+}
+
 /** `12 of 15.5 GiB in slices, 3 GiB free`; out of service nothing is free. */
 export function granted(trans: TranslationBundle, device: IDevice): string {
   const { memory_granted, memory_capacity, memory_free: free } = device;

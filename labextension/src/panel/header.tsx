@@ -2,12 +2,14 @@
 // Distributed under the terms of the Modified BSD License.
 
 /** The state of the pool in one sentence, and its errors. */
+import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
 import type { IPool } from '../api';
 import type { IBroker, IPoolModel } from '../tokens';
 import { noBroker } from '../tell';
 import { dayAndTime, localTime } from '../words';
+import { inShort } from './describe';
 import { useTools } from './tools';
 
 export interface IHeaderProps {
@@ -31,14 +33,7 @@ export function Header(props: IHeaderProps): React.ReactElement {
   return (
     <div className="jp-gpupool-header">
       <h2>{trans.__('GPU Pool')}</h2>
-      {view?.emulated && (
-        <span
-          className="jp-gpupool-emulated"
-          title={trans.__('These GPUs are emulated in host memory; all else is real.')}
-        >
-          {trans.__('EMULATED')}
-        </span>
-      )}
+      {view?.emulated && <Emulated trans={trans} />}
       <Links />
       {away && <Away broker={broker} live={live} />}
       {asleep && (
@@ -48,7 +43,9 @@ export function Header(props: IHeaderProps): React.ReactElement {
       )}
       {empty && !away && <NoDevice view={view} found={props.found} />}
       {!empty && view && !asleep && (
-        <p className="jp-gpupool-sentence">{sentence(props, view)}</p>
+        <p className="jp-gpupool-sentence">
+          {inShort(trans, view.devices.length, props.having, props.waiting)}
+        </p>
       )}
       {!empty && !view && !gone && (
         <p className="jp-gpupool-sentence">{trans.__('Asking the pool…')}</p>
@@ -65,15 +62,20 @@ export function Header(props: IHeaderProps): React.ReactElement {
       )}
     </div>
   );
+}
 
-  function sentence(figures: IHeaderProps, shown: IPool): string {
-    return trans.__(
-      '%1 · %2 · %3',
-      trans._n('%1 GPU', '%1 GPUs', shown.devices.length),
-      trans._n('%1 kernel has one', '%1 kernels have one', figures.having),
-      trans._n('%1 waits', '%1 wait', figures.waiting)
-    );
-  }
+export function Emulated(props: {
+  readonly trans: TranslationBundle;
+}): React.ReactElement {
+  const { trans } = props;
+  return (
+    <span
+      className="jp-gpupool-emulated"
+      title={trans.__('These GPUs are emulated in host memory; all else is real.')}
+    >
+      {trans.__('EMULATED')}
+    </span>
+  );
 }
 
 /** Announced only after the panel's own fetch: while live the toolbar announces it. */

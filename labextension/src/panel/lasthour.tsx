@@ -86,7 +86,9 @@ export const LastHour = React.memo(function LastHour(props: {
   return (
     <>
       <p className="jp-gpupool-plain jp-gpupool-figure">
-        {trans.__('A point is a minute; a gap: nothing was read.')}
+        {trans.__(
+          'A point is the mean of a minute; of the queue, the most in it. A gap: nothing was read.'
+        )}
       </p>
       {many && (
         <>

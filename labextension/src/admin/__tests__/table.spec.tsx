@@ -48,6 +48,27 @@ const sessions = () => [
   session({ id: 'bb', label: 'late.ipynb', recall_at: NOW + 60 })
 ];
 
+it('says how many have a GPU and wait, how busy each is, and what is emulated', () => {
+  const found = view([
+    session({ granted_bytes: 1 }),
+    session({ id: 'bb', state: 'queued', granted_bytes: 0 })
+  ]);
+  const props = {
+    trans,
+    orders: new Orders({} as unknown as PoolClient, trans),
+    fault: '',
+    model: { now: () => NOW },
+    refresh: () => undefined
+  };
+  const { rerender } = render(<AdminPage {...props} view={found} />);
+  screen.getByText('1 GPU · 1 kernel has one · 1 waits');
+  expect(screen.getByRole('list', { name: 'GPUs' }).textContent).toContain('43 % busy');
+  expect(screen.queryByText('EMULATED')).toBeNull();
+  const devices = found.devices.map(device => ({ ...device, emulated: true }));
+  rerender(<AdminPage {...props} view={{ ...found, devices }} />);
+  within(screen.getByRole('heading')).getByText('EMULATED');
+});
+
 function show() {
   const asked: string[] = [];
   const note = (text: string) => {
