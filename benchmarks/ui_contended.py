@@ -29,9 +29,9 @@ from jupyter_gpupool.units import format_clock, range_ends, wait_of
 #: The time of a wait, or of an idle slice, in any of the places.
 FIGURE = re.compile(
     r"(?P<range>(?:up to |[\d.]+(?: \w+)? to )[\d.]+ \w+) left"
-    r"|for (?P<waited>[\d.]+ \w+), no estimate yet"
-    r"|back to the pool in (?P<clock>[\d:]+)"
-    r"|(?P<may>may move to host memory at any moment)"
+    r"|for (?P<waited>[\d.]+ (?:s|min|h)), no estimate yet"
+    r"|(?:back to the pool|leaves) in (?P<clock>[\d:]+)"
+    r"|(?P<may>may move)"
 )
 
 #: Seconds between two looks.
@@ -84,6 +84,8 @@ class Seen:
     at: float
     #: The broker's own figure, before and after the others were read.
     true: tuple[str, str]
+    #: All that it had from a second before until then: a page counts once a second.
+    allowed: tuple[str, ...]
     figures: dict[str, str]
     since: float | None = None
     until: float | None = None
@@ -92,39 +94,36 @@ class Seen:
 
     @property
     def same(self) -> bool:
-        """Whether all places showed the broker's figure."""
-        return all(_near(shown, self.true) for shown in self.figures.values())
-
-
-def _near(shown: str, true: tuple[str, str]) -> bool:
-    """Return whether a figure is the broker's; a clock of it may be a second beside."""
-    if shown in true:
-        return True
-    # A wait has no figure in its first second.
-    clocks = [_seconds(text or "0 s") for text in (shown, *true)]
-    if None in clocks:
-        return False
-    low, high = sorted(x for x in clocks[1:] if x is not None)
-    return low - 1 <= (clocks[0] or 0) <= high + 1
-
-
-def _seconds(text: str) -> int | None:
-    """Return the seconds of a countdown like ``59:58``, or of ``4 s``; None if it is neither."""
-    waited = re.fullmatch(r"(\d+) (s|min)", text)
-    if waited:
-        return int(waited[1]) * (60 if waited[2] == "min" else 1)
-    if not re.fullmatch(r"\d+(:\d\d)+", text):
-        return None
-    total = 0
-    for part in text.split(":"):
-        total = 60 * total + int(part)
-    return total
+        """Whether all places showed a figure that the broker had while they were read."""
+        return all(shown in self.allowed for shown in self.figures.values())
 
 
 def figure(text: str) -> str:
     """Return the figure in a text; "" if it has none."""
     found = FIGURE.search(" ".join(text.split()))
     return next((group for group in found.groups() if group), "") if found else ""
+
+
+def told(session: dict[str, Any], now: float) -> str:
+    """Return the broker's own figure of a session at ``now``."""
+    if session["state"] == "queued":
+        return figure(wait_of(session, now))
+    if session["state"] == "idle" and session.get("wanted"):
+        return "may move"
+    if session["state"] == "idle" and session.get("leaves_at"):
+        return format_clock(session["leaves_at"] - now)
+    return ""
+
+
+def figures_between(
+    before: tuple[dict[str, Any], float], after: tuple[dict[str, Any], float]
+) -> tuple[str, ...]:
+    """Return the broker's figures from a second before one status until another one."""
+    begin, end = before[1] - 1.0, after[1]
+    times = [begin + 0.1 * step for step in range(int((end - begin) / 0.1) + 1)]
+    return tuple(
+        dict.fromkeys(told(session, at) for session, _ in (before, after) for at in (*times, end))
+    )
 
 
 @dataclass
@@ -142,17 +141,6 @@ class Replay:
         found = next(s for s in status["sessions"] if s.get("label") == name)
         return found, float(status["now"])
 
-    def true(self, name: str) -> str:
-        """Return the broker's own figure."""
-        session, now = self.status(name)
-        if session["state"] == "queued":
-            return figure(wait_of(session, now))
-        if session["state"] == "idle" and session.get("wanted"):
-            return "may move to host memory at any moment"
-        if session["state"] == "idle" and session.get("leaves_at"):
-            return format_clock(session["leaves_at"] - now)
-        return ""
-
     def cli(self, name: str) -> str:
         """Return what ``jupyter gpupool status`` prints of a session."""
         session, _ = self.status(name)
@@ -167,18 +155,20 @@ class Replay:
     def look(self, scene: str, name: str, *, magic: bool = False) -> None:
         """Read the figure everywhere."""
         script = f"const path = {json.dumps(name)};"
-        before, at = self.true(name), time.time()
+        before, at = self.status(name), time.time()
         read = self.page.run(script + READ)
         session, now = self.status(name)
         if session["state"] == "queued":
             places = {"chip": read["chip"], "cell": read["cell"], "panel": read["queue"]}
-            places["CLI"] = self.cli(name)
         else:
             places = {"chip": read["chip"], "panel": read["kernel"]}
             if magic:
                 places["%gpu"] = self.page.run(script + MAGIC)
-        true = before, self.true(name)
-        seen = Seen(scene, at, true, {where: figure(text) for where, text in places.items()})
+        places["CLI"] = self.cli(name)
+        after = self.status(name)
+        figures = {where: figure(text) for where, text in places.items()}
+        true = told(*before), told(*after)
+        seen = Seen(scene, at, true, figures_between(before, after), figures)
         expected = session.get("expected")
         if session["state"] == "queued" and expected and expected["until"] > now:
             low, high = range_ends(max(0.0, expected["since"] - now), expected["until"] - now)

@@ -51,6 +51,28 @@ def check_anonymous(name, text):
         assert secret not in text, f"{name} names {secret}"
 
 
+def test_places_show_what_the_broker_told_while_read():
+    """A wait counts in steps of 10 s after the first ones; a page may be a second behind."""
+    from benchmarks.ui_contended import figure, figures_between  # imports a browser's client
+
+    assert figure("1. 77aa33 asks for 6 GiB, no estimate yet: 6 GiB is needed") == ""
+    assert figure("1. 77aa33 asks for 6 GiB, waiting for 4 s, no estimate yet") == "4 s"
+    waits = {"state": "queued", "queued_at": 100.0, "expected": None}
+    assert figures_between((waits, 119.5), (waits, 119.9)) == ("10 s",)
+    assert figures_between((waits, 119.5), (waits, 120.2)) == ("10 s", "20 s")
+    assert figures_between((waits, 120.5), (waits, 121.5)) == ("10 s", "20 s")
+    ends = {**waits, "expected": {"since": 110.0, "until": 150.0}}
+    assert figures_between((waits, 110.5), (ends, 115.0)) == (
+        "9 s",
+        "10 s",
+        "up to 60 s",
+        "up to 40 s",
+    )
+    idle = {"state": "idle", "leaves_at": 200.0}
+    assert figures_between((idle, 158.2), (idle, 158.4)) == ("0:43", "0:42")
+    assert figures_between((idle, 158.2), (waits, 158.4))[:2] == ("0:43", "0:42")
+
+
 def test_unknown_benchmark_is_refused_with_the_known_names():
     done = run("nonsense")
     assert done.returncode == 2
