@@ -34,6 +34,8 @@ def machines():
 
 @pytest.fixture
 def cluster(machines):
+    if machines.ledger.process is None:  # a test that failed has left it killed
+        machines.ledger.start()
     machines.wait_serving()
     yield machines
     print(machines.logs())
@@ -105,6 +107,10 @@ def test_a_killed_broker_still_counts_what_its_kernels_have(cluster):
 def test_without_the_ledger_kernels_keep_their_slices(cluster):
     first = cluster.kernel("m0")
     first.attach()
+    wait_until(
+        lambda: not any(n["counted"] for n in cluster.order()["nodes"] if n["name"] != "m0"),
+        "what kernels before had on other machines to be given back",
+    )
     cluster.ledger.kill()
     second = cluster.kernel("m1")
     second.do("ask", hold="cell")
