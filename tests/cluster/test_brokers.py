@@ -208,11 +208,15 @@ def test_each_machine_shows_all_of_the_cluster(cluster, capsys):
 
     found = wait_until(all_known, "all machines to have reported")
     assert [row[2:] for row in found["m0"]["counted"]] == [["leases", "", 1]]
+    summary = found["m0"]["summary"]
+    assert [free for _, free in summary["gpus"]] == [summary["free"]]
+    assert [number for _, number in summary["sessions"]] == [1]
     socket = str(cluster.brokers["m2"].socket)
     assert main(["why", third.session, "--socket", socket]) == 0
     told = capsys.readouterr().out
     assert "On m0 (last heard " in told
     assert "may use 1 lease." in told
+    assert "m0: yes, it has room and nobody waits." in told
     cluster.agents["m1"].kill()
     wait_until(lambda: "m1       silent for " in look(cluster, "m2", capsys), "m1 to be silent")
     text = look(cluster, "m2", capsys)
