@@ -15,7 +15,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 6
+WORKERS ?= 8
 GPU_VENV ?= .venv-gpu
 TORCH_VENV ?= .venv-torch
 CLUSTER_VENV ?= .venv-cluster

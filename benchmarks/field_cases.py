@@ -33,6 +33,7 @@ from typing import Any
 
 from benchmarks.common import budget, percentile, summary, table
 from benchmarks.kernels import private_pool
+from benchmarks.owed import beyond, waits
 from benchmarks.programs import (
     PATIENCE,
     Notebook,
@@ -45,6 +46,8 @@ from benchmarks.programs import (
 )
 from benchmarks.programs import Client as Caller
 from jupyter_gpupool.client import Client
+from jupyter_gpupool.pool.model import PoolSettings
+from jupyter_gpupool.pool.residence import slice_length
 
 GiB, MiB = 1 << 30, 1 << 20
 
@@ -310,7 +313,22 @@ def people(quick: bool) -> Case:
 
 
 def flood(quick: bool) -> Case:
-    """One person whose many notebooks compute without a pause, and others who think."""
+    """One person whose many notebooks compute without a pause, and others who think.
+
+    Two lines bound the others' waits. A swap is the longest suspend and the longest resume of the
+    same run.
+
+    *p50: two swaps more than before, and the rest of a time slice.* Somebody whose slice was taken
+    while they thought needs one swap at least: a victim's state goes out, and their own comes in.
+    They need up to one more if a copy is under way, because a device copies one state at a time.
+    They also need a victim. The crowd computes without a pause, so each of its kernels has its
+    slice for one time slice: 10 s at least, however short its move is. The pool owes this rest to
+    the crowd, so it is no part of the two swaps. :func:`benchmarks.owed.waits` takes it from the
+    journal, wait by wait: the seconds until the first of these time slices ends, or until a victim
+    leaves before that. A kernel of the crowd that stays for longer, or goes first, is not excused.
+
+    *p99: two swaps and a whole time slice more than the longest before*, for the whole wait.
+    """
     many, others = (12, 4) if quick else (50, 10)
     me = [getpass.getuser()]
     # Each person is a group here: there is one user.
@@ -331,8 +349,20 @@ def flood(quick: bool) -> Case:
         crowd = [notebook("flooder", 0.0, 100 + n) for n in range(many)]
         # Their share is an eleventh of the card: most of them wait for a first turn all the time.
         start(crowd, ready=False)
+        begun = time.time()
         during = [t for times in observe(calm, here.seconds(160)) for t in times]
-        swap = swap_seconds(here.client.journal(after=0))
+        rows = here.client.journal(after=0)
+        swap = swap_seconds(rows)
+        share = PoolSettings().max_swap_overhead
+        waited = waits(rows, "flooder", slice_length(swap, share))
+        moves = [
+            seconds
+            for name, one in zip(names[1:], calm, strict=True)
+            for seconds in beyond(
+                [turn for turn in list(one.times) if turn[0] >= begun],
+                [wait for wait in waited if wait.group == name],
+            )
+        ]
         cells = sum(len(one.times) for one in crowd)
         lines = [finish([*calm, *crowd], "flood: ")]
     bound = max(before) + SLICE + 2 * swap
@@ -340,13 +370,14 @@ def flood(quick: bool) -> Case:
         "notebooks": {"flooder": many, "others": others},
         "waits_before": summary(before),
         "waits_during": summary(during),
+        "waits_during_without_the_rest_of_a_time_slice": summary(moves),
         "cells_of_the_flooder": cells,
         "cells_of_the_others": len(during),
         "swap_seconds": swap,
         "budgets": [
             *lines,
-            budget("flood: p50 of the others' waits, beyond before",
-                   percentile(during, 50) - percentile(before, 50), 2 * swap, "s"),
+            budget("flood: p50 of the others' waits, beyond before and the rest of a slice",
+                   percentile(moves, 50) - percentile(before, 50), 2 * swap, "s"),
             budget("flood: p99 of the others' waits, bound: before, a time slice and two swaps",
                    percentile(during, 99), bound, "s"),
         ],

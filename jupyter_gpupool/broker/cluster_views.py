@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -33,6 +34,8 @@ def summary_of(core: Core) -> Summary:
         sum(view.capacity for view in views), sum(view.granted for view in views),
         sum(0 if view.drained_reason else view.free for view in views),
         sum(state == "queued" for state in core.busy.values()),
+        tuple((view.device.name, view.free) for view in views if not view.drained_reason),
+        tuple(sorted(Counter(session.owner.name for session in core.sessions).items())),
     )  # fmt: skip
 
 
@@ -113,14 +116,28 @@ class ClusterViews:
 
 
 def visible(
-    view: Mapping[str, Any] | None, keys: Iterable[tuple[str, ...]] | None
+    view: Mapping[str, Any] | None, user: str, keys: Iterable[tuple[str, ...]] | None
 ) -> Mapping[str, Any] | None:
-    """Return a view with only the limits in ``keys``; with None, all of them."""
+    """Return a view with the limits in ``keys`` and the sessions of ``user`` only.
+
+    With None for ``keys``, it has all of them.
+    """
     if view is None or keys is None:
         return view
     known = {*keys}
     nodes = [
-        {**node, "counted": [row for row in node["counted"] if tuple(row[:2]) in known]}
+        {
+            **node,
+            "counted": [row for row in node["counted"] if tuple(row[:2]) in known],
+            "summary": of_user(node["summary"], user),
+        }
         for node in view["nodes"]
     ]
     return {**view, "nodes": nodes}
+
+
+def of_user(summary: Mapping[str, Any] | None, user: str) -> Mapping[str, Any] | None:
+    """Return a summary with the sessions of one user only."""
+    if summary is None or summary["sessions"] is None:
+        return summary
+    return {**summary, "sessions": [row for row in summary["sessions"] if row[0] == user]}

@@ -312,7 +312,9 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # on a machine of a cluster. ok: name (of this machine), own (what it has), connected (the
     # ledger answers), age (seconds since it did last, or null), view (null without an answer of
     # the ledger): serving, left_out (machines too many for a message), nodes (name, state, age in
-    # seconds, summary or null, counted: kind, name, resource, window, amount of the peer's limits)
+    # seconds, summary or null, counted: kind, name, resource, window, amount of the peer's limits).
+    # A summary has in ``sessions`` the number of the peer's, and in ``gpus`` model and free bytes
+    # of each; both are null where a message had no room for them
     "cluster": ({}, {}),
     # ok: the snapshot described in ``broker/messages/snapshot.py``
     "status": ({}, {}),

@@ -29,7 +29,7 @@ from ..errors import Code, RefusedError
 from ..pool import events as e
 from ..pool.model import Charge, Owner, PoolSettings
 from ..protocol import Message
-from .cluster_views import ClusterViews, keys_for, summary_of, visible
+from .cluster_views import ClusterViews, keys_for, of_user, summary_of, visible
 from .configuration import Configuration
 from .core import Core
 from .gpu.maintenance import Maintenance
@@ -244,15 +244,16 @@ class SharedLimits:
 
     def _shown(self, connection: Connection, view: Mapping[str, Any] | None) -> dict[str, Any]:
         core, peer = self._core, connection.peer
-        keys = None
+        user, keys = owner_of(peer.uid).name, None
+        own: Mapping[str, Any] | None = summary_of(core)._asdict()
         if not self._configuration.access.is_admin(peer):
-            user = owner_of(peer.uid).name
             keys = keys_for(user, core, self._configuration.settings.pool)
+            own = of_user(own, user)
         now = time.monotonic()
         return {
             "name": self._budgets.node,
-            "view": visible(view, keys),
-            "own": summary_of(core)._asdict(),
+            "view": visible(view, user, keys),
+            "own": own,
             "connected": self._budgets.is_connected(now),
             # Seconds since the last report that the ledger has answered.
             "age": self._budgets.age(now),

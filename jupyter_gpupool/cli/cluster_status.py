@@ -80,6 +80,56 @@ def elsewhere(found: Mapping[str, Any], owner: str, group: str) -> list[str]:
     return told
 
 
+def considered(found: Mapping[str, Any], memory: int, devices: int) -> list[str]:
+    """Return for each other machine whether a kernel of this size has room there, or what it lacks.
+
+    ``memory`` is for each of ``devices``. A kernel stays where it has started, so this helps with
+    the next one.
+    """
+    nodes = [] if found["view"] is None else found["view"]["nodes"]
+    told = [
+        f"{node['name']}: {_lack(node, memory, devices)}."
+        for node in nodes
+        if node["name"] != found["name"]
+    ]
+    asked = format_bytes(memory) + (f" on each of {devices} GPUs" if devices > 1 else "")
+    head = f"It stays on {found['name']}; a new kernel of {asked} could start on another machine:"
+    return [head, *told] if told else []
+
+
+#: What a machine lacks in a state in which it takes no new kernel.
+_CLOSED = {
+    "draining": "no, it drains and gives no new slices",
+    "left": "no, it has drained and left",
+    "fenced": "no, an administrator has called it dead",
+    "gone": "no, an administrator has called it dead",
+    "unheard": "unknown, the ledger has not heard it",
+}
+
+
+def _lack(node: Mapping[str, Any], memory: int, devices: int) -> str:
+    if node["state"] in _CLOSED:
+        return _CLOSED[node["state"]]
+    if node["state"] == "silent":
+        return f"unknown, it is silent for {format_seconds(node['age'])}"
+    summary = node["summary"]
+    if summary is None or summary["gpus"] is None:
+        return "unknown, it has not told what is free on each GPU"
+    frees = sorted((free for _, free in summary["gpus"]), reverse=True)
+    waiting = summary["waiting"]
+    if not frees:
+        return "no, it has no GPU in service"
+    if len(frees) < devices:
+        return f"no, {len(frees)} of the {devices} GPUs that it asks for are in service"
+    if frees[devices - 1] < memory:
+        each = "a GPU" if devices == 1 else f"each of {devices} GPUs"
+        return f"no, at most {format_bytes(frees[devices - 1], rounding='down')} is free on {each}"
+    if waiting:
+        kernels = "1 kernel waits" if waiting == 1 else f"{waiting} kernels wait"
+        return f"it has room, but {kernels} there"
+    return "yes, it has room and nobody waits"
+
+
 def _state(node: Mapping[str, Any]) -> str:
     if node["state"] == "silent":
         return f"silent for {format_seconds(node['age'])}"

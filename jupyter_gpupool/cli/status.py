@@ -173,13 +173,17 @@ def why(socket: str, name: str, *, as_json: bool) -> int:
         If no session or several sessions match, or it belongs to another user.
     """
     with connect(socket_path(socket)) as client:
-        session = find_session(name, client.call("status")["sessions"])
+        sessions = client.call("status")["sessions"]
+        session = find_session(name, sessions)
         answer = _clean(client.call("why", session=session))
         if answer.get("clustered") and answer["state"] == "queued":
-            from .cluster_status import ask, elsewhere
+            from .cluster_status import ask, considered, elsewhere
 
-            told = elsewhere(ask(client), answer["owner"], answer["group"])
-            answer["standing"] = [*answer["standing"], *told]
+            found = ask(client)
+            asks = next(s["asks"] for s in sessions if s["id"] == session)
+            told = elsewhere(found, answer["owner"], answer["group"])
+            places = considered(found, asks["memory"], asks["devices"])
+            answer["standing"] = [*answer["standing"], *told, *places]
     if as_json:
         print(json.dumps(answer, indent=2))
         return 0

@@ -28,14 +28,28 @@ MOST_TEXT = 120_000
 
 
 def view_text(found: dict[str, Any]) -> str:
-    """Return what all nodes have, for a node; where that is too much, without the last ones."""
-    nodes = found["nodes"]
+    """Return what all nodes have, for a node.
+
+    Where that is too much, it goes without details, and then without the last nodes.
+    """
+    nodes, brief = found["nodes"], False
     while True:
         kept = {**found, "nodes": nodes, "left_out": len(found["nodes"]) - len(nodes)}
         text = json.dumps({"view": kept}, separators=(",", ":"))
         if len(text) <= MOST_TEXT:
             return text
-        nodes = nodes[: len(nodes) * MOST_TEXT // len(text)]
+        if brief:
+            nodes = nodes[: len(nodes) * MOST_TEXT // len(text)]
+        else:
+            nodes, brief = [_brief(node) for node in nodes], True
+
+
+def _brief(node: dict[str, Any]) -> dict[str, Any]:
+    """Return a node without the details of its summary: they are unknown then."""
+    summary = node.get("summary")
+    return node if summary is None else {
+        **node, "summary": {**summary, "gpus": None, "sessions": None},
+    }  # fmt: skip
 
 
 class Desk:

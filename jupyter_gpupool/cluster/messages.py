@@ -55,6 +55,10 @@ class Summary(NamedTuple):
     free: int
     #: Kernels that wait for a slice.
     waiting: int
+    #: Its GPUs in service: the model of each, and what could be granted on it as in ``free``.
+    gpus: tuple[tuple[str, int], ...] = ()
+    #: How many sessions each user has there.
+    sessions: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +193,16 @@ def loan_from_json(values: Mapping[str, Any]) -> Loan:
     )  # fmt: skip
 
 
-def _summary(values: list[int] | None) -> Summary | None:
+def _summary(values: list[Any] | None) -> Summary | None:
     """Return a summary; None from a node whose version sends another one."""
-    fits = values is not None and len(values) == len(Summary._fields)
-    return Summary._make(values or ()) if fits else None
+    if values is None or len(values) != len(Summary._fields):
+        return None
+    *figures, gpus, sessions = values
+    return Summary._make([*figures, _counts(gpus), _counts(sessions)])
+
+
+def _counts(rows: list[Any]) -> tuple[tuple[str, int], ...]:
+    return tuple((str(name), int(number)) for name, number in rows)
 
 
 def _amounts_to_json(amounts: Mapping[Key, int]) -> list[list[Any]]:

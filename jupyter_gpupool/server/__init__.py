@@ -3,6 +3,7 @@
 """The Jupyter Server extension: one server's view of the pool for its user interface.
 
 - ``views``: pure; the part of a snapshot to show here, and the changes between two.
+- ``machines``: pure; the machines of the cluster, from the answer of the broker.
 - ``broker_link``: the one connection to the broker.
 - ``watch``: keeps the newest view while it is needed; events, metrics, idle warnings.
 - ``kernel_history``: pure; figures of the snapshots in the last minutes, and totals.

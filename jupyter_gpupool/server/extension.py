@@ -37,6 +37,7 @@ ROUTES: tuple[tuple[str, Any], ...] = (
     ("/pool", handlers.PoolRoute),
     ("/history", handlers.HistoryRoute),
     ("/hour", handlers.HourRoute),
+    ("/machines", handlers.MachinesRoute),
     ("/sessions", handlers.SessionsRoute),
     (_KERNEL, handlers.SessionRoute),
     (_KERNEL + "/release", handlers.ReleaseRoute),

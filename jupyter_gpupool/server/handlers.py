@@ -139,6 +139,15 @@ class HourRoute(Route):
         self.finish(json.dumps(await self.watch.hour()))
 
 
+class MachinesRoute(Route):
+    """The machines of the cluster; none on a machine of its own."""
+
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        self.finish(json.dumps(await self.watch.machines()))
+
+
 class SessionsRoute(Route):
     """All sessions; those of other users are anonymous."""
 

@@ -10,7 +10,7 @@ View = dict[str, Any]
 
 #: Parts of the snapshot for the user interface; the rest is for admins on the machine.
 _SHOWN = (
-    *("version", "now", "emulated", "machine", "problem", "devices", "sessions"),
+    *("version", "now", "emulated", "machine", "clustered", "problem", "devices", "sessions"),
     *("queue_length", "host", "settings", "limits", "maintenance", "admin"),
 )
 

@@ -19,7 +19,7 @@ from ..deadlines import within
 from ..errors import GPUPoolError
 from ..protocol import Message
 from ..states import MOVING, WAITING
-from . import server_metrics, views
+from . import machines, server_metrics, views
 from .broker_link import BrokerLink
 from .kernel_history import KernelHistory, KernelUsage
 from .views import View
@@ -204,6 +204,14 @@ class Watch:
     async def hour(self) -> View:
         """Return the last hour of the devices and the queue, by minutes."""
         return _plain(await self._link.call("hour"))
+
+    async def machines(self) -> View:
+        """Return the machines of the broker's cluster; none if it is in no cluster."""
+        watches = self._task is not None and not self._task.done()
+        view = self._last if watches and self._last is not None else await self.look()
+        if not view.get("clustered"):
+            return machines.alone()
+        return machines.shown(await self._link.call("cluster"), self._user)
 
     async def maintain(self, action: str, device: str, reason: str) -> Message:
         """Take a device out of service or put it back; the broker checks who asks."""

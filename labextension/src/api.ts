@@ -177,6 +177,8 @@ export interface IPool {
   readonly now: number;
   readonly emulated: boolean;
   readonly machine: string;
+  /** Whether there are other machines: see `PoolClient.machines`. Older servers omit it. */
+  readonly clustered?: boolean;
   readonly devices: readonly IDevice[];
   readonly sessions: readonly (ISession | IAnySession)[];
   readonly queue_length: number;
@@ -265,6 +267,34 @@ export interface IHistory {
     readonly attached_seconds: number;
     readonly kernel_seconds: number;
   };
+}
+
+/** A machine of the cluster, as it reported last; null is not known. */
+export interface IMachine {
+  readonly name: string;
+  /** Whether it is the machine of this server. */
+  readonly here: boolean;
+  readonly state: 'reachable' | 'unreachable' | 'draining' | 'left' | 'gone';
+  /** Seconds since its last report. */
+  readonly age: number;
+  readonly devices: number | null;
+  /** GPUs out of service. */
+  readonly out: number | null;
+  readonly free: number | null;
+  readonly waiting: number | null;
+  /** The GPUs in service: the model, and what could be granted without a preemption. */
+  readonly gpus: readonly { readonly name: string; readonly free: number }[] | null;
+  /** How many sessions of this user are there. */
+  readonly mine: number | null;
+}
+
+export interface IMachines {
+  /** Whether the cluster's ledger has answered; null in no cluster. */
+  readonly connected: boolean | null;
+  /** Machines too many for one answer. */
+  readonly left_out: number;
+  /** This machine first. */
+  readonly machines: readonly IMachine[];
 }
 
 /** The last hour, a point for each minute; null where the broker read nothing. */
@@ -384,6 +414,10 @@ export class PoolClient {
 
   hour(): Promise<IHour> {
     return this._ask('hour');
+  }
+
+  machines(): Promise<IMachines> {
+    return this._ask('machines');
   }
 
   /** Only for admins of the pool, as all methods that begin with `admin`. */

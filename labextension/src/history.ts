@@ -8,7 +8,8 @@ import { Poll } from '@lumino/polling';
 import type { ISignal } from '@lumino/signaling';
 import { Signal } from '@lumino/signaling';
 
-import type { IHistory, IHour } from './api';
+import type { IHistory, IHour, IMachines } from './api';
+import { Machines } from './machines';
 import type { IPoolModel } from './tokens';
 
 /** Milliseconds between two requests. */
@@ -27,6 +28,7 @@ export class History implements IDisposable {
       frequency: { interval: INTERVAL, backoff: true, max: 60_000 },
       standby: 'when-hidden'
     });
+    this._machines = new Machines(_model, () => this._changed.emit());
     _model.changed.connect(this._update, this);
   }
 
@@ -34,7 +36,9 @@ export class History implements IDisposable {
   hold(): IDisposable {
     this._holders++;
     this._update();
+    const machines = this._machines.hold();
     return new DisposableDelegate(() => {
+      machines.dispose();
       this._holders--;
       this._update();
     });
@@ -46,6 +50,10 @@ export class History implements IDisposable {
 
   get hour(): IHour | null {
     return this._hour;
+  }
+
+  get machines(): IMachines | null {
+    return this._machines.latest;
   }
 
   get changed(): ISignal<History, void> {
@@ -61,6 +69,7 @@ export class History implements IDisposable {
       return;
     }
     this._poll.dispose();
+    this._machines.dispose();
     Signal.clearData(this);
   }
 
@@ -87,6 +96,7 @@ export class History implements IDisposable {
 
   private readonly _poll: Poll<void>;
   private readonly _changed = new Signal<History, void>(this);
+  private readonly _machines: Machines;
   private _holders = 0;
   private _asking = false;
   private _latest: IHistory | null = null;

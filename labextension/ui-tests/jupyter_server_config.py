@@ -10,3 +10,5 @@ c.ServerApp.ip = "127.0.0.1"
 c.ServerApp.port = 0
 c.JupyterNotebookApp.expose_app_in_browser = True
 c.LanguageServerManager.autodetect = False  # it starts Node, npm and R
+# Ports are chosen before they are bound, and another program may take one in between.
+c.KernelManager.transport = "ipc"

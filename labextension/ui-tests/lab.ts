@@ -18,6 +18,7 @@ import { chmodSync, writeFileSync } from 'fs';
 import * as path from 'path';
 
 import { ask, KERNEL, stage } from './pool';
+import { type IStage, startStage } from './setup';
 
 /** A server, and the folder that it serves. */
 export interface ISite {
@@ -298,14 +299,24 @@ export class Notebook {
 }
 
 /**
- * `lab`: one page for all tests of a worker. `tidy`: what is left of a test is cleared away after it.
+ * `pool`: the server and the broker of a worker. `lab`: one page for all its tests. `tidy`: what is
+ * left of a test is cleared away after it.
  *
  * A fixture and no hook: a hook is of the first file that loads this module, and of no other.
  */
-export const test = base.extend<{ tidy: undefined }, { lab: Lab }>({
+export const test = base.extend<{ tidy: undefined }, { pool: IStage; lab: Lab }>({
+  // A server and a broker of the worker's own: what one test does to the pool another would see.
+  pool: [
+    async ({}, use) => {
+      const end = await startStage();
+      await use(stage());
+      await end();
+    },
+    { scope: 'worker', auto: true, timeout: 120_000 }
+  ],
   lab: [
-    async ({ browser }, use) => {
-      const lab = await Lab.open(browser);
+    async ({ browser, pool }, use) => {
+      const lab = await Lab.open(browser, { site: pool });
       await use(lab);
       await lab.close();
     },

@@ -6,9 +6,9 @@ module.exports = {
   ...base,
   testDir: './tests',
   outputDir: './results/failures',
-  globalSetup: require.resolve('./setup.ts'),
-  // One server, one broker: what one test does to the pool another would see.
-  workers: 1,
+  // Each has a server and a broker of its own, if nobody keeps one (setup.ts). The tests wait more
+  // than they compute: three use what one leaves idle.
+  workers: process.env.GPUPOOL_UI_TESTS ? 1 : 3,
   fullyParallel: false,
   retries: 0,
   timeout: 120_000,

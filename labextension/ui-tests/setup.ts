@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Starts `server.py` before the first test, and ends it after the last. */
+/** Starts `server.py` for a worker of the test runner, and ends it with the worker. */
 import { spawn } from 'child_process';
 import * as path from 'path';
 import { createInterface } from 'readline';
@@ -14,15 +14,17 @@ export interface IStage {
   readonly folder: string;
 }
 
+/** Set before the tests start, it names a server that somebody keeps who works on the tests. */
 export const VARIABLE = 'GPUPOOL_UI_TESTS';
 
 function python(): string {
   return process.env.PYTHON ?? path.resolve(__dirname, '../../.venv/bin/python');
 }
 
-export default async function setup(): Promise<(() => Promise<void>) | undefined> {
+/** Start a server with a broker of its own; return what ends it. */
+export async function startStage(): Promise<() => Promise<void>> {
   if (process.env[VARIABLE]) {
-    return undefined; // Somebody works on the tests and keeps a server.
+    return () => Promise.resolve();
   }
   const server = spawn(python(), [path.join(__dirname, 'server.py')], {
     stdio: ['pipe', 'pipe', 'inherit'],
@@ -38,6 +40,7 @@ export default async function setup(): Promise<(() => Promise<void>) | undefined
   ]);
   process.env[VARIABLE] = line;
   return async () => {
+    process.env[VARIABLE] = '';
     server.stdin.end();
     const code = await ended;
     if (code !== 0) {

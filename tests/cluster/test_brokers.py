@@ -34,6 +34,8 @@ def machines():
 
 @pytest.fixture
 def cluster(machines):
+    if machines.ledger.process is None:  # a test that failed has left it killed
+        machines.ledger.start()
     machines.wait_serving()
     yield machines
     print(machines.logs())
@@ -105,6 +107,10 @@ def test_a_killed_broker_still_counts_what_its_kernels_have(cluster):
 def test_without_the_ledger_kernels_keep_their_slices(cluster):
     first = cluster.kernel("m0")
     first.attach()
+    wait_until(
+        lambda: not any(n["counted"] for n in cluster.order()["nodes"] if n["name"] != "m0"),
+        "what kernels before had on other machines to be given back",
+    )
     cluster.ledger.kill()
     second = cluster.kernel("m1")
     second.do("ask", hold="cell")
@@ -202,11 +208,15 @@ def test_each_machine_shows_all_of_the_cluster(cluster, capsys):
 
     found = wait_until(all_known, "all machines to have reported")
     assert [row[2:] for row in found["m0"]["counted"]] == [["leases", "", 1]]
+    summary = found["m0"]["summary"]
+    assert [free for _, free in summary["gpus"]] == [summary["free"]]
+    assert [number for _, number in summary["sessions"]] == [1]
     socket = str(cluster.brokers["m2"].socket)
     assert main(["why", third.session, "--socket", socket]) == 0
     told = capsys.readouterr().out
     assert "On m0 (last heard " in told
     assert "may use 1 lease." in told
+    assert "m0: yes, it has room and nobody waits." in told
     cluster.agents["m1"].kill()
     wait_until(lambda: "m1       silent for " in look(cluster, "m2", capsys), "m1 to be silent")
     text = look(cluster, "m2", capsys)

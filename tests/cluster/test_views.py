@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from typing import get_args
 
 import pytest
 
-from jupyter_gpupool.broker.cluster_views import visible
+from jupyter_gpupool.broker.cluster_views import of_user, visible
 from jupyter_gpupool.cli import main
-from jupyter_gpupool.cli.cluster_status import elsewhere, lines
+from jupyter_gpupool.cli.cluster_status import considered, elsewhere, lines
 from jupyter_gpupool.cluster import desk
+from jupyter_gpupool.cluster.ledger_nodes import NodeState
 from jupyter_gpupool.cluster.messages import (
     Epoch,
     Holding,
@@ -27,7 +30,10 @@ GIB = 1 << 30
 ADA = Key("user", "ada", "leases")
 ANN = Key("user", "ann", "memory")
 
-SUMMARY = Summary(2, 1, 30 * GIB, 4 * GIB, 11 * GIB, 3)
+SUMMARY = Summary(
+    2, 1, 30 * GIB, 4 * GIB, 11 * GIB, 3,
+    gpus=(("NVIDIA A100", 11 * GIB),), sessions=(("ada", 2), ("ann", 1)),
+)  # fmt: skip
 
 
 def report(node, number=1, **fields):
@@ -41,7 +47,7 @@ def text_of(one):
 def test_a_report_keeps_its_summary_on_the_way():
     one = report("m0", summary=SUMMARY, looks=True)
     assert report_from_json(json.loads(text_of(one))) == one
-    values = {**report_to_json(one), "summary": [1, 2]}  # of another version
+    values = {**report_to_json(one), "summary": [2, 1, 30, 4, 11, 3]}  # of another version
     assert report_from_json(values).summary is None
 
 
@@ -63,7 +69,8 @@ def test_only_a_node_that_looks_gets_the_view():
     (first,) = views(text_of(report("m0", summary=SUMMARY)), text_of(report("m1", looks=True)))
     node, view = first
     assert node == "m1"
-    assert [each["summary"] for each in view["nodes"]] == [SUMMARY._asdict(), None]
+    summary = json.loads(json.dumps(SUMMARY._asdict()))
+    assert [each["summary"] for each in view["nodes"]] == [summary, None]
     assert view["left_out"] == 0
 
 
@@ -74,6 +81,17 @@ def test_a_view_of_too_many_machines_says_how_many_it_lacks():
     assert len(text) <= desk.MOST_TEXT
     view = json.loads(text)["view"]
     assert 0 < len(view["nodes"]) == 1000 - view["left_out"] < 1000
+
+
+def test_a_long_view_first_loses_the_details_of_summaries():
+    summary = {**SUMMARY._asdict(), "gpus": [["NVIDIA A100 80GB PCIe", GIB]] * 16}
+    nodes = [{"name": f"m{i}", "counted": [], "summary": summary} for i in range(300)]
+    view = json.loads(desk.view_text({"serving": True, "nodes": nodes}))["view"]
+    assert (len(view["nodes"]), view["left_out"]) == (300, 0)
+    assert {str(node["summary"]["gpus"]) for node in view["nodes"]} == {"None"}
+    assert {node["summary"]["free"] for node in view["nodes"]} == {11 * GIB}
+    few = json.loads(desk.view_text({"serving": True, "nodes": nodes[:2]}))["view"]
+    assert len(few["nodes"][0]["summary"]["gpus"]) == 16
 
 
 def found(**fields):
@@ -116,11 +134,43 @@ def test_why_names_what_other_machines_have_of_a_limit():
     assert "is unknown" in elsewhere(found(view=None), "ada", "")[0]
 
 
-def test_a_user_sees_no_limits_of_others():
-    view = visible(found()["view"], {("user", "ann")})
+def test_a_user_sees_no_limits_and_no_sessions_of_others():
+    view = visible(found()["view"], "ann", {("user", "ann")})
     assert [node["counted"] for node in view["nodes"]] == [[[*ANN, 4 * GIB]], [], []]
-    assert visible(view, None) is view
-    assert visible(None, set()) is None
+    assert "ada" not in json.dumps(view)
+    assert view["nodes"][1]["summary"]["sessions"] == [("ann", 1)]
+    assert visible(view, "ann", None) is view
+    assert visible(None, "ann", set()) is None
+    assert of_user({"sessions": None}, "ann") == {"sessions": None}, "unknown stays unknown"
+
+
+def test_why_says_of_each_other_machine_whether_it_has_room():
+    def told(memory, devices=1, **changes):
+        summary = {**SUMMARY._asdict(), "waiting": 0, "gpus": [["A", 8 * GIB], ["B", 3 * GIB]]}
+        node = {"name": "gpu2", "state": "present", "age": 0.4, "summary": summary, "counted": []}
+        node.update(changes)
+        node["summary"] = node["summary"] and {**summary, **node["summary"]}
+        here = found()["view"]["nodes"][0]
+        return considered(found(view={"nodes": [here, node]}), memory * GIB, devices)[-1]
+
+    head, *_ = considered(found(), 4 * GIB, 2)
+    assert head == (
+        "It stays on gpu1; a new kernel of 4 GiB on each of 2 GPUs could start on another machine:"
+    )
+    assert told(8) == "gpu2: yes, it has room and nobody waits."
+    assert told(8, summary={"waiting": 1}) == "gpu2: it has room, but 1 kernel waits there."
+    assert told(8, summary={"waiting": 3}) == "gpu2: it has room, but 3 kernels wait there."
+    assert told(9) == "gpu2: no, at most 8 GiB is free on a GPU."
+    assert told(3, 2) == "gpu2: yes, it has room and nobody waits."
+    assert told(4, 2) == "gpu2: no, at most 3 GiB is free on each of 2 GPUs."
+    assert told(1, 3) == "gpu2: no, 2 of the 3 GPUs that it asks for are in service."
+    assert told(1, summary={"gpus": []}) == "gpu2: no, it has no GPU in service."
+    assert told(1, summary={"gpus": None}).startswith("gpu2: unknown, ")
+    assert told(1, summary=None).startswith("gpu2: unknown, ")
+    assert told(1, state="silent", age=42) == "gpu2: unknown, it is silent for 42 s."
+    for state in set(get_args(NodeState)) - {"present", "silent"}:
+        assert re.match("gpu2: (no|unknown), ", told(1, state=state)), state
+    assert considered(found(view=None), GIB, 1) == []
 
 
 @pytest.mark.parametrize("words", [["--watch"], ["--watch", "--json"]])

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import find
+from benchmarks.owed import beyond, waits
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,6 +72,48 @@ def test_places_show_what_the_broker_told_while_read():
     idle = {"state": "idle", "leaves_at": 200.0}
     assert figures_between((idle, 158.2), (idle, 158.4)) == ("0:43", "0:42")
     assert figures_between((idle, 158.2), (waits, 158.4))[:2] == ("0:43", "0:42")
+
+
+def moved(at, session, old, new, group):
+    detail = {"old": old, "new": new, "group": group}
+    return {"kind": "state", "time": at, "session": session, "detail": detail}
+
+
+def shown(*, leaves):
+    """A crowd's kernel has its slice from 100 s on, somebody asks at 104 s."""
+    return [
+        moved(99.0, "c", "queued", "attaching", "crowd"),
+        moved(100.0, "c", "attaching", "active", "crowd"),
+        {"kind": "queue", "time": 104.0, "session": "p", "detail": {}},
+        moved(104.0, "p", "detached", "queued", "ann"),
+        moved(leaves, "c", "active", "detaching", "crowd"),
+        moved(leaves + 0.1, "c", "detaching", "queued", "crowd"),
+        moved(leaves + 0.1, "p", "queued", "attaching", "ann"),
+        moved(leaves + 0.2, "p", "attaching", "active", "ann"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("leaves", "owed"), [(104.0, 0.0), (106.5, 2.5), (110.0, 6.0), (125.0, 6.0)]
+)
+def test_wait_owes_a_time_slice_its_rest_at_most(leaves, owed):
+    (wait,) = waits(shown(leaves=leaves), "crowd", 10.0)
+    assert (wait.group, wait.asked, wait.owed) == ("ann", 104.0, owed)
+    took = leaves + 0.2 - 104.0
+    assert beyond([(90.0, 0.0), (104.0, took), (130.0, 1.0)], [wait]) == [0.0, took - owed, 1.0]
+
+
+def test_wait_behind_another_owes_it_no_second_time_slice():
+    """The place that a time slice leaves goes to another kernel of the crowd."""
+    rows = shown(leaves=110.0)[:-2]
+    rows += [
+        moved(110.1, "q", "queued", "attaching", "crowd"),
+        moved(110.2, "q", "attaching", "active", "crowd"),
+        moved(120.2, "q", "active", "detaching", "crowd"),
+        moved(120.3, "q", "detaching", "queued", "crowd"),
+        moved(120.3, "p", "queued", "attaching", "ann"),
+    ]
+    assert [wait.owed for wait in waits(rows, "crowd", 10.0)] == [6.0]
 
 
 def test_unknown_benchmark_is_refused_with_the_known_names():

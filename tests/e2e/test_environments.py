@@ -38,8 +38,8 @@ sys.meta_path.insert(0, Blocker)
 
 #: Two notebooks on a GPU that has room for one. The Python without the packages runs this code.
 NOTEBOOKS = """
-import sys
-from jupyter_client.manager import start_new_kernel
+import sys, tempfile
+from jupyter_client import KernelManager
 
 for name in ("cuda", "pynvml"):
     try:
@@ -73,7 +73,16 @@ def run(client, code):
     reply = client.execute_interactive(code, timeout=60, allow_stdin=False)
     assert reply["content"]["status"] == "ok", reply["content"]
 
-kernels = [start_new_kernel(kernel_name=sys.argv[1]) for _ in range(2)]
+def start():
+    file = tempfile.mkdtemp(prefix="gpk") + "/k.json"
+    manager = KernelManager(kernel_name=sys.argv[1], transport="ipc", connection_file=file)
+    manager.start_kernel()
+    client = manager.client()
+    client.start_channels()
+    client.wait_for_ready(timeout=60)
+    return manager, client
+
+kernels = [start() for _ in range(2)]
 try:
     for number, (_, client) in enumerate(kernels):
         run(client, CELL)

@@ -69,7 +69,10 @@ class Program:
     async def start(self):
         from jupyter_client.manager import AsyncKernelManager
 
-        self.manager = AsyncKernelManager(kernel_name=self.label)
+        file = str(self.folder / "connection.json")
+        self.manager = AsyncKernelManager(
+            kernel_name=self.label, transport="ipc", connection_file=file
+        )
         await self.manager.start_kernel(env={**os.environ, "JPY_SESSION_NAME": self.label})
         return self
 

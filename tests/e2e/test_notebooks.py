@@ -100,7 +100,7 @@ def test_cells_print_the_same_while_the_broker_is_killed(pool):
 def test_twelve_notebooks_at_a_time_show_the_same(pool):
     pool = pool(notebooks.MACHINE, **notebooks.CONFIG)
     names = [(f"{name}-{turn}", name) for turn in range(2) for name in notebooks.names()]
-    done, killed = asyncio.run(crowd(pool, names, at_once=12, kill_every=20))
+    done, killed = asyncio.run(crowd(pool, names, at_once=12, kill_every=8))
     assert differences(done) == []
     assert len(done) == 2 * len(notebooks.names())
     assert killed >= 2, "the broker was hardly killed: nothing was tested"

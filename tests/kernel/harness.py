@@ -173,12 +173,18 @@ def private_connection_file() -> str:
     return f"{folder}/k.json"
 
 
+def private_manager(kernel_name: str) -> KernelManager:
+    """Return a manager whose kernel has sockets of its own.
+
+    Not TCP: ports are chosen before they are bound, and another test may take one in between.
+    """
+    file = private_connection_file()
+    return KernelManager(kernel_name=kernel_name, transport="ipc", connection_file=file)
+
+
 def start_kernel(python: str, env: dict[str, str], *, agent: bool = True, **extra: str) -> Kernel:
     """Start ipykernel of the interpreter ``python`` with the agent, and without a provisioner."""
-    # Not TCP: ports are chosen before they are bound, and another test may take one in between.
-    manager = KernelManager(
-        kernel_name="python3", transport="ipc", connection_file=private_connection_file()
-    )
+    manager = private_manager("python3")
     manager.kernel_spec.argv[0] = python
     environ = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL_")}
     environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "light")))

@@ -17,7 +17,7 @@ import nbformat
 import pexpect
 import psutil
 import pytest
-from jupyter_client import KernelManager
+from harness import private_manager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat.v4 import new_code_cell, new_notebook
@@ -129,7 +129,7 @@ def test_console_runs_cells_in_its_own_pooled_kernel(broker: ScriptedBroker) -> 
 
 
 def test_console_joins_a_running_kernel_with_existing(broker: ScriptedBroker) -> None:
-    manager = KernelManager(kernel_name="gpupool-python3")
+    manager = private_manager("gpupool-python3")
     manager.start_kernel()
     console = None
     try:

@@ -15,7 +15,7 @@ from typing import Any, Callable, Iterator
 
 import pytest
 from conftest import IPYKERNEL
-from jupyter_client import KernelManager
+from harness import private_manager
 from scripted_broker import DEVICE, GiB, ScriptedBroker
 from test_provisioner import SESSION_GUARD, environ
 
@@ -156,7 +156,7 @@ def test_kernel_environment_does_not_need_this_package(
 
 
 def test_provisioner_starts_the_kernel_without_the_launcher(broker: ScriptedBroker) -> None:
-    manager = KernelManager(kernel_name=SHIPPED)
+    manager = private_manager(SHIPPED)
     manager.start_kernel()
     try:
         command = Path(f"/proc/{manager.provisioner.pid}/cmdline").read_text().split("\0")
@@ -171,7 +171,7 @@ def test_nested_launcher_opens_no_second_session(
     broker: ScriptedBroker, install_spec: Callable[..., str]
 ) -> None:
     argv = ["env", sys.executable, "-m", IPYKERNEL_LAUNCHER, "-f", "{connection_file}"]
-    manager = KernelManager(kernel_name=install_spec("behind", argv))
+    manager = private_manager(install_spec("behind", argv))
     manager.start_kernel()
     try:
         assert broker.wait_for("hello")["session"] == "s1"

@@ -111,6 +111,8 @@ class Snapshots:
             "now": view.now,
             "emulated": bool(emulate),
             "machine": f"EMULATED {emulate}" if emulate else self._service.versions,
+            # It shares limits with other machines: the message ``cluster`` is answered.
+            "clustered": bool(self._configuration.settings.cluster_nodes),
             "problem": self._no_device,
             "driver_warning": self._service.hazard,
             "limited": self._service.limit,

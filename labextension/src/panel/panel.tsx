@@ -12,6 +12,7 @@ import { Devices } from './devices';
 import { Header } from './header';
 import { Kernels } from './kernels';
 import { LastHour } from './lasthour';
+import { Machines } from './machines';
 import { Notices } from './notices';
 import { Queue } from './queue';
 import { Section } from './section';
@@ -65,6 +66,7 @@ export function Panel(props: IPanelProps): React.ReactElement {
               </Section>
             </>
           )}
+          <Machines />
           <Section
             name="kernels"
             title={trans.__('My kernels on this server')}

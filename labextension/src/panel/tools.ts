@@ -7,7 +7,7 @@ import type { IDisposable } from '@lumino/disposable';
 import type { ISignal } from '@lumino/signaling';
 import * as React from 'react';
 
-import type { IHistory, IHour } from '../api';
+import type { IHistory, IHour, IMachines } from '../api';
 import { keepSeconds } from '../keeping';
 import type { IPoolModel, IPoolSettings } from '../tokens';
 import type { Ticker } from '../ticker';
@@ -17,6 +17,8 @@ export interface IPast {
   readonly latest: IHistory | null;
   /** The last hour of the devices and the queue; null before, and from older servers. */
   readonly hour: IHour | null;
+  /** The machines of the cluster; null on a machine of its own. */
+  readonly machines: IMachines | null;
   readonly changed: ISignal<unknown, unknown>;
   hold(): IDisposable;
 }
@@ -62,6 +64,12 @@ export function useHistory(): IHistory | null {
 export function useHour(): IHour | null {
   const { past } = useTools();
   return useTold(past.changed, () => past.hour);
+}
+
+/** The machines of the cluster; renders when they change. */
+export function useMachines(): IMachines | null {
+  const { past } = useTools();
+  return useTold(past.changed, () => past.machines);
 }
 
 /** For how long the user wants slices to be kept. */

@@ -24,6 +24,7 @@ import type {
   IHistory,
   IHour,
   IIdleWarning,
+  IMachines,
   INotice,
   IPool,
   ISession,
@@ -136,6 +137,7 @@ export class FakeModel implements IPoolModel {
 export class FakePast implements IPast {
   latest: IHistory | null = null;
   hour: IHour | null = null;
+  machines: IMachines | null = null;
   holders = 0;
   readonly changed = new Signal<FakePast, void>(this);
 

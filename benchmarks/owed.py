@@ -1,0 +1,70 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What waits on one device owe to time slices, from the journal. Not a benchmark itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait for a slice: whose, when it began, and how much of it a time slice explains."""
+
+    group: str
+    asked: float
+    owed: float
+
+
+def waits(rows: Sequence[dict[str, Any]], crowd: str, seconds: float) -> list[Wait]:
+    """Return the waits of all groups but ``crowd``, whose time slices last for so many seconds.
+
+    A kernel of the crowd has its slice for that long before the pool may preempt it in favour of
+    another group. :attr:`Wait.owed` is the time from the request to the end of the first of these
+    time slices, or to the start of the suspend that freed the place, whichever is shorter (an idle
+    victim goes earlier). The rest of the wait is moves, and requests that went first.
+    """
+    found: list[Wait] = []
+    #: By session of the crowd: when it got the slice that it has.
+    began: dict[str, float] = {}
+    #: By session: its group and when it asked; the rest of the first time slice then.
+    asked: dict[str, tuple[str, float, float]] = {}
+    #: By session: when its suspend began.
+    leaving: dict[str, float] = {}
+    freed = -math.inf
+    for row in rows:
+        if row["kind"] != "state":
+            continue
+        name, at, detail = row["session"], row["time"], row["detail"]
+        old, new, group = detail["old"], detail["new"], detail.get("group", "")
+        if new == "detaching":
+            leaving[name] = at
+        elif old == "detaching":
+            freed = leaving.pop(name, at)
+        if new not in ("active", "idle"):
+            began.pop(name, None)
+        elif old == "attaching" and group == crowd:
+            began[name] = at
+        if new == "queued" and group != crowd:
+            rest = min((since + seconds - at for since in began.values()), default=0.0)
+            asked[name] = group, at, max(0.0, rest)
+        elif new == "attaching" and name in asked:
+            group, since, rest = asked.pop(name)
+            # Its place is that of the victim whose suspend has just ended, if one had to go for it.
+            found.append(Wait(group, since, min(rest, max(0.0, freed - since))))
+    return found
+
+
+def beyond(turns: Sequence[tuple[float, float]], waited: Sequence[Wait]) -> list[float]:
+    """Return the seconds of each turn of a player without what its waits owe to time slices.
+
+    ``turns``: (when it began, seconds), as ``Player.times``; ``waited``: the waits of the player.
+    """
+    ends = [begun for begun, _ in turns[1:]] + [math.inf]
+    return [
+        took - sum(wait.owed for wait in waited if begun <= wait.asked < end)
+        for (begun, took), end in zip(turns, ends, strict=True)
+    ]

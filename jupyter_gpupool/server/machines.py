@@ -1,0 +1,67 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The machines of the cluster as this server shows them, from the broker's answer. Pure.
+
+All figures of a machine are from its last report, so they come with their age. The limits of users
+and groups are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+from .views import View
+
+#: By the state that the ledger gives a machine: what a user may expect of it. One that the ledger
+#: has not heard may still run kernels, so it is unreachable until an admin calls it dead.
+STATES = {
+    "present": "reachable",
+    "silent": "unreachable",
+    "unheard": "unreachable",
+    "draining": "draining",
+    "left": "left",
+    "fenced": "gone",
+    "gone": "gone",
+}
+
+_FIGURES = ("devices", "out", "capacity", "granted", "free", "waiting")
+
+
+def alone() -> View:
+    """Return what a server shows whose broker is in no cluster."""
+    return {"name": None, "connected": None, "age": None, "left_out": 0, "machines": []}
+
+
+def shown(answer: Mapping[str, Any], user: str) -> View:
+    """Return the machines, this one first, then by name; without the ledger, this one only."""
+    view, here = answer["view"], answer["name"]
+    nodes = [] if view is None else view["nodes"]
+    own = {"name": here, "state": None, "age": 0.0, "summary": answer["own"]}
+    # The broker knows its own machine as it is now, the ledger as it was.
+    state = next((node["state"] for node in nodes if node["name"] == here), None)
+    rows = [{**own, "state": state}, *(node for node in nodes if node["name"] != here)]
+    return {
+        "name": here,
+        "connected": view is not None,
+        "age": answer["age"],
+        "left_out": 0 if view is None else view["left_out"],
+        "machines": [_machine(row, here, user) for row in rows],
+    }
+
+
+def _machine(node: Mapping[str, Any], here: str, user: str) -> View:
+    summary = node["summary"] or {}
+    gpus, sessions = summary.get("gpus"), summary.get("sessions")
+    is_here, state = node["name"] == here, node["state"]
+    return {
+        "name": node["name"],
+        "here": is_here,
+        # This server reaches its own machine, whatever the ledger has heard of it lately.
+        "state": "reachable"
+        if is_here and STATES.get(state, "unreachable") == "unreachable"
+        else STATES.get(state, state),
+        "age": node["age"],
+        **{name: summary.get(name) for name in _FIGURES},
+        "gpus": None if gpus is None else [{"name": name, "free": free} for name, free in gpus],
+        "mine": None if sessions is None else sum(n for name, n in sessions if name == user),
+    }

@@ -1,0 +1,101 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** The machines of the cluster, fetched while a widget shows them. */
+import type { IDisposable } from '@lumino/disposable';
+import { DisposableDelegate } from '@lumino/disposable';
+import { Poll } from '@lumino/polling';
+
+import type { IMachines, IPool } from './api';
+import type { IPoolModel } from './tokens';
+
+/** Milliseconds between two requests: each may cost a message to the cluster's ledger. */
+export const INTERVAL = 10_000;
+
+/**
+ * Fetches while held, in a cluster only, while a Pooled GPU kernel runs, and while the page is
+ * visible. Without a kernel, it fetches once with each view, as the panel shows it.
+ */
+export class Machines implements IDisposable {
+  constructor(
+    private readonly _model: IPoolModel,
+    private readonly _told: () => void
+  ) {
+    this._poll = new Poll({
+      auto: false,
+      name: '@jupyter-gpupool/labextension:Machines',
+      factory: () => this._ask(),
+      frequency: { interval: INTERVAL, backoff: true, max: 60_000 },
+      standby: 'when-hidden'
+    });
+    _model.changed.connect(this._update, this);
+  }
+
+  /** Fetch until the returned object is disposed. */
+  hold(): IDisposable {
+    this._holders++;
+    this._update();
+    return new DisposableDelegate(() => {
+      this._holders--;
+      this._update();
+    });
+  }
+
+  /** Null on a machine of its own, before the first answer, and while there is none. */
+  get latest(): IMachines | null {
+    return this._latest;
+  }
+
+  get isDisposed(): boolean {
+    return this._poll.isDisposed;
+  }
+
+  dispose(): void {
+    if (!this.isDisposed) {
+      this._model.changed.disconnect(this._update, this);
+      this._poll.dispose();
+    }
+  }
+
+  private readonly _update = (): void => {
+    const { view, broker } = this._model;
+    const there = view?.clustered === true && broker.status === 'up';
+    const held = this._holders > 0 && there;
+    const asking = held && this._model.live;
+    if (!there) {
+      this._set(null);
+    }
+    if (held && !asking && view !== this._seen) {
+      this._ask().catch(() => undefined); // why the broker is away, the model says
+    }
+    this._seen = held ? view : null;
+    if (asking !== this._asking && !this.isDisposed) {
+      this._asking = asking;
+      void (asking ? this._poll.start() : this._poll.stop());
+    }
+  };
+
+  private async _ask(): Promise<void> {
+    try {
+      this._set(await this._model.client.machines());
+    } catch (error) {
+      // Old figures would look like new ones.
+      this._set(null);
+      throw error; // the poll asks less often
+    }
+  }
+
+  private _set(latest: IMachines | null): void {
+    if (!this.isDisposed && (latest ?? this._latest) !== null) {
+      this._latest = latest;
+      this._told();
+    }
+  }
+
+  private readonly _poll: Poll<void>;
+  private _holders = 0;
+  private _asking = false;
+  /** The view for which it has asked last without a kernel. */
+  private _seen: IPool | null = null;
+  private _latest: IMachines | null = null;
+}
