@@ -70,7 +70,7 @@ def parts():
     return Managed, Kernel, {"emulate": kit.ONE}
 
 
-def test_clients_of_a_restart_wait_and_the_watchdog_hears_of_life(make_broker):
+def test_clients_wait_during_a_restart_under_a_service_manager(make_broker):
     broker = make_broker()
     broker.start()
     broker.hear("READY=1")
@@ -105,7 +105,7 @@ def test_children_do_not_inherit_the_manager_s_variables():
     assert supervisor.listening(kit.ROOT / "x") is None
 
 
-def test_message_reaches_an_abstract_address_and_a_missing_one_does_no_harm():
+def test_message_to_a_missing_address_does_no_harm():
     name = f"gpupool-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to:
         to.bind(f"\0{name}")
@@ -125,7 +125,7 @@ class Own(kit.Broker):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's socket is the machine's service")
-def test_own_broker_keeps_its_kernels_and_takes_no_new_ones_beside_the_service(folder):
+def test_own_broker_takes_no_new_kernels_beside_the_service(folder):
     broker = Own(folder, emulate=kit.ONE).started
     one = None
     try:

@@ -98,7 +98,7 @@ class Claim:
     def restore(self) -> socket.socket | None:
         """Claim the path again; return a new listening socket if the old one is gone.
 
-        The new one is this broker's own, whoever had bound the old one.
+        The new one is this broker's own, even if a service manager had bound the old one.
 
         Raises
         ------
