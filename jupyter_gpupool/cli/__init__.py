@@ -11,6 +11,7 @@
 - ``install_devices``: NVIDIA's packages in an environment of their own.
 - ``install_service``: the machine's service; ``service_files`` (pure): its files.
 - ``doctor``, ``checks``: what works here and what does not. ``maintenance``: pause, drain, resume.
+  ``inside``: what a container must allow.
 - ``check_config``, ``config_report``: what a configuration means, and all its mistakes.
 - ``configtext``: a commented configuration file from the options.
 

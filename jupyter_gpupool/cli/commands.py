@@ -221,6 +221,10 @@ def _resume(options: Options) -> int:
         "--config", action="append", default=[], type=Path, metavar="FILE",
         help="also read this configuration file",
     ),
+    argument(
+        "--inside", action="store_true",
+        help="check this container instead: whether its kernels can use the machine's pool",
+    ),
 )  # fmt: skip
 def _doctor(options: Options) -> int:
     from .doctor import examine
@@ -230,6 +234,7 @@ def _doctor(options: Options) -> int:
         config_files=options.config,
         as_json=options.json,
         retest=options.retest,
+        inside=options.inside,
     )
 
 
