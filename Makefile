@@ -9,6 +9,7 @@
 # make torch  PyTorch on emulated GPUs: sets it up (1.1 GB to load), runs its tests and the example
 # make cluster  three machines in a Ray cluster on this host, on emulated GPUs, until Ctrl-C
 # make test-cluster  three machines in a Ray cluster on this host, in an environment of its own
+# make test-hub  a real JupyterHub with two accounts of this machine (root), in an environment of its own
 # make docs   build the documentation; make bench: the benchmarks
 # make test-long  the long forms of tests (docs/long-tests.md); LONG="tests/guard" for a part
 # make ui     build the JupyterLab part after a change; make screenshots: its pictures in docs/
@@ -19,6 +20,9 @@ WORKERS ?= 8
 GPU_VENV ?= .venv-gpu
 TORCH_VENV ?= .venv-torch
 CLUSTER_VENV ?= .venv-cluster
+HUB_VENV := .venv-hub
+# Users' servers run it: not below a folder that only root may enter.
+HUB_PYTHON ?= /usr/bin/python3
 BIN := $(VENV)/bin
 SOURCES := $(foreach part,emucuda jupyter_gpupool/guard,$(wildcard $(part)/src/* $(part)/src/*/* \
   $(part)/*.txt $(part)/build.py $(part)/_generate.py))
@@ -30,7 +34,7 @@ TORCH_UI_HOME := $(TORCH_VENV)/share/jupyter/labextensions/@jupyter-gpupool/labe
 JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" PYTHON="$(abspath $(BIN))/python" jlpm
 
 .PHONY: run test quick test-python test-beside test-ui test-long lint lint-ui lab docs bench lock clean
-.PHONY: ui screenshots chromium gpu torch cluster test-cluster
+.PHONY: ui screenshots chromium gpu torch cluster test-cluster test-hub
 
 $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) $(wildcard share/jupyter/kernels/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -182,6 +186,17 @@ test-cluster: $(CLUSTER_VENV)/.ready
 	$(CLUSTER_VENV)/bin/python -m pytest -m "not long" tests/cluster/test_brokers.py tests/cluster/test_ray.py \
 	  tests/cluster/test_head.py tests/cluster/test_trial.py
 
+# The proxy is a program of Node.js. Version 5.3 is the one that the tests were run with.
+$(HUB_VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) | $(VENV)/.lab
+	test -x $(HUB_VENV)/bin/python || $(HUB_PYTHON) -m venv --without-pip $(HUB_VENV)
+	GPUPOOL_NO_LABEXTENSION=1 $(BIN)/python -m pip --python $(HUB_VENV)/bin/python install -q \
+	  --disable-pip-version-check -c requirements/lock.txt -e ".[emulator]" "jupyterhub>=6,<7"
+	PATH="$(abspath $(BIN)):$$PATH" npm install --silent --prefix $(HUB_VENV)/chp configurable-http-proxy@5.3
+	touch $@
+
+test-hub: $(HUB_VENV)/.ready
+	$(BIN)/python -m pytest tests/hub
+
 lock:
 	$(BIN)/python -m pip install -q uv
 	$(BIN)/uv pip compile -q --universal --python-version 3.10 --no-header --no-annotate \
@@ -192,5 +207,5 @@ lock:
 	  -c requirements/lock.txt -o jupyter_gpupool/devices/nvidia/requirements.txt
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) $(TORCH_VENV) $(CLUSTER_VENV) build dist docs/_build emucuda/lib jupyter_gpupool/guard/lib \
+	rm -rf $(VENV) $(GPU_VENV) $(TORCH_VENV) $(CLUSTER_VENV) $(HUB_VENV) build dist docs/_build emucuda/lib jupyter_gpupool/guard/lib \
 	  jupyter_gpupool/labextension labextension/lib labextension/node_modules

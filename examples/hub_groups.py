@@ -3,16 +3,13 @@
 """Groups of a pool whose members are those of groups in JupyterHub.
 
 Put it into a configuration file of the broker. The Hub's configuration names the broker a service
-that may read who is in which group, and its token is in a file that only the broker's user reads:
-
-    c.JupyterHub.services = [{"name": "gpupool", "api_token": "..."}]
-    c.JupyterHub.load_roles = [
-        {"name": "gpupool", "scopes": ["read:users:groups"], "services": ["gpupool"]}
-    ]
+that may read who is in which group and has which role: ``jupyterhub/jupyterhub_config.py``. Its
+token is in a file that only root reads.
 """
 
 import json
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
 
@@ -20,12 +17,21 @@ HUB = "http://127.0.0.1:8081/hub/api"
 TOKEN = Path("/etc/gpupool/hub-token")
 
 
-def groups_in_the_hub(user):
-    """Return the groups of a user of the Hub, which has the same name on this machine."""
+def groups_in_the_hub(name):
+    """Return the groups of a user of the Hub, and the roles as "role:NAME".
+
+    The user has the same name on this machine.
+    """
     token = TOKEN.read_text().strip()
-    request = Request(f"{HUB}/users/{quote(user)}", headers={"Authorization": f"token {token}"})
-    with urlopen(request, timeout=4) as answer:
-        return json.load(answer)["groups"]
+    request = Request(f"{HUB}/users/{quote(name)}", headers={"Authorization": f"token {token}"})
+    try:
+        with urlopen(request, timeout=4) as answer:
+            user = json.load(answer)
+    except HTTPError as error:
+        if error.code == 404:  # an account of the machine that never was in the Hub
+            return []
+        raise
+    return [*user["groups"], *(f"role:{role}" for role in user.get("roles", ()))]
 
 
 c = get_config()
@@ -33,5 +39,6 @@ c = get_config()
 c.GPUPool.hub_groups = groups_in_the_hub
 c.GPUPool.groups = {
     "research": {"hub_groups": ["research"], "guarantee": "60%"},
+    "course": {"hub_groups": ["role:gpu-course"], "cap": "50%"},
     "students": {"users": "*"},
 }

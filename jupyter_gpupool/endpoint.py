@@ -79,12 +79,15 @@ def journal_name(socket: Path) -> str:
     of them finds the journal locked. A socket with another name belongs to another pool.
     """
     name = f"journal-{local_machine.machine_id()}"
-    if socket.name == "broker.sock" and socket.parent.name in (
-        "gpupool",
-        f"gpupool-{os.geteuid()}",
-    ):
+    if is_usual_socket(socket):
         return name
     return f"{name}-{zlib.crc32(os.fsencode(socket)):08x}"
+
+
+def is_usual_socket(socket: Path) -> bool:
+    """Return whether ``socket`` is at one of the places where a user's kernels look by default."""
+    usual = ("gpupool", f"gpupool-{os.geteuid()}")
+    return socket.name == "broker.sock" and socket.parent.name in usual
 
 
 def listening_at(lock: Path) -> Path | None:
@@ -101,6 +104,14 @@ def listening_at(lock: Path) -> Path | None:
         finally:
             os.close(descriptor)
     return None
+
+
+def machine_service() -> bool:
+    """Return whether the machine has a broker that serves all users, or its socket."""
+    with suppress(OSError):
+        found = os.lstat(MACHINE_SOCKET)
+        return stat.S_ISSOCK(found.st_mode) and found.st_uid == 0
+    return False
 
 
 def is_machine_path(path: Path) -> bool:

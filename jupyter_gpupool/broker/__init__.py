@@ -59,6 +59,7 @@
 ``ratelimit``           limits on what one user or one cause may take
 ``environment``         the driver that the broker sees, its files and limits
 ``wakeups``             how soon Linux runs the event loop after a message
+``supervisor``          sockets of systemd, and messages to it
 ``shutdown``            signals, and a shutdown in bounded time
 ======================  ========================================================================
 """

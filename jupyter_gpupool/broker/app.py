@@ -43,6 +43,7 @@ from .store.journal import Journal
 from .store.journal_file import JournalLock, check_home, check_record, place, take_over
 from .store.records import devices_from_text, devices_to_text
 from .store.recovery import check_reach
+from .supervisor import Supervisor
 from .transport.listener import Claim, Server
 from .wakeups import wake_soon
 
@@ -55,6 +56,9 @@ CLOSE = 0.5
 
 #: A broker that does not linger still waits this many seconds for the client that started it.
 LEAST_LINGER = 2.0
+
+#: Most seconds between two looks whether the machine's service has taken this broker's place.
+LOOK_ASIDE = 5.0
 
 #: Seconds for which a thread may compute while the event loop wants to run.
 SWITCH = 0.0005
@@ -113,7 +117,8 @@ class BrokerApp:
         self._ending.attach()
         raise_descriptor_limit(_LOG)
         async with AsyncExitStack() as stack:
-            claim = Claim(self.path)
+            supervisor = Supervisor()
+            claim = Claim(self.path, supervisor.listening(self.path))
             stack.callback(claim.close)
             # Nothing starts a broker again after a request to end, even if it ends by force.
             self._ending.before_force(self.start_record.forget)
@@ -159,16 +164,18 @@ class BrokerApp:
             self.start_record.write(journal.path)
             if ready is not None:
                 report(ready, {"ok": True, "pid": os.getpid(), "socket": str(self.path)})
+            supervisor.ready(f"Serving at {self.path}")
             keeper = FileKeeper(
                 claim, lock, broker.core, setup=broker.setup, start_record=self.start_record,
                 serve=server.serve, log=_LOG,
             )  # fmt: skip
             works = (
                 self._tidy(broker.core, tidy_due), self._linger(broker), keeper.run(),
-                asyncio.to_thread(sweep, self.path, _LOG),
+                asyncio.to_thread(sweep, self.path, _LOG), supervisor.keep_alive(),
             )  # fmt: skip
             chores = [asyncio.ensure_future(work) for work in works]
             await self._ending.wait()
+            supervisor.ending()
             self.start_record.forget()
             for chore in chores:
                 chore.cancel()
@@ -302,13 +309,15 @@ class BrokerApp:
         while True:
             since = max(sessions.changed_at, broker.router.last_connection)
             # A broker without a GPU need not wait: the next one may have a better configuration.
-            usual = self.configuration.settings.linger if broker.health.devices else 0.0
+            # Nor need one whose next kernel will be of the machine's service.
+            needed = broker.health.devices and not self.configuration.stands_aside()
+            usual = self.configuration.settings.linger if needed else 0.0
             linger = max(LEAST_LINGER, usual)
             left = since + linger - asyncio.get_running_loop().time()
             if sessions:
-                await asyncio.sleep(linger / 4)
+                await asyncio.sleep(min(linger / 4, LOOK_ASIDE))
             elif left > 0:
-                await asyncio.sleep(left)
+                await asyncio.sleep(min(left, LOOK_ASIDE))
             else:
                 _LOG.info("No session for %g s", linger)
                 self._ending.ask()

@@ -17,7 +17,7 @@ from traitlets.config import Config
 
 from ..config import BrokerSettings, Timetable, load_timetable, needs_restart
 from ..config.differences import shown
-from ..endpoint import find_socket
+from ..endpoint import MACHINE_SOCKET, find_socket, is_usual_socket, machine_service
 from .transport.auth import Access, Peer
 from .transport.listener import is_machine_wide
 
@@ -124,6 +124,14 @@ class Configuration:
     def shown(self, peer: Peer) -> dict[str, Any]:
         """Return the configuration in force as ``peer`` may see it; a server may read another."""
         return shown(self.settings, private=self.access.is_admin(peer))
+
+    def stands_aside(self) -> bool:
+        """Return whether the machine's service has taken the place of this user's own broker.
+
+        A broker whose place is configured, or is none of the usual ones, is another pool.
+        """
+        usual = not self.settings.socket and is_usual_socket(self.socket)
+        return usual and self.socket != MACHINE_SOCKET and machine_service()
 
     def _access(self) -> Access:
         return Access(self.machine_wide, os.geteuid(), self.settings.admins)

@@ -221,6 +221,10 @@ def _resume(options: Options) -> int:
         "--config", action="append", default=[], type=Path, metavar="FILE",
         help="also read this configuration file",
     ),
+    argument(
+        "--inside", action="store_true",
+        help="check this container instead: whether its kernels can use the machine's pool",
+    ),
 )  # fmt: skip
 def _doctor(options: Options) -> int:
     from .doctor import examine
@@ -230,6 +234,7 @@ def _doctor(options: Options) -> int:
         config_files=options.config,
         as_json=options.json,
         retest=options.retest,
+        inside=options.inside,
     )
 
 
@@ -282,6 +287,42 @@ def _install_devices(options: Options) -> int:
     if options.download:
         return download_devices(options.download)
     return install_devices(folder=options.folder, wheels=options.wheels)
+
+
+@command(
+    "Set it up and check it", "make one broker for the machine, as a service; root only",
+    argument(
+        "--manager", choices=("systemd", "openrc", "runit"), default="",
+        help="the service manager (default: the one that runs here)",
+    ),
+    argument(
+        "--config", action="append", default=[], type=Path, metavar="FILE",
+        help="the broker also reads this configuration file",
+    ),
+    argument(
+        "--root", type=Path, metavar="FOLDER",
+        help="only write the files, below FOLDER: for the image of a machine",
+    ),
+    argument(
+        "--foreground", action="store_true",
+        help="install nothing: be that broker, until a signal ends it",
+    ),
+    argument("--undo", action="store_true", help="stop the service and remove its files"),
+    argument("--dry-run", action="store_true", help="show files and commands, change nothing"),
+)  # fmt: skip
+def _install_service(options: Options) -> int:
+    if options.foreground:
+        from ..broker.app import main
+        from ..endpoint import MACHINE_SOCKET
+
+        files = [word for path in options.config for word in ("--config", str(path))]
+        return main(["--socket", str(MACHINE_SOCKET), *files])
+    from .install_service import install_service
+
+    return install_service(
+        manager=options.manager, root=options.root, config=options.config, undo=options.undo,
+        dry_run=options.dry_run,
+    )  # fmt: skip
 
 
 @command("Set it up and check it", "print a commented configuration file")

@@ -27,16 +27,22 @@ _COLOUR = {"ok": "running", "warn": "idle", "fail": "alarm"}
 
 
 def examine(
-    socket: str, *, config_files: Sequence[Path], as_json: bool, retest: bool = False
+    socket: str,
+    *,
+    config_files: Sequence[Path],
+    as_json: bool,
+    retest: bool = False,
+    inside: bool = False,
 ) -> int:
     """Check, print, and return 0, or 1 if something fails.
 
     ``retest``: the running broker first tests the GPUs that are out of service again.
+    ``inside``: check this container instead of the machine.
     """
     if retest:
         note = maintenance.retest(socket)
         print(note, file=sys.stderr if as_json else sys.stdout)
-    findings = list(_all(socket, config_files))
+    findings = _inside(socket, config_files) if inside else _all(socket, config_files)
     if as_json:
         print(json.dumps([asdict(f) for f in findings], indent=2))
     else:
@@ -99,6 +105,16 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     found += [checks.ptrace_scope()]
     found += checks.kernelspecs() + checks.stanzas()
     return found
+
+
+def _inside(socket: str, config_files: Sequence[Path]) -> list[Finding]:
+    from .inside import examine_inside
+
+    try:
+        configured = load_settings(config_files).socket
+    except WrongConfiguration as error:
+        return [Finding("fail", "config", f.text, f.next_step) for f in error.faults]
+    return examine_inside(checks.find(socket, configured))
 
 
 def _ask_broker(path: Path) -> Mapping[str, Any] | None:

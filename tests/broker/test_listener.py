@@ -141,3 +141,76 @@ def test_only_root_below_run_is_machine_wide(folder):
     assert not is_machine_wide(folder / "broker.sock")
     assert not is_machine_wide(type(folder)("/run/user/1000/gpupool/broker.sock"))
     assert is_machine_wide(type(folder)("/run/gpupool/broker.sock")) == (os.geteuid() == 0)
+
+
+@pytest.fixture
+def given(folder):
+    """A socket that a service manager has bound."""
+    with socket.socket(socket.AF_UNIX) as found:
+        found.bind(str(folder / "broker.sock"))
+        found.listen(1)
+        yield found
+
+
+def connected(path, listening):
+    """Return whether a client of ``path`` reaches ``listening``."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        client.send(b"x")
+        listening.setblocking(True)
+        listening.settimeout(30)
+        while True:  # the claim's own probe may be in the queue
+            accepted, _ = listening.accept()
+            with accepted:
+                if accepted.recv(1) == b"x":
+                    return True
+
+
+def test_given_socket_is_used_and_outlives_the_claim(folder, given):
+    path = folder / "broker.sock"
+    before = path.stat().st_ino
+    for _ in range(2):
+        claim = Claim(path, given.dup())
+        listening = claim.bind()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert not claim.is_lost()
+        assert connected(path, listening)
+        listening.close()
+        claim.close()
+        assert path.stat().st_ino == before
+    assert connected(path, given)
+
+
+def test_given_socket_whose_file_was_deleted_is_replaced(folder, given):
+    path = folder / "broker.sock"
+    path.unlink()
+    claim = Claim(path, given.dup())
+    listening = claim.bind()
+    assert connected(path, listening)
+    path.unlink()
+    listening.close()
+    listening = claim.restore()  # also while it serves
+    assert connected(path, listening)
+    listening.close()
+    claim.close()
+    assert not path.exists()
+
+
+def test_full_queue_is_no_dead_socket(folder, given):
+    path = folder / "broker.sock"
+    waiting = []
+    while True:
+        waiting.append(socket.socket(socket.AF_UNIX))
+        waiting[-1].setblocking(False)
+        try:
+            waiting[-1].connect(str(path))
+        except BlockingIOError:
+            break
+    before = path.stat().st_ino
+    assert refused(path).code == "already-running"  # a living broker's whose lock was deleted
+    claim = Claim(path, given.dup())
+    claim.bind().close()
+    claim.close()
+    assert path.stat().st_ino == before
+    for client in waiting:
+        client.close()

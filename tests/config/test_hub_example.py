@@ -17,7 +17,8 @@ from jupyter_gpupool.config import load_settings
 from jupyter_gpupool.config.grouping import groups_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hub_groups.py"
-USERS = {"ada": ["research", "chess"], "j r": []}
+USERS = {"ada": ["research", "chess"], "j r": [], "bob": []}
+ROLES = {"ada": ["user"], "bob": ["user", "gpu-course"]}
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -30,6 +31,8 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
         if known and name in USERS:
             model = {"kind": "user", "name": name, "groups": USERS[name]}
+            if name in ROLES:  # the Hub tells them only to a service with the scope for it
+                model["roles"] = ROLES[name]
             self.wfile.write(json.dumps(model).encode())
 
     def log_message(self, *_):
@@ -55,9 +58,15 @@ def test_example_takes_groups_from_the_hub(hub, tmp_path, monkeypatch):
     assert settings.hub_groups is not None
     token.write_text("s3cret\n")
     found = {user: settings.hub_groups(user) for user in USERS}
-    assert found == USERS
+    assert found == {
+        "ada": ["research", "chess", "role:user"], "j r": [],
+        "bob": ["role:user", "role:gpu-course"],
+    }  # fmt: skip
     groups = {user: groups_of(settings.members, user, (), names) for user, names in found.items()}
-    assert groups == {"ada": ("research", "students"), "j r": ("students",)}
+    assert groups == {
+        "ada": ("research", "students"), "j r": ("students",), "bob": ("course", "students")
+    }  # fmt: skip
+    assert settings.hub_groups("root") == []  # an account that never was in the Hub
     token.write_text("wrong")
     with pytest.raises(HTTPError):
         settings.hub_groups("ada")

@@ -11,6 +11,7 @@ from typing import Any, Callable, Mapping
 from ... import procfs
 from ...config.settings import usable_attach
 from ...devices import Devices
+from ...endpoint import MACHINE_SOCKET
 from ...errors import Code, RefusedError
 from ...pool import events as e
 from ...pool.limits import blame_default, default_request, fit_unasked
@@ -98,6 +99,13 @@ class ProvisionerMessages:
                 f"This pool has no GPU: {self._no_device}",
                 code=Code.NO_DEVICE,
                 next_step="`jupyter gpupool doctor` examines the machine.",
+            )
+        if self._configuration.stands_aside():
+            raise RefusedError(
+                f"This machine now has a service for all users at {MACHINE_SOCKET}: this broker "
+                "keeps its kernels, and takes no new ones.",
+                code=Code.STANDS_ASIDE,
+                next_step="Start the kernel from JupyterLab, or unset GPUPOOL_SOCKET.",
             )
         settings = self._configuration.settings
         most = settings.max_sessions_per_user

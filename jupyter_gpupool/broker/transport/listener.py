@@ -39,18 +39,25 @@ def is_machine_wide(path: Path) -> bool:
 class Claim:
     """The right to listen at ``path``, held from construction to :meth:`close`.
 
+    Parameters
+    ----------
+    given:
+        A socket that a service manager has bound to ``path``. It outlives this process: clients
+        that connect while no broker runs wait for the next one, instead of being refused.
+
     Raises
     ------
     BrokerUnavailable
         Code ``bad-socket`` if the path cannot be trusted, ``already-running`` if a broker has it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, given: socket.socket | None = None) -> None:
         check_path(path)
         self.path = path
         self.machine_wide = is_machine_wide(path)
         self._make_folder()
         self._lock = self._take_lock()
+        self._given = given
         self._bound: tuple[int, int] | None = None
         try:
             self._remove_stale()
@@ -60,6 +67,8 @@ class Claim:
 
     def bind(self) -> socket.socket:
         """Return a listening socket."""
+        if self._given is not None:
+            return self._take_given(self._given)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         # Other users must not connect, even between bind and chmod.
         before = os.umask(0o177)
@@ -72,8 +81,7 @@ class Claim:
             os.umask(before)
         if self.machine_wide:
             self.path.chmod(0o666)
-        found = os.lstat(self.path)
-        self._bound = (found.st_dev, found.st_ino)
+        self._note_bound()
         listening.listen(BACKLOG)
         return listening
 
@@ -90,6 +98,8 @@ class Claim:
     def restore(self) -> socket.socket | None:
         """Claim the path again; return a new listening socket if the old one is gone.
 
+        The new one is this broker's own, even if a service manager had bound the old one.
+
         Raises
         ------
         BrokerUnavailable
@@ -103,6 +113,7 @@ class Claim:
             found = os.lstat(self.path)
             if (found.st_dev, found.st_ino) == self._bound:
                 return None
+        self._drop_given()
         self._remove_stale()
         return self.bind()
 
@@ -110,13 +121,32 @@ class Claim:
         """Remove the socket's file, if it still is ours, and release the lock."""
         try:
             found = os.lstat(self.path)
-            if (found.st_dev, found.st_ino) == self._bound:
+            if self._given is None and (found.st_dev, found.st_ino) == self._bound:
                 self.path.unlink()
         except OSError:
             pass  # somebody removed it before us
+        self._drop_given()
         self._give_up_lock()
 
     # ------------------------------------------------------------------ internals
+
+    def _take_given(self, given: socket.socket) -> socket.socket:
+        self._note_bound()
+        # Not the service manager's mode: who may connect is this broker's to decide.
+        self.path.chmod(0o666 if self.machine_wide else 0o600)
+        listening = given.dup()  # the Door closes it, and the given one stays for the next broker
+        listening.setblocking(False)
+        listening.listen(BACKLOG)
+        return listening
+
+    def _drop_given(self) -> None:
+        if self._given is not None:
+            self._given.close()  # the service manager has another descriptor of it
+            self._given = None
+
+    def _note_bound(self) -> None:
+        found = os.lstat(self.path)
+        self._bound = (found.st_dev, found.st_ino)
 
     def _refuse(self, what: str, code: Code = Code.BAD_SOCKET) -> BrokerUnavailable:
         return BrokerUnavailable(
@@ -184,6 +214,7 @@ class Claim:
         try:
             found = os.lstat(self.path)
         except FileNotFoundError:
+            self._drop_given()
             return
         if not stat.S_ISSOCK(found.st_mode):
             kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a socket"
@@ -195,9 +226,14 @@ class Claim:
             probe.settimeout(1.0)
             try:
                 probe.connect(str(self.path))
-            except OSError:
-                self.path.unlink()
-                return
+            except OSError as error:
+                if error.errno != errno.EAGAIN:  # that is: so many wait that there is no room
+                    # Nobody listens at this file. A given socket has lost its own: it was deleted.
+                    self._drop_given()
+                    self.path.unlink()
+                    return
+        if self._given is not None:
+            return  # the service manager's socket answered: we have the lock, so it is ours
         raise self._refuse("is in use by another program", Code.ALREADY_RUNNING)
 
 

@@ -1,0 +1,94 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What systemd and its like hand to a service, and what the service tells them.
+
+Sockets that are bound already (``LISTEN_FDS``, sd_listen_fds(3)), and messages that the broker is
+ready, lives or ends (``NOTIFY_SOCKET``, sd_notify(3)). Without these variables nothing happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import MutableMapping
+
+#: The first descriptor that a service manager hands over (SD_LISTEN_FDS_START).
+FIRST = 3
+
+#: All that a child of the broker must not take for its own.
+VARIABLES = (
+    "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID",
+)  # fmt: skip
+
+
+class Supervisor:
+    """The service manager that started this process, if one did.
+
+    Takes its variables out of ``environment``, so that no child inherits them.
+    """
+
+    def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
+        found = {name: environment.pop(name, "") for name in VARIABLES}
+        mine = str(os.getpid())
+        self._address = found["NOTIFY_SOCKET"]
+        self._watchdog = 0.0
+        if found["WATCHDOG_PID"] in ("", mine):
+            with suppress(ValueError):
+                self._watchdog = int(found["WATCHDOG_USEC"]) / 1e6
+        count = 0
+        if found["LISTEN_PID"] == mine:
+            with suppress(ValueError):
+                count = int(found["LISTEN_FDS"])
+        self._descriptors = [*range(FIRST, FIRST + count)]
+        for descriptor in self._descriptors:
+            with suppress(OSError):
+                os.set_inheritable(descriptor, False)
+
+    def listening(self, path: Path) -> socket.socket | None:
+        """Return the socket that was handed over bound to ``path``; None if there is none."""
+        for descriptor in self._descriptors:
+            with suppress(OSError):
+                given = socket.socket(fileno=descriptor)
+                if given.family == socket.AF_UNIX and given.getsockname() == str(path):
+                    self._descriptors.remove(descriptor)
+                    return given
+                given.detach()  # not ours to close
+        return None
+
+    def ready(self, text: str) -> None:
+        """Say that the broker serves; ``text`` is for ``systemctl status``."""
+        self._say("READY=1", f"STATUS={text}")
+
+    def ending(self) -> None:
+        """Say that the broker ends."""
+        self._say("STOPPING=1")
+
+    async def keep_alive(self) -> None:
+        """Tell the watchdog that the event loop runs, until cancelled.
+
+        If it hangs, the watchdog ends the broker by SIGABRT; the stacks of its threads are then in
+        the log.
+        """
+        if not self._watchdog or not self._address:
+            return
+        if not faulthandler.is_enabled():
+            faulthandler.enable()
+        while True:
+            self._say("WATCHDOG=1")
+            await asyncio.sleep(self._watchdog / 3)
+
+    def _say(self, *lines: str) -> None:
+        if not self._address:
+            return
+        address = self._address
+        if address.startswith("@"):
+            address = "\0" + address[1:]  # an abstract one
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to:
+            # The broker must not wait for a service manager that does not read.
+            to.setblocking(False)
+            with suppress(OSError):
+                to.sendto("\n".join(lines).encode(), address)

@@ -1,0 +1,323 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The files of the machine's service, for each service manager: text in, text out.
+
+Each file ends its first comment with a checksum of the rest, by which a file that an admin has
+changed is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Sequence
+
+MARK = "Written by `jupyter gpupool install-service`; checksum"
+
+#: What the broker may do as root. ``CAP_SYS_PTRACE``: look into processes of all users, and
+#: suspend them. ``CAP_KILL``: end them, as ``overuse`` and admins ask. ``CAP_CHOWN``,
+#: ``CAP_FOWNER``, ``CAP_DAC_OVERRIDE``: pages that belong to their sessions' users.
+CAPABILITIES = ("CAP_SYS_PTRACE", "CAP_KILL", "CAP_CHOWN", "CAP_FOWNER", "CAP_DAC_OVERRIDE")
+
+
+@dataclass(frozen=True)
+class ServiceFile:
+    """A file of the service: its place, its content, and whether it is a program."""
+
+    path: Path
+    text: str
+    program: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the files say about this machine.
+
+    Attributes
+    ----------
+    python:
+        The interpreter that has jupyter_gpupool.
+    config:
+        Further configuration files.
+    socket:
+        Where the broker listens; its folder is the service's.
+    state:
+        The folder of the journal.
+    loader:
+        The program that loads NVIDIA's kernel module and makes its device files; "" if none is
+        there. The broker may not do that itself.
+    """
+
+    python: Path
+    config: tuple[Path, ...]
+    socket: Path
+    state: Path
+    loader: str = ""
+
+    @property
+    def command(self) -> list[str]:
+        """The command that runs the broker in the foreground."""
+        options = [word for path in self.config for word in ("--config", str(path))]
+        broker = ["-m", "jupyter_gpupool.broker", "--socket", str(self.socket)]
+        return [str(self.python), *broker, *options]
+
+
+@dataclass(frozen=True)
+class Manager:
+    """A service manager: its files, and the commands after they were written or before they go."""
+
+    files: Callable[[Layout], list[ServiceFile]]
+    begin: Callable[[Layout], list[list[str]]]
+    upgrade: Callable[[Layout], list[list[str]]]
+    end: Callable[[Layout], list[list[str]]]
+    #: After the files were removed.
+    ended: Sequence[Sequence[str]] = ()
+
+
+def stamped(text: str) -> str:
+    """Return ``text`` with a first comment line (after ``#!``) that has its checksum."""
+    first, _, rest = text.partition("\n")
+    line = f"# {MARK} {_sum(text)}\n"
+    return f"{first}\n{line}{rest}" if first.startswith("#!") else line + text
+
+
+def is_unchanged(text: str) -> bool:
+    """Return whether the command wrote this text, and nobody has changed it."""
+    found = re.search(rf"^\S+ {re.escape(MARK)} ([0-9a-f]+)\n", text, re.MULTILINE)
+    return found is not None and found[1] == _sum(text.replace(found[0], "", 1))
+
+
+def _sum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------- systemd
+
+_SOCKET_UNIT = """\
+# systemd has the socket: who connects while the broker restarts waits for the next one.
+[Unit]
+Description=Socket of the GPU pool for Jupyter kernels
+
+[Socket]
+ListenStream={socket}
+SocketMode=0666
+DirectoryMode=0755
+Backlog=512
+# The file of the socket stays while the broker is stopped.
+RemoveOnStop=no
+
+[Install]
+WantedBy=sockets.target
+"""
+
+_SERVICE_UNIT = """\
+# Your own settings belong in a drop-in: systemctl edit gpupool
+[Unit]
+Description=GPU pool for Jupyter kernels
+Requires=gpupool.socket
+After=gpupool.socket nvidia-persistenced.service
+StartLimitIntervalSec=0
+
+[Service]
+Type=notify
+NotifyAccess=main
+{loader}ExecStart={command}
+ExecReload=kill -HUP $MAINPID
+Restart=always
+RestartSec=1
+TimeoutStartSec=180
+TimeoutStopSec=30
+# A broker whose event loop hangs is ended and started again; kernels keep their state.
+WatchdogSec=60
+# Kernels are no children of the broker: only its own device processes end with it.
+KillMode=mixed
+OOMScoreAdjust=-500
+LimitNOFILE=65536
+LimitCORE=0
+
+# The pages of sessions are there: they must outlive the broker.
+RuntimeDirectory={runtime}
+RuntimeDirectoryMode=0755
+RuntimeDirectoryPreserve=yes
+{state}
+# Root, without what the broker does not need. It keeps the view of all processes, of /dev and of
+# /tmp, which the driver's calls need. ProtectClock would close /dev/nvidia*.
+CapabilityBoundingSet={capabilities}
+NoNewPrivileges=yes
+ProtectSystem=strict
+ProtectHome=read-only
+ProtectControlGroups=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+LockPersonality=yes
+SystemCallArchitectures=native
+SystemCallFilter=~@clock @cpu-emulation @module @mount @obsolete @raw-io @reboot @swap
+SystemCallErrorNumber=EPERM
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+_TMPFILES = """\
+# The folder of the socket is there before the service is; the files of users' own brokers are not
+# old when their times are.
+d {runtime} 0755 root root -
+d {state} 0700 root root -
+x /dev/shm/gpupool-*
+x /var/tmp/gpupool-*
+"""
+
+
+def _unit_words(words: Sequence[str]) -> str:
+    """Return words as systemd reads them: it puts no variables into the first one, the program."""
+    quoted = []
+    for number, word in enumerate(words):
+        plain = word.replace("%", "%%").replace("$", "$$" if number else "$")
+        if set(plain) & set(" \t'\"\\"):
+            plain = '"' + plain.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        quoted.append(plain)
+    return " ".join(quoted)
+
+
+def _systemd_files(layout: Layout) -> list[ServiceFile]:
+    units = Path("/etc/systemd/system")
+    runtime, state = layout.socket.parent, layout.state
+    known = Path("/var/lib") in state.parents
+    folder = (
+        f"StateDirectory={state.relative_to('/var/lib')}\nStateDirectoryMode=0700\n"
+        if known
+        else f"ReadWritePaths={_unit_words([str(state)])}\n"
+    )
+    service = _SERVICE_UNIT.format(
+        loader=f"ExecStartPre=-+{layout.loader}\n" if layout.loader else "",
+        command=_unit_words(layout.command),
+        runtime=runtime.relative_to("/run"),
+        state=folder,
+        capabilities=" ".join(CAPABILITIES),
+    )
+    return [
+        ServiceFile(
+            Path("/etc/tmpfiles.d/gpupool.conf"), _TMPFILES.format(runtime=runtime, state=state)
+        ),
+        ServiceFile(units / "gpupool.socket", _SOCKET_UNIT.format(socket=layout.socket)),
+        ServiceFile(units / "gpupool.service", service),
+    ]
+
+
+_RELOAD = ["systemctl", "daemon-reload"]
+_UNITS = ["gpupool.socket", "gpupool.service"]
+_TMPFILES_COMMAND = ["systemd-tmpfiles", "--create", "/etc/tmpfiles.d/gpupool.conf"]
+
+SYSTEMD = Manager(
+    files=_systemd_files,
+    begin=lambda _: [_TMPFILES_COMMAND, _RELOAD, ["systemctl", "enable", "--now", *_UNITS]],
+    upgrade=lambda _: [
+        *(_TMPFILES_COMMAND, _RELOAD, ["systemctl", "enable", "--now", "gpupool.socket"]),
+        ["systemctl", "enable", "gpupool.service"],
+        ["systemctl", "restart", "gpupool.service"],
+    ],
+    end=lambda _: [["systemctl", "disable", "--now", *reversed(_UNITS)]],
+    ended=[_RELOAD],
+)
+
+# ---------------------------------------------------------------------- OpenRC
+
+_OPENRC = """\
+#!/sbin/openrc-run
+# Your own settings belong in /etc/conf.d/gpupool.
+name="GPU pool for Jupyter kernels"
+supervisor=supervise-daemon
+command={python}
+command_args={arguments}
+output_log=/var/log/gpupool.log
+error_log=/var/log/gpupool.log
+respawn_delay=1
+respawn_max=0
+extra_started_commands="reload"
+
+depend() {{
+    after nvidia-persistenced
+}}
+
+start_pre() {{
+    checkpath --directory --mode 0755 {runtime}
+    checkpath --directory --mode 0700 {state}
+}}
+
+reload() {{
+    ebegin "Reading the configuration again"
+    supervise-daemon "$RC_SVCNAME" --signal HUP
+    eend $?
+}}
+"""
+
+
+def _openrc_files(layout: Layout) -> list[ServiceFile]:
+    python, *arguments = layout.command
+    text = _OPENRC.format(
+        python=shlex.quote(python), arguments=shlex.quote(shlex.join(arguments)),
+        runtime=shlex.quote(str(layout.socket.parent)), state=shlex.quote(str(layout.state)),
+    )  # fmt: skip
+    return [ServiceFile(Path("/etc/init.d/gpupool"), text, program=True)]
+
+
+OPENRC = Manager(
+    files=_openrc_files,
+    begin=lambda _: [
+        ["rc-update", "add", "gpupool", "default"],
+        ["rc-service", "gpupool", "start"],
+    ],
+    upgrade=lambda _: [["rc-service", "gpupool", "restart"]],
+    end=lambda _: [
+        ["rc-service", "gpupool", "stop"],
+        ["rc-update", "delete", "gpupool", "default"],
+    ],
+)
+
+# ---------------------------------------------------------------------- runit
+
+_RUNIT = """\
+#!/bin/sh
+exec 2>&1
+mkdir -p -m 0755 {runtime}
+mkdir -p -m 0700 {state}
+exec {command}
+"""
+
+_RUNIT_LOG = """\
+#!/bin/sh
+mkdir -p -m 0755 /var/log/gpupool
+exec svlogd -tt /var/log/gpupool
+"""
+
+
+def _runit_files(layout: Layout) -> list[ServiceFile]:
+    text = _RUNIT.format(
+        runtime=shlex.quote(str(layout.socket.parent)), state=shlex.quote(str(layout.state)),
+        command=shlex.join(layout.command),
+    )  # fmt: skip
+    folder = Path("/etc/sv/gpupool")
+    return [
+        ServiceFile(folder / "log" / "run", _RUNIT_LOG, program=True),
+        ServiceFile(folder / "run", text, program=True),
+    ]
+
+
+RUNIT = Manager(
+    files=_runit_files,
+    begin=lambda _: [["ln", "-s", "/etc/sv/gpupool", "/etc/service/"]],
+    upgrade=lambda _: [["sv", "restart", "gpupool"]],
+    end=lambda _: [["sv", "down", "gpupool"], ["rm", "-f", "/etc/service/gpupool"]],
+)
+
+#: By the name of ``--manager``.
+MANAGERS = {"systemd": SYSTEMD, "openrc": OPENRC, "runit": RUNIT}

@@ -1,0 +1,125 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""``doctor --inside``: what it finds in containers, real namespaces of Linux among them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from snapshots import pool
+
+from jupyter_gpupool.cli import inside
+from jupyter_gpupool.protocol import decode, encode
+
+ROOT = Path(__file__).parents[2]
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root may make all namespaces")
+
+
+class Outside:
+    """A broker outside: it answers ``status`` with its own process number."""
+
+    def __init__(self, folder):
+        self.path = folder / "broker.sock"
+        (folder / "broker.sock.pages").mkdir()
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(self.path))
+        self._socket.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        status = pool(pid=os.getpid(), emulated=True)
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:
+                return
+            with peer, peer.makefile("rb") as lines:
+                for line in lines:
+                    peer.sendall(encode({**status, "type": "ok", "id": decode(line)["id"]}))
+
+    def close(self):
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+@pytest.fixture
+def outside(tmp_path):
+    found = Outside(tmp_path)
+    yield found
+    found.close()
+
+
+def look(path, *container):
+    done = subprocess.run(
+        [*container, sys.executable, "-m", "jupyter_gpupool.cli", "doctor", "--inside", "--json",
+         "--socket", str(path)], capture_output=True, text=True, check=False, timeout=120, cwd=ROOT,
+    )  # fmt: skip
+    assert not done.stderr, done.stderr
+    return done.returncode, {f["name"]: f for f in json.loads(done.stdout)}
+
+
+@root_only
+def test_container_with_its_own_process_numbers_is_refused(outside):
+    code, found = look(outside.path, "unshare", "--pid", "--fork", "--mount-proc")
+    assert (code, found["processes"]["verdict"]) == (1, "fail")
+    assert "--pid=host" in found["processes"]["todo"]
+
+
+@root_only
+def test_container_with_its_own_mounts_and_network_passes(outside):
+    code, found = look(outside.path, "unshare", "--mount", "--net", "--ipc")
+    assert code == 0
+    assert {f["verdict"] for f in found.values()} == {"ok"}
+
+
+@root_only
+def test_read_only_mount_of_the_pages_is_refused(outside):
+    folder = outside.path.parent
+    script = f'mount --bind {folder} {folder} && mount -o remount,ro,bind {folder} && exec "$@"'
+    code, found = look(outside.path, "unshare", "--mount", "sh", "-c", script, "sh")
+    assert (code, found["pages"]["verdict"]) == (1, "fail")
+
+
+def test_missing_socket_names_the_folder_to_mount(tmp_path):
+    found = inside.examine_inside(tmp_path / "broker.sock")[-1]
+    assert found.verdict == "fail"
+    assert f"Mount the folder {tmp_path}" in found.todo
+
+
+def test_translated_user_ids_are_shown_as_the_machine_sees_them(tmp_path):
+    table = tmp_path / "uid_map"
+    table.write_text(f"         0     100000  65536\n   {os.geteuid() + 70000}  5 1\n")
+    assert f"is {100000 + os.geteuid()} on the machine" in inside.users(table).message
+    table.write_text("         0          0 4294967295\n")
+    assert inside.users(table).verdict == "ok"
+
+
+def test_image_without_glibc_is_refused_in_one_line(monkeypatch):
+    def musl(_name):
+        raise ValueError("unrecognized configuration name")
+
+    monkeypatch.setattr(os, "confstr", musl)
+    found = inside.libc()
+    assert found.verdict == "fail"
+    assert "musl" in found.message
+
+
+@pytest.mark.parametrize(
+    ("shown", "there", "verdict"),
+    [("all", True, "ok"), ("", True, "ok"), ("all", False, "fail"), ("0", True, "warn")],
+)
+def test_container_that_does_not_see_every_gpu_is_told(tmp_path, shown, there, verdict):
+    file = tmp_path / "nvidiactl"
+    if there:
+        file.touch()
+    status = pool(emulated=False)
+    found = inside.devices(status, {"NVIDIA_VISIBLE_DEVICES": shown}, file)
+    assert found.verdict == verdict
+    assert bool(found.todo) == (verdict != "ok")

@@ -1,0 +1,209 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A real JupyterHub with its proxy, real accounts, and the broker under the service's rules."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import select
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+
+import requests
+import websocket
+
+from jupyter_gpupool.cli.service_files import CAPABILITIES
+from tests.broker import kit
+from tests.broker.kit import wait_until
+from tests.server.kit import Cells
+
+#: Made by ``make test-hub``.
+HUB = kit.ROOT / ".venv-hub"
+EXAMPLES = kit.ROOT / "examples"
+TOKEN, OURS = "token-of-the-test", "token-of-the-broker"
+
+
+class Account:
+    """A user of this machine, for the time of a test."""
+
+    def __init__(self, name):
+        self.name = name
+        subprocess.run(["useradd", "--create-home", name], check=True, timeout=60)
+
+    def close(self):
+        """End what runs as this user (a Hub that was killed leaves servers), and remove it."""
+        uid = pwd.getpwnam(self.name).pw_uid
+
+        def running():
+            found = []
+            for folder in Path("/proc").glob("[0-9]*"):
+                with suppress(OSError):
+                    if folder.stat().st_uid == uid:
+                        os.kill(int(folder.name), signal.SIGKILL)
+                        found.append(folder.name)
+            return found
+
+        wait_until(lambda: not running(), f"the end of the processes of {self.name}")
+        subprocess.run(
+            ["userdel", "--remove", self.name], check=True, timeout=60, stderr=subprocess.DEVNULL
+        )
+
+
+class MachineBroker(kit.Broker):
+    """The machine's broker, root with the capabilities that the service's unit leaves it."""
+
+    def start(self):
+        names = ",".join("+" + name.removeprefix("CAP_").lower() for name in CAPABILITIES)
+        reading, writing = os.pipe()
+        command = [
+            *("setpriv", f"--bounding-set=-all,{names}", "--no-new-privs"),
+            *(sys.executable, "-m", "jupyter_gpupool.broker", "--socket", str(self.socket)),
+            *("--config", str(self.folder / "pool.py"), "--config", str(self.config_file)),
+            *("--ready-fd", str(writing)),
+        ]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, pass_fds=(writing,),
+                env=kit.environment(self.folder), cwd=kit.ROOT,
+            )  # fmt: skip
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            assert select.select([pipe], [], [], 120)[0], self.tail()
+            assert json.loads(pipe.readline() or b"{}").get("ok"), self.tail()
+
+
+def free_port():
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Hub:
+    """JupyterHub with the example's configuration, and what a test must choose itself."""
+
+    def __init__(self, folder, pool_socket, *, course):
+        self.folder = Path(folder)
+        self.log = self.folder / "hub.log"
+        self.process = None
+        self._cells = []
+        self.ports = {name: free_port() for name in ("public", "api", "hub")}
+        token = self.folder / "hub-token"
+        token.write_text(OURS)
+        for name in ("jupyterhub/jupyterhub_config.py", "hub_groups.py"):
+            text = (EXAMPLES / name).read_text()
+            assert "/etc/gpupool/hub-token" in text
+            text = text.replace("/etc/gpupool/hub-token", str(token))
+            text = text.replace("http://127.0.0.1:8081", f"http://127.0.0.1:{self.ports['hub']}")
+            target = "pool.py" if name == "hub_groups.py" else "example.py"
+            (self.folder / target).write_text(text)
+        proxy = HUB / "chp" / "node_modules" / ".bin" / "configurable-http-proxy"
+        environment = {
+            "GPUPOOL_SOCKET": str(pool_socket),
+            "JUPYTERHUB_SINGLEUSER_APP": "jupyter_server.serverapp.ServerApp",
+        }  # fmt: skip
+        scopes = ["admin:users", "admin:servers", "access:servers", "admin:groups"]
+        (self.folder / "hub.py").write_text(f"""
+c = get_config()
+load_subconfig({str(self.folder / "example.py")!r})
+next(r for r in c.JupyterHub.load_roles if r["name"] == "gpu-course")["users"] = {course!r}
+c.JupyterHub.load_groups["research"]["users"] = []
+c.JupyterHub.bind_url = "http://127.0.0.1:{self.ports["public"]}"
+c.JupyterHub.hub_bind_url = "http://127.0.0.1:{self.ports["hub"]}"
+c.ConfigurableHTTPProxy.api_url = "http://127.0.0.1:{self.ports["api"]}"
+c.ConfigurableHTTPProxy.command = [{str(proxy)!r}]
+c.JupyterHub.authenticator_class = "dummy"
+c.Authenticator.allow_all = True
+c.DummyAuthenticator.password = "unused by the test"
+c.JupyterHub.services.append({{"name": "test", "api_token": {TOKEN!r}}})
+c.JupyterHub.load_roles.append(
+    {{"name": "test", "scopes": {scopes!r}, "services": ["test"]}}
+)
+c.Spawner.environment = {environment!r}
+c.Spawner.cmd = [{str(HUB / "bin" / "jupyterhub-singleuser")!r}]
+c.Spawner.start_timeout = c.Spawner.http_timeout = 240
+c.Spawner.default_url = "/tree"
+""")
+
+    def start(self):
+        path = f"{HUB / 'bin'}:{os.environ['PATH']}"
+        environment = {**kit.environment(self.folder), "PATH": path}
+        # As an installed one reads it: with the environment's own kernels and extensions.
+        for name in ("JUPYTER_NO_CONFIG", "JUPYTER_PREFER_ENV_PATH"):
+            environment.pop(name)
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [str(HUB / "bin" / "jupyterhub"), "-f", str(self.folder / "hub.py")],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
+        wait_until(self._answers, "the Hub to answer", 240)
+
+    def _answers(self):
+        assert self.process.poll() is None, self.tail()
+        try:
+            return self.call("GET", "/", bare=True).ok
+        except requests.ConnectionError:
+            return False
+
+    def stop(self):
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(120)
+        self.process = None
+
+    def close(self):
+        for cells in self._cells:
+            cells.close()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(60)
+            proxy = self.folder / "jupyterhub-proxy.pid"
+            if proxy.exists():  # it has a session of its own
+                with suppress(ProcessLookupError):
+                    os.kill(int(proxy.read_text()), signal.SIGKILL)
+
+    def call(self, method, path, body=None, *, bare=False):
+        """Call the Hub's REST API; fail unless it agrees."""
+        answer = requests.request(
+            method, f"http://127.0.0.1:{self.ports['public']}/hub/api{path}", json=body,
+            headers={"Authorization": f"token {TOKEN}"}, timeout=240,
+        )  # fmt: skip
+        assert bare or answer.ok, (answer.status_code, answer.text, self.tail())
+        return answer
+
+    def spawn(self, user, server=""):
+        """Start a server of a user; return its path behind the proxy."""
+        known = self.call("GET", f"/users/{user}", bare=True)
+        if known.status_code == 404:
+            self.call("POST", f"/users/{user}")
+        where = f"/users/{user}/servers/{server}" if server else f"/users/{user}/server"
+        self.call("POST", where)
+
+        def ready():
+            servers = self.call("GET", f"/users/{user}").json()["servers"]
+            return servers.get(server, {}).get("ready")
+
+        wait_until(ready, f"the server of {user}: {self.tail()}", 300)
+        return f"/user/{user}/{server}/" if server else f"/user/{user}/"
+
+    def kernel(self, path):
+        """Start a pooled kernel of a server; return its cells."""
+        base, headers = f"127.0.0.1:{self.ports['public']}{path}api/kernels", {
+            "Authorization": f"token {TOKEN}"
+        }  # fmt: skip
+        answer = requests.post(
+            f"http://{base}", json={"name": "gpupool-python3"}, headers=headers, timeout=240
+        )
+        assert answer.status_code == 201, (answer.text, self.tail())
+        channels = f"ws://{base}/{answer.json()['id']}/channels"
+        cells = Cells(websocket.create_connection(channels, header=headers, timeout=240))
+        self._cells.append(cells)
+        return cells
+
+    def tail(self, size=6000):
+        return self.log.read_text()[-size:] if self.log.exists() else ""

@@ -1,0 +1,106 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""JupyterHub with two accounts of the machine, and the machine's broker between them.
+
+The configuration is the one of ``examples/jupyterhub``; ``make test-hub`` makes the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.broker import kit
+from tests.broker.kit import wait_until
+
+from .kit import HUB, Account, Hub, MachineBroker
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (HUB / ".ready").exists(), reason="run make test-hub, which installs it"
+    ),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can make accounts and be the service"),
+]
+
+#: Data on the device that a suspend must keep.
+FILL = """
+from cuda.core import Device
+device = Device(); device.set_current(); stream = device.create_stream()
+buffer = device.allocate(64 << 20, stream=stream); buffer.fill(%d, stream=stream); stream.sync()
+"""
+
+#: Whether each byte is what it was.
+CHECK = """
+import ctypes
+from cuda.bindings import driver
+host = (ctypes.c_ubyte * buffer.size)()
+(error,) = driver.cuMemcpyDtoH(ctypes.addressof(host), int(buffer.handle), buffer.size)
+assert int(error) == 0 and bytes(host) == bytes([%d]) * buffer.size
+"""
+
+
+@pytest.fixture
+def site():
+    """A machine with two users, its broker, and a Hub."""
+    folder = kit.short_folder()
+    folder.chmod(0o755)
+    where = Path("/run") / f"gpb-{os.getpid()}"
+    names = [f"gpool-{who}-{os.getpid()}" for who in ("ada", "bob")]
+    broker = MachineBroker(folder, emulate=kit.ONE, reclaim_after=0, default_memory=250 * kit.MiB)
+    broker.socket = where / "broker.sock"
+    accounts, hub = [], None
+    try:
+        for name in names:
+            accounts.append(Account(name))
+        hub = Hub(folder, broker.socket, course=names[1:])
+        hub.start()
+        broker.start()
+        yield hub, broker, *names
+    finally:
+        if hub is not None:
+            hub.close()
+            print(hub.tail())
+        broker.close()
+        print(broker.tail())
+        for account in accounts:
+            account.close()
+        kit.remove(folder)
+        kit.remove(where)
+
+
+def owners(broker):
+    return {session["owner"]: session for session in broker.status()["sessions"]}
+
+
+@pytest.mark.timeout(1800)
+def test_two_users_of_a_hub_share_one_gpu_through_restarts(site):
+    hub, broker, ada, bob = site
+    path = hub.spawn(ada)
+    mine = hub.kernel(path)
+    theirs = hub.kernel(hub.spawn(bob, "second"))  # a named server is the same user
+    mine.run("%gpu 300MiB")
+    mine.run(FILL % 7)
+    theirs.run(FILL % 9)  # one GPU, and room for one: the first kernel is suspended
+    found = owners(broker)
+    assert {name: session["group"] for name, session in found.items()} == {
+        ada: "students", bob: "course"  # bob by a role of the Hub
+    }  # fmt: skip
+    assert found[ada]["suspended_bytes"] > 0
+    mine.run(CHECK % 7)
+
+    hub.call("POST", "/groups/research/users", {"users": [ada]})
+    broker.kill()
+    broker.start()
+    theirs.run(CHECK % 9)
+    hub.kernel(path)
+    groups = {s["group"] for s in broker.status()["sessions"] if s["owner"] == ada}
+    assert groups == {"students", "research"}  # the new kernel, and the one from before
+
+    # A restart of the Hub ends no server, and no kernel.
+    hub.stop()
+    hub.start()
+    assert set(owners(broker)) == {ada, bob}
+    hub.call("DELETE", f"/users/{ada}/server")
+    wait_until(lambda: set(owners(broker)) == {bob}, "the end of the stopped server's kernels")
