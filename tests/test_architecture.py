@@ -232,7 +232,13 @@ PLAIN_DATA = {
         "record": "a record of the log (logging.LogRecord)",
     },
     "cli": {"top": "the state of the screen (top_keys.Top)", "question": "a question on it"},
-    "cluster": {"node": "a machine as the ledger knows it"},
+    "cluster": {
+        "node": "a machine as the ledger knows it",
+        **dict.fromkeys(
+            ("free", "munge_ctx_create", "munge_ctx_strerror", "munge_strerror"),
+            "a function of a library in C, whose types are declared",
+        ),
+    },
     "config": {"trait": "an option of traitlets that is being declared"},
     "devices": {"package": "a module that is being loaded by its path"},
     "errors": {"code": "a member of the enum that is being made"},

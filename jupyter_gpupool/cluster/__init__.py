@@ -12,6 +12,9 @@
 ``overlay``           between the pool's rules and the ledger's keys (pure)
 ``desk``              a ledger with a clock and a post
 ``courier``           carries a broker's reports to a ledger, and answers back
+``identity``          credentials that carry an order to another machine's broker
+``munge``             credentials by the MUNGE daemons of the machines
+``hub_tokens``        credentials by tokens of a JupyterHub
 ``ledger_service``    a ledger as a process behind a unix socket
 ``agent_service``     an agent as a process, with such a ledger
 ``node``              a machine joins a cluster: a raylet and an agent, supervised
