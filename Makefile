@@ -34,7 +34,7 @@ TORCH_UI_HOME := $(TORCH_VENV)/share/jupyter/labextensions/@jupyter-gpupool/labe
 JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" PYTHON="$(abspath $(BIN))/python" jlpm
 
 .PHONY: run test quick test-python test-beside test-ui test-long lint lint-ui lab docs bench lock clean
-.PHONY: ui screenshots chromium gpu torch cluster test-cluster test-hub
+.PHONY: ui screenshots chromium munge gpu torch cluster test-cluster test-hub
 
 $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) $(wildcard share/jupyter/kernels/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -77,7 +77,7 @@ run: $(VENV)/.ready
 # The JupyterLab part is built first: Python tests walk through the folders where it appears.
 test: EXTRAS := $(EXTRAS),lab
 test: $(VENV)/.lab
-	-@$(MAKE) --no-print-directory $(VENV)/.ui chromium
+	-@$(MAKE) --no-print-directory $(VENV)/.ui chromium munge
 	@$(MAKE) --no-print-directory --keep-going -j 2 test-python test-beside
 
 test-beside:
@@ -119,6 +119,13 @@ chromium:
 	  echo "Installing Chromium for the browser tests" && { apt-get update -qq; apt-get install -y -qq chromium; } \
 	  >/dev/null; } || \
 	  { echo "Chromium is missing: apt-get install chromium, or set CHROMIUM to where it is"; exit 1; }
+
+# For the tests of credentials between machines; without it they are skipped, and say so.
+munge:
+	@command -v munged >/dev/null || test -x /usr/sbin/munged || { [ "$$(id -u)" = 0 ] && \
+	  command -v apt-get >/dev/null && echo "Installing MUNGE for the tests of several machines" && \
+	  { apt-get update -qq; apt-get install -y -qq munge; } >/dev/null; } || \
+	  echo "MUNGE is missing: apt-get install munge"
 
 # TORCH=1: with the environment of `make torch`, on its example.
 lab: $(if $(TORCH),$(TORCH_VENV)/.lab,$(VENV)/.ui)
@@ -182,7 +189,7 @@ $(CLUSTER_VENV)/.ready: pyproject.toml hatch_build.py $(SOURCES)
 cluster: $(CLUSTER_VENV)/.ready
 	@$(CLUSTER_VENV)/bin/python -m jupyter_gpupool.cluster.trial
 
-test-cluster: $(CLUSTER_VENV)/.ready
+test-cluster: $(CLUSTER_VENV)/.ready munge
 	$(CLUSTER_VENV)/bin/python -m pytest -m "not long" tests/cluster/test_brokers.py tests/cluster/test_ray.py \
 	  tests/cluster/test_head.py tests/cluster/test_trial.py
 

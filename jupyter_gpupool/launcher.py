@@ -238,7 +238,7 @@ def become(command: Sequence[str], kernel: str = SHIPPED) -> NoReturn:
     for name in OUTER_VARIABLES:
         env.pop(name, None)
     try:
-        final, why_not = _open(list(command), kernel, env)
+        final, why_not = open_session(list(command), read_kernelspec(kernel), kernel, env)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except GPUPoolError as error:
@@ -273,11 +273,15 @@ def _without_session(command: list[str], env: dict[str, str], why: str) -> tuple
         return command, why  # without the agent, which would only repeat the line on stderr
 
 
-def _open(command: list[str], kernel: str, env: dict[str, str]) -> tuple[list[str], str]:
-    """Open a session for this process; return the kernel's command, and why it gets no GPU."""
+def open_session(
+    command: list[str], spec: Mapping[str, Any], kernel: str, env: dict[str, str]
+) -> tuple[list[str], str]:
+    """Open a session for this process, with the request in the kernelspec ``spec``.
+
+    Return the kernel's command, and why it gets no GPU ("" if it may get one).
+    """
     from .config.differences import notice
 
-    spec = _kernelspec(kernel)
     metadata = spec.get("metadata") or {}
     stanza = (metadata.get("kernel_provisioner") or {}).get("config") or {}
     shown = str(spec.get("display_name") or kernel)
@@ -322,7 +326,7 @@ def _wanted(stanza: Mapping[str, Any], kernel: str) -> tuple[dict[str, Any], str
     return request, attach
 
 
-def _kernelspec(name: str) -> Mapping[str, Any]:
+def read_kernelspec(name: str) -> Mapping[str, Any]:
     """Return the kernelspec ``name`` from its file; {} if no file can be read."""
     from jupyter_core.paths import jupyter_path
 

@@ -28,7 +28,7 @@ ALLOWED: dict[str, str] = {
     "client": "endpoint protocol",
     "pool": "",
     "guard": "",
-    "cluster": "config endpoint pool.groups pool.model protocol",
+    "cluster": "config endpoint launcher pool.groups pool.model protocol",
     "config": "emulation endpoint guard local_machine pool.groups pool.model",
     "devices": "guard local_machine pool.model pool.attribution",
     "startrecord": "endpoint local_machine",
@@ -42,6 +42,7 @@ ALLOWED: dict[str, str] = {
     "ipykernel_launcher": "launcher",
     "provisioner": "__init__ client config endpoint guard kernelspecs "
     "launcher protocol starting startrecord",
+    "remote_provisioner": "client cluster provisioner",
     # emulation: the server finds out without a broker whether there is a driver, real or emulated.
     "server": "__init__ client config durations emulation endpoint protocol starting startrecord",
     "kernelspecs": "launcher",
@@ -63,6 +64,7 @@ THIRD_PARTY = {
     "broker": {"prometheus_client", "tornado", "traitlets", "jupyter_core"},
     "kernel": {"IPython", "traitlets", "ipykernel"},
     "provisioner": {"jupyter_client", "tornado", "traitlets"},
+    "remote_provisioner": {"jupyter_client", "zmq"},
     "server": {
         *("jupyter_core", "jupyter_server", "prometheus_client", "tornado", "traitlets", "yaml"),
     },
@@ -232,7 +234,13 @@ PLAIN_DATA = {
         "record": "a record of the log (logging.LogRecord)",
     },
     "cli": {"top": "the state of the screen (top_keys.Top)", "question": "a question on it"},
-    "cluster": {"node": "a machine as the ledger knows it"},
+    "cluster": {
+        "node": "a machine as the ledger knows it",
+        **dict.fromkeys(
+            ("free", "munge_ctx_create", "munge_ctx_strerror", "munge_strerror"),
+            "a function of a library in C, whose types are declared",
+        ),
+    },
     "config": {"trait": "an option of traitlets that is being declared"},
     "devices": {"package": "a module that is being loaded by its path"},
     "errors": {"code": "a member of the enum that is being made"},
@@ -245,6 +253,7 @@ PLAIN_DATA = {
         "running": "an execute request (call_waits.RunningRequest)",
         "wait": "a request for a slice (link.HoldWait)",
     },
+    "remote_provisioner": {"manager": "jupyter_client's manager, which keeps a kernel's keys"},
     "programs": {"place": "what blocks of the same process share (inscript)"},
     "server": {"seen": "a session at its last count (kernel_history)"},
 }

@@ -56,7 +56,9 @@ from .store.recovery import Recovery
 from .store.usage import UsageBook
 
 if TYPE_CHECKING:
-    from .shared import LentLimits, SharedLimits  # loaded only on a machine of a cluster
+    # Loaded only on a machine of a cluster.
+    from .messages.remote import RemoteMessages
+    from .shared import LentLimits, SharedLimits
 
 #: Reads host memory and its limits.
 HOST = Host()
@@ -174,10 +176,19 @@ async def assemble(
         log=log,
     )  # fmt: skip
     shared: SharedLimits | None = None
+    remote: RemoteMessages | None = None
     if lent is not None:
+        from ..cluster.authenticators import authenticator
+        from .hosting import Hosting
+        from .messages.remote import RemoteMessages
         from .shared import SharedLimits
 
         shared = SharedLimits(core, lent, maintenance, configuration, log)
+        checks = authenticator(settings.cluster_identity, reader=os.geteuid())
+        remote = RemoteMessages(
+            core, configuration, Hosting(core, configuration, lent.budgets.node, checks),
+            lent.budgets.node, look=shared.look, check_agent=shared.check_agent,
+        )  # fmt: skip
     hour = HourBook(core, samples)
     monitor = Monitor(
         core, service, configuration, samples=samples, room=room, pressure=pressure,
@@ -213,7 +224,8 @@ async def assemble(
         core, configuration, lifecycle=lifecycle, provisioner=provisioner, agent=agent,
         guard=guard, people=people,
         admin=AdminMessages(core, configuration, lifecycle=lifecycle, relay=relay, log=log),
-        maintenance=maintenance, start_record=start_record, shared=shared, log=log,
+        maintenance=maintenance, start_record=start_record, shared=shared, remote=remote,
+        log=log,
     )  # fmt: skip
 
     usage = UsageBook(core)

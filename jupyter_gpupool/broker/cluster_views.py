@@ -20,6 +20,9 @@ from ..pool.model import PoolSettings
 from .core import Core
 from .transport.connection import Connection
 
+View = Mapping[str, Any]
+Give = Callable[[View | None], None]
+
 #: Seconds for which a view is shown again: any local user may ask, as often as they like.
 FRESH = 1.0
 #: Seconds in which the ledger must answer; then the request is answered without it.
@@ -54,65 +57,62 @@ class ClusterViews:
     ----------
     ask:
         Has a report go out soon.
-    shown:
-        Returns what a connection sees of a view, and of this machine.
     """
 
-    def __init__(
-        self,
-        ask: Callable[[], None],
-        shown: Callable[[Connection, Mapping[str, Any] | None], dict[str, Any]],
-    ) -> None:
-        self._ask, self._shown = ask, shown
-        self._view: Mapping[str, Any] | None = None
+    def __init__(self, ask: Callable[[], None]) -> None:
+        self._ask = ask
+        self._view: View | None = None
         self._at = float("-inf")
-        self._waiting: list[tuple[Connection, int | None, asyncio.TimerHandle]] = []
+        self._waiting: list[tuple[Connection, int | None, Give, asyncio.TimerHandle]] = []
 
     @property
     def wanted(self) -> bool:
         """Whether somebody waits for a view."""
         return bool(self._waiting)
 
-    def look(self, connection: Connection, request: int | None, *, connected: bool) -> None:
-        """Answer a request: now, or once the ledger has sent a view."""
+    def look(
+        self, connection: Connection, request: int | None, give: Give, *, connected: bool
+    ) -> None:
+        """Give a view for a request: now, or once the ledger has sent one."""
         if not connected or time.monotonic() - self._at < FRESH:
-            self._answer(connection, request)
+            self._answer(give)
             return
         loop = asyncio.get_running_loop()
         timer = loop.call_later(PATIENCE, self._give_up, connection, request)
-        self._waiting.append((connection, request, timer))
+        self._waiting.append((connection, request, give, timer))
         self._ask()
 
     def arrived(self, view: Mapping[str, Any]) -> None:
         """Take a view of the ledger, and answer all who wait for it."""
         self._view, self._at = view, time.monotonic()
         waiting, self._waiting = self._waiting, []
-        for connection, request, timer in waiting:
+        for _, _, give, timer in waiting:
             timer.cancel()
-            self._answer(connection, request)
+            self._answer(give)
 
     def gone(self, connection: Connection) -> None:
         """Forget the requests of a connection that has ended."""
         for row in [row for row in self._waiting if row[0] is connection]:
-            row[2].cancel()
+            row[3].cancel()
             self._waiting.remove(row)
 
     def close(self) -> None:
         """Answer nobody any more."""
-        for _, _, timer in self._waiting:
+        for _, _, _, timer in self._waiting:
             timer.cancel()
         self._waiting.clear()
 
     def _give_up(self, connection: Connection, request: int | None) -> None:
-        self._waiting = [
-            row for row in self._waiting if row[0] is not connection or row[1] != request
-        ]
-        self._answer(connection, request)
+        rows, self._waiting = self._waiting, []
+        for row in rows:
+            if row[0] is connection and row[1] == request:
+                self._answer(row[2])
+            else:
+                self._waiting.append(row)
 
-    def _answer(self, connection: Connection, request: int | None) -> None:
-        now = time.monotonic()
-        known = self._view is not None and now - self._at < FRESH
-        connection.answer(request, self._shown(connection, self._view if known else None))
+    def _answer(self, give: Give) -> None:
+        known = self._view is not None and time.monotonic() - self._at < FRESH
+        give(self._view if known else None)
 
 
 def visible(

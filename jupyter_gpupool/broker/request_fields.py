@@ -305,10 +305,23 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     "account": ({}, {"wait": Number()}),
     # the ledger's answer to a report, as text. ok: -
     "lend": ({"answer": Text(1 << 17)}, {}),
+    # orders of this machine's users for other machines: as soon as there are some, after ``wait``
+    # seconds in any case. ok: node (this machine), orders (name, node, credential of each)
+    "orders": ({}, {"wait": Number()}),
+    # an order from another machine, in a credential. ok: result (``ok`` or ``error``, as text)
+    "perform": ({"credential": Text(1 << 17)}, {}),
+    # the result of the order ``name`` on another machine. ok: -
+    "performed": ({"name": Text(), "result": Text(1 << 17)}, {}),
     # an admin: this machine drains and leaves its cluster. ok: name (of the machine), left (the
     # ledger counts nothing of it any more), kernels (with a slice), connected (the ledger answers)
     "leave": ({}, {}),
     # ---- any client
+    # on a machine of a cluster: where a kernel with ``memory`` bytes on each of ``devices`` GPUs
+    # would start; before: the machine that it had. ok: node, considered (name, and what it lacks),
+    # identity (c.GPUPool.cluster_identity)
+    "place": ({}, {"memory": _COUNT, "devices": _COUNT, "before": Text()}),
+    # an order in a credential, for the broker of the machine ``node``. ok: result
+    "order": ({"node": Text(), "credential": Text(1 << 17)}, {}),
     # on a machine of a cluster. ok: name (of this machine), own (what it has), connected (the
     # ledger answers), age (seconds since it did last, or null), view (null without an answer of
     # the ledger): serving, left_out (machines too many for a message), nodes (name, state, age in

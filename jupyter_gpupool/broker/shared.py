@@ -17,7 +17,7 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
@@ -29,7 +29,7 @@ from ..errors import Code, RefusedError
 from ..pool import events as e
 from ..pool.model import Charge, Owner, PoolSettings
 from ..protocol import Message
-from .cluster_views import ClusterViews, keys_for, of_user, summary_of, visible
+from .cluster_views import ClusterViews, View, keys_for, of_user, summary_of, visible
 from .configuration import Configuration
 from .core import Core
 from .gpu.maintenance import Maintenance
@@ -110,7 +110,7 @@ class SharedLimits:
         self._reported = 0.0
         self._connected = False
         self._inside = False
-        self._views = ClusterViews(self._ask_for_view, self._shown)
+        self._views = ClusterViews(self._ask_for_view)
 
     # ------------------------------------------------------------------ for the pool
 
@@ -197,7 +197,7 @@ class SharedLimits:
 
     def account(self, connection: Connection, message: Message) -> None:
         """Loan with a report: once something is due, or after the time that the agent gives."""
-        self._check(connection)
+        self.check_agent(connection)
         if self._pending is not None and self._pending[0] is not connection:
             other, request = self._pending
             other.refuse(request, RefusedError(
@@ -211,7 +211,7 @@ class SharedLimits:
 
     def lend(self, connection: Connection, message: Message) -> None:
         """Apply an answer of the ledger."""
-        self._check(connection)
+        self.check_agent(connection)
         try:
             values = json.loads(message["answer"])
             if "view" in values:
@@ -235,8 +235,18 @@ class SharedLimits:
 
     def cluster(self, connection: Connection, message: Message) -> None:
         """Answer what all machines have, as the ledger knows it, and what this one has."""
+        request = message.get("id")
+        self.look(
+            connection, request,
+            lambda view: connection.answer(request, self._shown(connection, view)),
+        )  # fmt: skip
+
+    def look(
+        self, connection: Connection, request: int | None, give: Callable[[View | None], None]
+    ) -> None:
+        """Give what all machines have, as the ledger knows it; None if it does not answer."""
         connected = self._budgets.is_connected(time.monotonic())
-        self._views.look(connection, message.get("id"), connected=connected)
+        self._views.look(connection, request, give, connected=connected)
 
     def _ask_for_view(self) -> None:
         self._budgets.hurry()
@@ -306,7 +316,8 @@ class SharedLimits:
             if timer is not None:
                 timer.cancel()
 
-    def _check(self, connection: Connection) -> None:
+    def check_agent(self, connection: Connection) -> None:
+        """Refuse a peer that is not the cluster's agent."""
         access, settings = self._configuration.access, self._configuration.settings
         peer = connection.peer
         if access.is_admin(peer) or owner_of(peer.uid) == Owner(settings.cluster_agent):

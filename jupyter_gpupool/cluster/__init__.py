@@ -11,7 +11,15 @@
 ``budgets``           a node's side: what its broker may grant without a message (pure)
 ``overlay``           between the pool's rules and the ledger's keys (pure)
 ``desk``              a ledger with a clock and a post
+``broker_calls``      an agent's connection to its broker
 ``courier``           carries a broker's reports to a ledger, and answers back
+``identity``          credentials that carry an order to another machine's broker
+``munge``             credentials by the MUNGE daemons of the machines
+``hub_tokens``        credentials by tokens of a JupyterHub
+``authenticators``    the choice between these
+``placing``           on which machine a kernel starts (pure)
+``kernel_host``       becomes a kernel for a server on another machine, as its user
+``mail``              carries orders between brokers, and their results
 ``ledger_service``    a ledger as a process behind a unix socket
 ``agent_service``     an agent as a process, with such a ledger
 ``node``              a machine joins a cluster: a raylet and an agent, supervised

@@ -21,7 +21,7 @@ from .courier import INTERVAL, SocketLedger, carry
 async def run(broker: Path, ledger: Path, interval: float) -> None:
     """Carry reports and answers until the process ends."""
     link = SocketLedger(ledger)
-    await carry(broker, link.send, link.answers, interval=interval)
+    await carry(broker, link.send, link.answers, link.relay, interval=interval)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,9 +3,9 @@
 """A ledger as a process behind a unix socket: machines that are processes of one host use it.
 
 ``python -m jupyter_gpupool.cluster.ledger_service --socket PATH [--config FILE]``. Only its own
-user can connect. Each line of a connection is a report, or ``{"order": "view"}`` or
-``{"order": "fence", "node": NAME}``, in which ``drain`` and ``resume`` are other orders. SIGHUP
-reads members and limits again.
+user can connect. Each line of a connection is a report, a letter to another agent, or
+``{"order": "view"}`` or ``{"order": "fence", "node": NAME}``, in which ``drain`` and ``resume``
+are other orders. SIGHUP reads members and limits again.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ class LedgerService:
             self.desk.drain(str(message["node"]), order == "drain")
         if order is not None:
             writer.write(json.dumps(self.desk.view()).encode() + b"\n")
+            return
+        if "to" in message:
+            self._post(str(message["to"]), str(message["text"]))
             return
         self._writers[str(message["node"])] = writer
         self.desk.report(line)

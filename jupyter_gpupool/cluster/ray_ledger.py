@@ -37,8 +37,9 @@ POLL, PATIENCE = 10.0, 15.0
 #: Seconds without an answer after which an agent ends, so that `node` starts one that connects
 #: anew: a driver of Ray that has outlived its head may never find the new ledger.
 SILENT = 30.0
-#: Answers that are kept for a node that does not fetch them; only the last ones matter.
-KEPT = 64
+#: Answers and letters that are kept for a node that does not fetch them: of the answers only the
+#: last ones matter, and a lost letter is an order that failed.
+KEPT = 256
 
 
 class LedgerActor:
@@ -66,6 +67,10 @@ class LedgerActor:
         while not queue.empty():
             found.append(queue.get_nowait())
         return found
+
+    async def relay(self, node: str, text: str) -> None:
+        """Pass a letter on to the agent of a node."""
+        self._post(node, text)
 
     async def view(self) -> dict[str, Any]:
         """Return the members and what counts of each limit, and the ledger's process."""
@@ -133,6 +138,10 @@ class RayLedger:
         """Send a report; raise ``OSError`` if no ledger takes it."""
         await self._call("report", report)
 
+    async def relay(self, node: str, text: str) -> None:
+        """Have the ledger pass a letter on; raise ``OSError`` if no ledger takes it."""
+        await self._call("relay", node, text)
+
     async def collect(self) -> None:
         """Collect answers until cancelled."""
         while True:
@@ -173,7 +182,7 @@ async def run_agent(
     name = settings.cluster_node or gethostname()
     ledger = RayLedger(name, limits_of(settings.pool), settings.cluster_nodes, ttl)
     works = (
-        carry(broker, ledger.send, ledger.answers, interval=interval),
+        carry(broker, ledger.send, ledger.answers, ledger.relay, interval=interval),
         ledger.collect(),
         ledger.watch(),
     )

@@ -30,6 +30,7 @@ from .reading import (
     read_function,
     read_host_memory,
     read_host_reserve,
+    read_identity,
     read_port,
     read_preempt,
     read_priority_classes,
@@ -243,6 +244,25 @@ class GPUPool(Configurable):
         unit="name of a user",
         default="'gpupool'",
         example='cluster_agent = "gpupool"',
+    )
+    cluster_identity = _option(
+        Unicode(""),
+        "How this machine's broker identifies users whose servers run on other machines of "
+        "cluster_nodes, and starts kernels for them: 'munge' (Debian's package munge), "
+        "'munge:/path' for another socket of its daemon, or the address of a JupyterHub's API, "
+        "whose tokens then count. Without it this machine runs no kernels of other machines.",
+        unit="'munge', 'munge:/path', or a URL",
+        default="'' (no kernels of other machines)",
+        example='cluster_identity = "munge"',
+        read=read_identity,
+        restart=True,
+    )
+    cluster_address = _option(
+        Unicode(""),
+        "The address at which kernels on this machine listen for servers on other machines.",
+        unit="IPv4 address",
+        default="'' (that of the network that leads to other hosts)",
+        example='cluster_address = "10.0.0.2"',
     )
     on_ledger_loss = _choice(
         OnLedgerLoss,

@@ -258,6 +258,20 @@ def read_function(value: Any) -> HubGroups | None:
     return found
 
 
+def read_identity(value: Any) -> str:
+    """Return ``c.GPUPool.cluster_identity``."""
+    text = str(value)
+    kind, _, rest = text.partition(":")
+    if text in ("", "munge") or (kind == "munge" and rest.startswith("/")):
+        return text
+    if kind in ("http", "https") and rest.startswith("//"):
+        return text
+    raise ValueError(
+        f"{text!r} names no way to identify users. Write 'munge', 'munge:/path/of/its/socket', or "
+        "the address of a JupyterHub's API."
+    )
+
+
 def read_host_memory(value: Any, total: int) -> int:
     """Return ``c.GPUPool.host_memory`` in bytes; per cent values are parts of ``total``."""
     if isinstance(value, str) and value.strip().endswith("%"):

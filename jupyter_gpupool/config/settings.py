@@ -61,6 +61,8 @@ class BrokerSettings:
     cluster_nodes: tuple[str, ...] = ()
     cluster_node: str = ""
     cluster_agent: str = "gpupool"
+    cluster_identity: str = ""
+    cluster_address: str = ""
     on_ledger_loss: OnLedgerLoss = "closed"
     cluster_min_share: int = 4 << 30
     schedules: tuple[Schedule, ...] = ()

@@ -69,8 +69,10 @@ class Cluster:
     """Three brokers with one GPU each, three agents, one ledger."""
 
     names = ("m0", "m1", "m2")
+    make_broker = broker_kit.Broker
 
-    def __init__(self, folder, **config):
+    def __init__(self, folder, *, sockets=None, of_node=None, **config):
+        """``sockets`` is another folder for those of brokers; ``of_node``, more options of each."""
         self.folder = Path(folder)
         shared = {
             "cluster_nodes": list(self.names),
@@ -83,7 +85,10 @@ class Cluster:
         self.address = self.folder / "ledger.sock"
         for name in self.names:
             (self.folder / name).mkdir()
-            broker = broker_kit.Broker(self.folder / name, **shared, cluster_node=name)
+            more = (of_node or {}).get(name, {})
+            broker = self.make_broker(self.folder / name, **shared, **more, cluster_node=name)
+            if sockets is not None:
+                broker.socket = Path(sockets) / name / "broker.sock"
             self.brokers[name] = broker
             self.agents[name] = Process(
                 self.folder, "agent_service", f"agent-{name}", "--broker", broker.socket,

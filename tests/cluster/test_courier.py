@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 
-from jupyter_gpupool.cluster.courier import broker_calls
+from jupyter_gpupool.cluster.broker_calls import broker_calls
 from jupyter_gpupool.protocol import decode, encode
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import websocket
 
 from tests.broker import forks
 from tests.broker.kit import environment, wait_until
+from tests.users import as_user
 
 TOKEN = "t"
 
@@ -46,20 +46,6 @@ def server_environment(folder, socket, home=None):
         "JUPYTER_CONFIG_DIR": f"{home}/no-config",
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
-
-
-def as_user(user):
-    """Return the command prefix with which root runs a program as another user id.
-
-    The interpreter may be below a folder that only root may enter. The right to read everything
-    lets the user start it, and does not change which user the broker and the kernel see.
-    """
-    setpriv = shutil.which("setpriv")
-    assert setpriv, "setpriv (util-linux) is needed to start servers of two users"
-    return [
-        *(setpriv, f"--reuid={user}", f"--regid={user}", "--clear-groups"),
-        *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
-    ]
 
 
 class Server:

@@ -26,7 +26,9 @@ from .people import PeopleMessages
 from .provisioner import ProvisionerMessages
 
 if TYPE_CHECKING:
-    from ..shared import SharedLimits  # loaded only on a machine of a cluster
+    # Loaded only on a machine of a cluster.
+    from ..shared import SharedLimits
+    from .remote import RemoteMessages
 
 #: One user's connections: 8 per allowed session, and at most a quarter of all.
 CONNECTIONS_PER_SESSION, USERS_SHARE = 8, 4
@@ -52,6 +54,7 @@ class Router:
         maintenance: Maintenance,
         start_record: StartRecordFile,
         shared: SharedLimits | None,
+        remote: RemoteMessages | None,
         log: logging.Logger,
     ) -> None:
         self.log = log
@@ -66,6 +69,7 @@ class Router:
         self._people = people
         self._start_record = start_record
         self._shared = shared
+        self._remote = remote
         self._connections: set[Connection] = set()
         self._most_connections = connection_limit()
         self._methods: dict[str, Callable[[Connection, Message], None]] = {
@@ -101,6 +105,11 @@ class Router:
             "lend": shared.lend if shared is not None else _alone,
             "cluster": shared.cluster if shared is not None else _alone,
             "leave": shared.leave if shared is not None else _alone,
+            "place": remote.place if remote is not None else _alone,
+            "order": remote.order if remote is not None else _alone,
+            "orders": remote.orders if remote is not None else _alone,
+            "perform": remote.perform if remote is not None else _alone,
+            "performed": remote.performed if remote is not None else _alone,
         }
 
     def connected(self, connection: Connection) -> None:
@@ -149,6 +158,8 @@ class Router:
         self._people.gone(connection)
         if self._shared is not None:
             self._shared.gone(connection)
+        if self._remote is not None:
+            self._remote.gone(connection)
         if connection.early is not None:
             connection.early.drop_early(connection)
         for name in list(connection.opened):
@@ -170,6 +181,8 @@ class Router:
         self._people.close()
         if self._shared is not None:
             self._shared.close()
+        if self._remote is not None:
+            self._remote.close()
         for connection in list(self._connections):
             connection.close()
 

@@ -1,0 +1,254 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Messages about kernels on other machines: where one starts, and orders that agents carry."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...cluster.placing import Placement, PlacementRequest, place
+from ...errors import Code, GPUPoolError, RefusedError
+from ...protocol import Message, raise_for
+from ..cluster_views import View, summary_of
+from ..configuration import Configuration
+from ..core import Core
+from ..hosting import Hosting
+from ..transport.auth import owner_of
+from ..transport.connection import Connection
+
+#: Seconds for the answer of another machine; a kernel's start there may take 50.
+PATIENCE = 60.0
+#: Orders of one user, and of all, that may wait for their answers.
+MOST_OF_USER, MOST = 64, 1000
+#: Longest time for which the agent's request may wait.
+LONGEST = 60.0
+
+
+@dataclass(slots=True)
+class _SentOrder:
+    connection: Connection
+    request: int | None
+    node: str
+    credential: str
+    timer: asyncio.TimerHandle
+
+
+class RemoteMessages:
+    """Handles ``place``, ``order`` (of users), ``orders``, ``perform``, ``performed`` (of agents).
+
+    Parameters
+    ----------
+    look:
+        Calls a function with what the ledger shows of all machines, or None.
+    check_agent:
+        Refuses a peer that is not the cluster's agent.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        configuration: Configuration,
+        hosting: Hosting,
+        node: str,
+        *,
+        look: Callable[[Connection, int | None, Callable[[View | None], None]], None],
+        check_agent: Callable[[Connection], None],
+    ) -> None:
+        self._core = core
+        self._configuration = configuration
+        self._hosting = hosting
+        self._node = node
+        self._look = look
+        self._check_agent = check_agent
+        self._orders: dict[str, _SentOrder] = {}
+        #: Orders that the agent has not fetched.
+        self._new: list[str] = []
+        self._agent: tuple[Connection, int | None, asyncio.TimerHandle] | None = None
+        #: The connection on which the agent last asked for orders, until it ends.
+        self._link: Connection | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------------ users
+
+    def place(self, connection: Connection, message: Message) -> None:
+        """Answer on which machine a kernel may start, once the ledger has shown all."""
+        settings = self._configuration.settings
+        wanted = PlacementRequest(
+            owner_of(connection.peer.uid).name,
+            int(message.get("memory") or settings.pool.default_memory),
+            int(message.get("devices") or 1),
+            str(message.get("before") or ""),
+        )
+        self._look(
+            connection, message.get("id"),
+            lambda view: connection.attempt(message, lambda c, m: self._placed(c, m, wanted, view)),
+        )  # fmt: skip
+
+    def _placed(
+        self, connection: Connection, message: Message, wanted: PlacementRequest, view: View | None
+    ) -> None:
+        if view is None:
+            raise RefusedError(
+                "The ledger of the cluster does not answer, so no machine can be chosen.",
+                code=Code.NO_HEAD,
+                next_step="Try again, or ask your administrator.",
+            )
+        own = {"name": self._node, "summary": summary_of(self._core)._asdict()}
+        nodes = [{**node, **(own if node["name"] == self._node else {})} for node in view["nodes"]]
+        found: Placement = place(nodes, wanted)
+        if not found.node:
+            raise RefusedError(
+                f"No machine of the cluster can take this kernel: {found.reasons}.",
+                code=Code.NO_MACHINE,
+                next_step="Ask for less, or try again later.",
+            )
+        connection.answer(message.get("id"), {
+            "node": found.node,
+            "considered": [list(row) for row in found.considered],
+            "identity": self._configuration.settings.cluster_identity,
+        })  # fmt: skip
+
+    def order(self, connection: Connection, message: Message) -> None:
+        """Send an order to another machine; answer what its broker has answered."""
+        node, credential = message["node"], message["credential"]
+        if node == self._node:
+            self._spawn(self._perform_here(connection, message.get("id"), credential))
+            return
+        if node not in self._configuration.settings.cluster_nodes:
+            raise RefusedError(
+                f"There is no machine {node[:80]!r} in this cluster.", code=Code.BAD_REQUEST
+            )
+        uid = connection.peer.uid
+        of_user = sum(o.connection.peer.uid == uid for o in self._orders.values())
+        if of_user >= MOST_OF_USER or len(self._orders) >= MOST:
+            raise RefusedError(
+                f"{of_user} orders of yours wait for other machines.", code=Code.TOO_MANY
+            )
+        if self._link is None:
+            raise self._unreachable(node, "no agent of the cluster runs on this machine")
+        name = secrets.token_hex(8)
+        timer = asyncio.get_running_loop().call_later(PATIENCE, self._give_up, name)
+        self._orders[name] = _SentOrder(connection, message.get("id"), node, credential, timer)
+        self._new.append(name)
+        self._deliver()
+
+    async def _perform_here(
+        self, connection: Connection, request: int | None, credential: str
+    ) -> None:
+        self._answer(connection, request, await self._hosting.perform(credential))
+
+    def _answer(self, connection: Connection, request: int | None, answer: Message) -> None:
+        try:
+            fields = raise_for(answer)
+        except GPUPoolError as error:
+            connection.refuse(request, error)
+            return
+        kept = {k: v for k, v in fields.items() if k not in ("type", "id", "v")}
+        connection.answer(request, {"result": kept})
+
+    def _give_up(self, name: str) -> None:
+        order = self._forget(name)
+        if order is not None:
+            order.connection.refuse(
+                order.request, self._unreachable(order.node, f"it was silent for {PATIENCE:g} s")
+            )
+
+    @staticmethod
+    def _unreachable(node: str, why: str) -> RefusedError:
+        return RefusedError(
+            f"{node} does not answer: {why}.",
+            code=Code.UNREACHABLE,
+            next_step="Kernels there probably still run. Try again, or ask your administrator.",
+        )
+
+    # ------------------------------------------------------------------ the agent
+
+    def orders(self, connection: Connection, message: Message) -> None:
+        """Answer with the orders for other machines: once there are some, or after a time."""
+        self._check_agent(connection)
+        self._release_agent()
+        wait = min(max(float(message.get("wait", 0.0)), 0.0), LONGEST)
+        timer = asyncio.get_running_loop().call_later(wait, self._release_agent)
+        self._agent = connection, message.get("id"), timer
+        self._link = connection
+        self._deliver()
+
+    def perform(self, connection: Connection, message: Message) -> None:
+        """Carry out an order from another machine; answer with the result as text."""
+        self._check_agent(connection)
+        self._spawn(self._perform(connection, message.get("id"), message["credential"]))
+
+    def performed(self, connection: Connection, message: Message) -> None:
+        """Take the result of an order that was sent to another machine."""
+        self._check_agent(connection)
+        try:
+            answer = json.loads(message["result"])
+            if answer["type"] not in ("ok", "error"):
+                raise ValueError(answer["type"])
+        except (ValueError, TypeError, KeyError):
+            raise RefusedError("This is no result of an order.", code=Code.BAD_REQUEST) from None
+        order = self._forget(message["name"])
+        if order is not None:
+            self._answer(order.connection, order.request, answer)
+        connection.answer(message.get("id"))
+
+    async def _perform(self, connection: Connection, request: int | None, credential: str) -> None:
+        result = await self._hosting.perform(credential)
+        connection.answer(request, {"result": json.dumps(result)})
+
+    def _deliver(self) -> None:
+        if self._new and self._agent is not None:
+            self._release_agent()
+
+    def _release_agent(self) -> None:
+        """Answer the request of the agent that waits, with the orders that there are."""
+        if self._agent is None:
+            return
+        (connection, request, timer), self._agent = self._agent, None
+        timer.cancel()
+        names, self._new = self._new, []
+        rows = [(name, self._orders[name]) for name in names if name in self._orders]
+        connection.answer(request, {
+            "node": self._node,
+            "orders": [
+                {"name": name, "node": o.node, "credential": o.credential} for name, o in rows
+            ],
+        })  # fmt: skip
+
+    # ------------------------------------------------------------------ the end of things
+
+    def gone(self, connection: Connection) -> None:
+        """Forget the requests of a connection that has ended."""
+        if self._link is connection:
+            self._link = None
+        if self._agent is not None and self._agent[0] is connection:
+            self._agent[2].cancel()
+            self._agent = None
+        for name in [n for n, o in self._orders.items() if o.connection is connection]:
+            self._forget(name)
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        if self._agent is not None:
+            self._agent[2].cancel()
+            self._agent = None
+        for name in [*self._orders]:
+            self._forget(name)
+        for task in self._tasks:
+            task.cancel()
+
+    def _forget(self, name: str) -> _SentOrder | None:
+        order = self._orders.pop(name, None)
+        if order is not None:
+            order.timer.cancel()
+        return order
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

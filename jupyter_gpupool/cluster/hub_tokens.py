@@ -1,0 +1,132 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Credentials by a JupyterHub token: the Hub says whose token it is.
+
+A Hub knows a revoked token, so an answer counts for :data:`FRESH` seconds only. The token itself is
+in the credential. So the agents, which carry it, could use it: choose this only where all users of
+the agents' machines may act for each other anyway, or where MUNGE cannot tell users apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pwd
+import time
+from collections.abc import Callable
+from http.client import HTTPException
+from urllib.error import HTTPError, URLError
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+from .identity import LIFETIME, CheckedCredential, bad, cannot
+
+#: Seconds for which an answer of the Hub counts, and in which it must come.
+FRESH, PATIENCE = 60.0, 10.0
+#: Most tokens whose owners are remembered.
+MOST = 10_000
+#: Most bytes of an answer of the Hub.
+_MOST_BYTES = 1 << 20
+
+#: Where a server that JupyterHub has started finds its token.
+TOKEN_VARIABLE = "JUPYTERHUB_API_TOKEN"
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """Follows no redirect: a token goes to the Hub and nowhere else."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+class HubTokens:
+    """Asks a JupyterHub whose a token is.
+
+    Parameters
+    ----------
+    api:
+        The address of the Hub's API, such as ``http://hub:8081/hub/api``.
+    clock:
+        Returns seconds; for the age of answers.
+    """
+
+    def __init__(self, api: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._url = f"{api.rstrip('/')}/user"
+        self._clock = clock
+        self._opener = build_opener(ProxyHandler({}), _NoRedirect())
+        #: By the hash of a token: the user, and when the Hub said so.
+        self._known: dict[str, tuple[str, float]] = {}
+        #: Credentials that were used, and when they expire.
+        self._used: dict[str, float] = {}
+
+    def seal(self, text: str) -> str:
+        """Return a credential with ``text`` and the token that this process has."""
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not token:
+            raise cannot(
+                f"This server has no token of a JupyterHub (${TOKEN_VARIABLE}).",
+                "Start it from the Hub.",
+            )
+        values = {"token": token, "text": text, "made": time.time(), "id": os.urandom(16).hex()}
+        return json.dumps(values, separators=(",", ":"))
+
+    def check(self, credential: str) -> CheckedCredential:
+        """Return the user of the token in a credential, and its text; a second time refuse it."""
+        try:
+            values = json.loads(credential)
+            token, text, made = str(values["token"]), str(values["text"]), float(values["made"])
+            name = str(values["id"])
+        except (ValueError, TypeError, KeyError):
+            raise bad("its format is wrong") from None
+        if not abs(time.time() - made) < LIFETIME:
+            raise bad("it is too old, or the clocks of the machines differ")
+        user = self._owner(token)
+        try:
+            uid = pwd.getpwnam(user).pw_uid
+        except (KeyError, ValueError):
+            raise bad(f"its user {user[:80]!r} has no account on this machine") from None
+        self._note_use(hashlib.sha256(f"{token} {name}".encode()).hexdigest())
+        return CheckedCredential(uid, text)
+
+    def forget(self) -> None:
+        """Ask the Hub again for every token: some may be revoked."""
+        self._known.clear()
+
+    def _note_use(self, mark: str) -> None:
+        now = self._clock()
+        if self._used.get(mark, now) > now:
+            raise bad("it was used before")
+        if len(self._used) >= MOST:
+            self._used = {key: until for key, until in self._used.items() if until > now}
+        # A credential counts this long before its date and after it.
+        self._used[mark] = now + 2 * LIFETIME
+
+    def _owner(self, token: str) -> str:
+        mark, now = hashlib.sha256(token.encode()).hexdigest(), self._clock()
+        known = self._known.get(mark)
+        if known is not None and now - known[1] < FRESH:
+            return known[0]
+        self._known.pop(mark, None)
+        user = self._ask(token)
+        if len(self._known) >= MOST:
+            self._known.clear()
+        self._known[mark] = user, now
+        return user
+
+    def _ask(self, token: str) -> str:
+        if not token.isascii() or not token.isprintable():
+            raise bad("it has no token")
+        request = Request(self._url, headers={"Authorization": f"token {token}"})
+        try:
+            with self._opener.open(request, timeout=PATIENCE) as answer:
+                found = json.loads(answer.read(_MOST_BYTES))
+        except HTTPError as error:
+            error.close()
+            if error.code in (401, 403):
+                raise bad("the Hub does not know its token, or has revoked it") from None
+            raise cannot(f"The Hub answered {error.code} at {self._url}.") from None
+        except (URLError, HTTPException, OSError, ValueError) as error:
+            raise cannot(f"The Hub does not answer at {self._url}: {error}.") from None
+        if not isinstance(found, dict) or found.get("kind") != "user" or not found.get("name"):
+            raise bad("its token belongs to no user")
+        return str(found["name"])

@@ -1,0 +1,88 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Who asks for something on another machine: credentials that carry an order to its broker.
+
+The agents of the cluster carry a credential, and are not trusted with it: they must not be able to
+change it, or to use it on another machine. ``munge`` keeps them from reading it, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..errors import Code, RefusedError
+
+#: Seconds for which a credential may be used: the machines' clocks may differ by less.
+LIFETIME = 120
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedCredential:
+    """A checked credential: the user who made it, and what it contains."""
+
+    uid: int
+    text: str
+
+
+class Authenticator(Protocol):
+    """Makes credentials for the user of this process, and checks those of others.
+
+    Both methods may block for seconds, so call them in a thread.
+    """
+
+    def seal(self, text: str) -> str:
+        """Return a credential with ``text``, made by the user of this process."""
+
+    def check(self, credential: str) -> CheckedCredential:
+        """Return who made a credential, and its text.
+
+        Raises
+        ------
+        RefusedError
+            With code ``bad-credential``, or ``no-authenticator`` if nobody can tell now.
+        """
+
+
+def bad(why: str, next_step: str = "") -> RefusedError:
+    """Return the refusal of a credential."""
+    return RefusedError(
+        f"The credential of this request is not valid: {why}.",
+        code=Code.BAD_CREDENTIAL,
+        next_step=next_step,
+    )
+
+
+def cannot(why: str, next_step: str = "") -> RefusedError:
+    """Return the refusal where credentials cannot be made or checked now."""
+    return RefusedError(why, code=Code.NO_AUTHENTICATOR, next_step=next_step)
+
+
+def order_text(node: str, order: Mapping[str, Any]) -> str:
+    """Return an order as text, for the broker of one machine only.
+
+    A machine remembers the credentials that it has seen, and knows nothing of those that another
+    one has seen. So the text names the machine.
+    """
+    return json.dumps({**order, "node": node}, separators=(",", ":"))
+
+
+def read_order(claim: CheckedCredential, node: str) -> dict[str, Any]:
+    """Return the order in a checked credential, if it is for the machine ``node``.
+
+    Raises
+    ------
+    RefusedError
+        With code ``bad-credential``.
+    """
+    try:
+        order = json.loads(claim.text)
+    except ValueError:
+        order = None
+    if not isinstance(order, dict):
+        raise bad("it contains no order")
+    if order.get("node") != node:
+        raise bad(f"it is for the machine {str(order.get('node'))[:80]}, and this is {node}")
+    return order

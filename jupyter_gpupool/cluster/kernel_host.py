@@ -1,0 +1,248 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Runs as a kernel's user, on the kernel's machine: becomes the kernel, or reads its log.
+
+The broker, which runs as root, starts this program and never opens a file of a user itself. The
+order comes on standard input, the answer goes to standard output: one line of JSON each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from string import Template
+from typing import Any, Mapping, NoReturn
+
+from ..endpoint import user_runtime_dir
+from ..errors import Code, GPUPoolError, RefusedError
+from ..launcher import OPENED_VARIABLE, has_launcher, kernel_command, open_session, read_kernelspec
+from ..protocol import encode, error_message
+
+PORTS = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
+
+#: Most bytes of a log that are returned, and that a log has before a start empties it.
+LAST, MOST = 16 << 10, 4 << 20
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def missing(machine: str, what: str, next_step: str) -> RefusedError:
+    """Return the refusal where a machine lacks something, with its name."""
+    return RefusedError(f"On {machine}, {what}.", code=Code.NOT_THERE, next_step=next_step)
+
+
+class KernelFiles:
+    """The files of one kernel in its user's private folder."""
+
+    def __init__(self, kernel_id: str) -> None:
+        if not _NAME.fullmatch(kernel_id):
+            raise RefusedError("This is no kernel's id.", code=Code.BAD_REQUEST)
+        self._folder = user_runtime_dir() / "kernels"
+        self.connection_file = self._folder / f"kernel-{kernel_id}.json"
+        self.log = self._folder / f"kernel-{kernel_id}.log"
+
+    def make(self) -> None:
+        """Make the folder; refuse one that others could write to."""
+        for path in (self._folder.parent, self._folder):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = path.lstat()
+            if found.st_uid != os.getuid() or found.st_mode & 0o022 or path.is_symlink():
+                raise GPUPoolError(
+                    f"{path} is not a folder that only this user can write to.",
+                    code=Code.BAD_FOLDER,
+                    next_step=f"Remove it: rm -rf {path}",
+                )
+
+    def write(self, connection: Mapping[str, Any]) -> None:
+        """Write the connection file, which has the kernel's keys."""
+        self.connection_file.unlink(missing_ok=True)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+        with os.fdopen(os.open(self.connection_file, flags, 0o600), "w") as file:
+            json.dump(connection, file)
+
+    def open_log(self) -> int:
+        """Return a descriptor of the kernel's log."""
+        with suppress(OSError):
+            if self.log.stat().st_size > MOST:
+                self.log.unlink()
+        return os.open(self.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+
+    def tail(self) -> str:
+        """Return the end of the kernel's log."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - LAST))
+                return file.read(LAST).decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def remove(self) -> None:
+        """Remove the files of a kernel that has ended."""
+        for path in (self.connection_file, self.log):
+            path.unlink(missing_ok=True)
+
+
+def kernelspec(order: Mapping[str, Any], machine: str) -> dict[str, Any]:
+    """Return the kernelspec that the order names, if this machine has it and it can encrypt."""
+    name = str(order["kernel"])
+    spec = dict(read_kernelspec(name)) if _NAME.fullmatch(name) else {}
+    if not spec.get("argv"):
+        raise missing(
+            machine, f"there is no kernelspec {name[:80]!r}", "Have it installed there, too."
+        )
+    metadata = spec.get("metadata") or {}
+    supported = metadata.get("supported_encryption") or ()
+    if "curve" not in ([supported] if isinstance(supported, str) else supported):
+        raise RefusedError(
+            f"The kernelspec {name!r} on {machine} does not say that its kernel encrypts its "
+            "messages, so it may not be used from another machine.",
+            code=Code.NO_CURVE,
+            next_step='If the kernel can do that, add "supported_encryption": ["curve"] to its '
+            "metadata.",
+        )
+    return spec
+
+
+def command_of(spec: Mapping[str, Any], place: KernelFiles, machine: str) -> list[str]:
+    """Return the kernel's command, if this machine has it."""
+    fields = {"{connection_file}": str(place.connection_file)}
+    command = [_filled(str(word), fields) for word in spec["argv"]]
+    if has_launcher(command):
+        command = kernel_command(command)
+    if re.fullmatch(r"python(3(\.\d+)?)?", command[0]):
+        command[0] = sys.executable  # as in jupyter_client
+    if command[0] != sys.executable and shutil.which(command[0]) is None:
+        raise missing(
+            machine, f"there is no program {command[0][:200]}",
+            "The environment of the kernel must exist there, at the same path.",
+        )  # fmt: skip
+    return command
+
+
+def _filled(word: str, fields: Mapping[str, str]) -> str:
+    for name, value in fields.items():
+        word = word.replace(name, value)
+    return word
+
+
+def enter(folder: str, machine: str) -> None:
+    """Enter the kernel's working folder."""
+    if not Path(folder).is_absolute():
+        raise missing(machine, "the working folder has no absolute path", "Open the notebook anew.")
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise missing(
+            machine, f"the folder {folder[:200]} cannot be entered ({error.strerror})",
+            "The folder of the notebook must be on a file system that both machines share.",
+        ) from None  # fmt: skip
+
+
+def free_ports(address: str, before: Mapping[str, int]) -> dict[str, int]:
+    """Return a free port for each channel; ``before`` those of the kernel before its restart."""
+    with ExitStack() as held:
+        found = {}
+        for name in PORTS:
+            probe = held.enter_context(socket.socket())
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, int(before.get(name, 0))))
+            except OSError as error:
+                raise RefusedError(
+                    f"A port at {address} cannot be used: {error.strerror}.",
+                    code=Code.AGAIN,
+                    next_step="Shut the kernel down and start it anew.",
+                ) from None
+            found[name] = probe.getsockname()[1]
+    return found
+
+
+def start(message: Mapping[str, Any]) -> tuple[list[str], dict[str, str], dict[str, Any], int]:
+    """Prepare a kernel; return its command and environment, the answer, and its log."""
+    order, machine = message["order"], message["machine"]
+    place = KernelFiles(str(order["kernel_id"]))
+    place.make()
+    spec = kernelspec(order, machine)
+    command = command_of(spec, place, machine)
+    enter(str(order["cwd"]), machine)
+    secrets, address = order["secrets"], message["address"]
+    ports = free_ports(address, order.get("ports") or {})
+    place.write({
+        "ip": address, "transport": "tcp", "kernel_name": order["kernel"], **ports,
+        **{name: str(secrets[name]) for name in _SECRETS},
+    })  # fmt: skip
+    env = dict(os.environ)
+    env.update({
+        name: Template(str(value)).safe_substitute(env)
+        for name, value in (spec.get("env") or {}).items()
+    })  # fmt: skip
+    env["JPY_SESSION_NAME"] = str(order.get("label") or "")
+    metadata = dict(spec.get("metadata") or {})
+    stanza = dict((metadata.get("kernel_provisioner") or {}).get("config") or {})
+    # The user's options of this start come before those of the kernelspec.
+    stanza.update(order.get("options") or {})
+    stanza["broker_socket"] = message["socket"]
+    spec["metadata"] = {**metadata, "kernel_provisioner": {"config": stanza}}
+    command, why_not = open_session(command, spec, str(order["kernel"]), env)
+    if has_launcher(command):
+        env[OPENED_VARIABLE] = "1"
+    return command, env, {"ip": address, **ports, "note": why_not}, place.open_log()
+
+
+_SECRETS = ("key", "signature_scheme", "curve_publickey", "curve_secretkey")
+
+
+def perform(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Carry out an order that ends at once; return the answer."""
+    order = message["order"]
+    place = KernelFiles(str(order["kernel_id"]))
+    if order["do"] == "clean":
+        place.remove()
+        return {}
+    return {"log": place.tail()}
+
+
+def _become(command: list[str], env: dict[str, str], log: int) -> NoReturn:
+    # The broker's threads block no signal, and it may have been started with some ignored: a
+    # kernel that ignores SIGINT cannot be interrupted.
+    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.execvpe(command[0], command, env)
+
+
+def main() -> int:
+    """Read an order, and carry it out."""
+    message = json.loads(sys.stdin.readline())
+    becomes = None
+    try:
+        if message["order"]["do"] == "start":
+            command, env, answer, log = start(message)
+            becomes = command, env, log
+        else:
+            answer = dict(perform(message))
+        line = encode({"type": "ok", **answer})
+    except GPUPoolError as error:
+        line = encode(error_message(error, None))
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        text = f"The kernel could not be prepared: {type(error).__name__}: {error}."
+        line = encode(error_message(GPUPoolError(text, code=Code.BAD_REQUEST), None))
+    sys.stdout.buffer.write(line)
+    sys.stdout.flush()
+    if becomes is not None:
+        _become(*becomes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Orders of one broker to another, and their results, carried by the agents of both.
+
+A letter goes to the ledger, which passes it on to the agent of the machine that it names. It may be
+lost: the broker that waits for its result gives up. An agent can read no credential, and can make
+none; it can only lose letters, or give a wrong result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ..errors import GPUPoolError
+from ..protocol import error_message
+from .broker_calls import BrokerCalls
+
+#: Seconds in which this machine's broker must have carried out an order.
+PATIENCE = 60.0
+#: Seconds for which the broker is asked to wait for an order, and more until it has answered.
+WAIT, GRACE = 5.0, 10.0
+
+_LOG = logging.getLogger(__name__)
+
+PassOn = Callable[[str, str], Awaitable[None]]
+
+
+def letter_in(text: str) -> dict[str, Any] | None:
+    """Return the letter that came in place of an answer of the ledger; None for an answer."""
+    if not text.startswith('{"letter":'):
+        return None
+    found = json.loads(text)["letter"]
+    return found if isinstance(found, dict) else None
+
+
+class Mail:
+    """Carries letters between this machine's broker and the other agents.
+
+    Parameters
+    ----------
+    relay:
+        Has the ledger pass a text on to the agent of a machine; raises ``OSError`` where it cannot.
+    """
+
+    def __init__(self, link: BrokerCalls, relay: PassOn) -> None:
+        self._link, self._relay = link, relay
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def fetch(self) -> None:
+        """Send the orders of this machine's broker, until cancelled."""
+        try:
+            while True:
+                found = await self._link.call("orders", WAIT + GRACE, wait=WAIT)
+                for order in found["orders"]:
+                    self._spawn(self._send(order["node"], {**order, "from": found["node"]}))
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    def arrived(self, letter: dict[str, Any]) -> None:
+        """Take a letter of another agent: an order for this machine's broker, or a result."""
+        self._spawn(self._result(letter) if "result" in letter else self._order(letter))
+
+    async def _send(self, node: str, letter: dict[str, Any]) -> None:
+        try:
+            await self._relay(node, json.dumps({"letter": letter}, separators=(",", ":")))
+        except OSError as error:
+            _LOG.warning("A letter to %s is lost: %s", node, error)
+
+    async def _order(self, letter: dict[str, Any]) -> None:
+        try:
+            found = await self._link.call("perform", PATIENCE, credential=letter["credential"])
+            result = found["result"]
+        except GPUPoolError as error:
+            result = json.dumps(error_message(error, None))
+        except OSError as error:
+            _LOG.warning("An order was not carried out: %s", error)
+            return
+        await self._send(letter["from"], {"name": letter["name"], "result": result})
+
+    async def _result(self, letter: dict[str, Any]) -> None:
+        try:
+            await self._link.call(
+                "performed", PATIENCE, name=letter["name"], result=letter["result"]
+            )
+        except (OSError, GPUPoolError) as error:
+            _LOG.warning("The result of an order was not taken: %s", error)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(self._safely(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    async def _safely(work: Awaitable[None]) -> None:
+        try:
+            await work
+        except (KeyError, TypeError, ValueError) as error:
+            _LOG.warning("A letter is malformed: %s: %s", type(error).__name__, error)

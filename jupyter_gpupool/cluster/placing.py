@@ -1,0 +1,91 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""On which machine a kernel starts. Decided once, at its start: a running kernel does not move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """What a kernel will ask for, and for whom."""
+
+    user: str
+    #: Bytes on each of so many GPUs.
+    memory: int
+    devices: int = 1
+    #: The machine that it had before, or ''.
+    before: str = ""
+
+
+class Considered(NamedTuple):
+    """One machine, and what it lacks: '' if the kernel can start there."""
+
+    node: str
+    lacks: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The chosen machine, '' if no machine will do; and all that were considered."""
+
+    node: str
+    considered: tuple[Considered, ...]
+
+    @property
+    def reasons(self) -> str:
+        """Why each other machine was not possible, in words."""
+        return "; ".join(f"{node}: {lacks}" for node, lacks in self.considered if lacks)
+
+
+def place(nodes: Iterable[Mapping[str, Any]], wanted: PlacementRequest) -> Placement:
+    """Choose a machine among those that the ledger has shown.
+
+    What counts, in this order: room now, the machine before, no queue, other kernels of the user
+    (its quota is lent there already), the most free memory, the name.
+    """
+    found: list[tuple[tuple[Any, ...], str]] = []
+    considered = []
+    for node in nodes:
+        lacks = _lacks(node, wanted)
+        considered.append(Considered(node["name"], lacks))
+        if lacks:
+            continue
+        summary = node["summary"]
+        needed = wanted.memory * wanted.devices
+        rank = (
+            summary["free"] < needed,
+            node["name"] != wanted.before,
+            summary["waiting"],
+            -_leases(node, wanted.user),
+            -summary["free"],
+            node["name"],
+        )
+        found.append((rank, node["name"]))
+    return Placement(min(found)[1] if found else "", tuple(considered))
+
+
+def _lacks(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
+    """Return why a machine cannot take the kernel, however long it waits."""
+    summary = node["summary"]
+    if node["state"] != "present":
+        return f"it is {node['state']}"
+    if summary is None:
+        return "it has not told what it has"
+    works = summary["devices"] - summary["out"]
+    if works < wanted.devices:
+        return f"it has {works} GPUs in service and {wanted.devices} are needed"
+    most = summary["capacity"] // summary["devices"]
+    if most < wanted.memory:
+        return f"its GPUs have {format_bytes(most)} and {format_bytes(wanted.memory)} is needed"
+    return ""
+
+
+def _leases(node: Mapping[str, Any], user: str) -> int:
+    """Return how much of the user's limits counts on a machine."""
+    return sum(row[-1] for row in node["counted"] if tuple(row[:3]) == ("user", user, "leases"))

@@ -1,0 +1,267 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Starts a kernel on the machine that the cluster chooses, for a server on another machine.
+
+A kernelspec names it with ``"provisioner_name": "gpupool-remote-provisioner"``; all others load
+nothing of it. The kernel's broker starts the kernel and tells of it; this server has no process.
+A machine that does not answer is *unreachable*: its kernel probably runs on, so it is never called
+dead, because Jupyter would start a second one beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+from typing import Any, Mapping
+
+import zmq
+from jupyter_client.provisioning import KernelProvisionerBase
+
+from .client import Client
+from .cluster.authenticators import authenticator
+from .cluster.identity import Authenticator, cannot, order_text
+from .errors import Code, GPUPoolError, RefusedError
+from .provisioner import GPUPoolProvisioner, KernelNotStarted
+
+#: Seconds for an order, and between two questions whether the kernel runs.
+PATIENCE, BETWEEN = 70.0, 0.3
+#: The exit code where nobody knows it: another broker than the present one started the kernel.
+UNKNOWN = 1
+
+_PORTS = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
+
+
+class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
+    """Starts a kernel on another machine of the cluster, with the options of the local one."""
+
+    _node: str = ""
+    _ports: Mapping[str, int] = {}
+    _identity: str = ""
+    #: The kernel has been started, and its broker has not said that it ended.
+    _runs: bool = False
+    _code: int | None = None
+    _asked: float = float("-inf")
+    _silent: bool = False
+    _ends: bool = False
+
+    # ------------------------------------------------------------------ called by jupyter_client
+
+    @property
+    def has_process(self) -> bool:
+        """Whether a kernel was started and has not ended, as far as its broker has said."""
+        return self._runs
+
+    async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
+        """Choose a machine; a restart stays on the one that it has. Called before each (re)start.
+
+        Raises
+        ------
+        KernelNotStarted
+            If no machine can take the kernel, or the one before it may still run.
+        """
+        await self._check_ended()
+        if not self._node:
+            try:
+                answer = await self._in_thread(self._place)
+            except GPUPoolError as error:
+                raise KernelNotStarted(error) from error
+            self._node, self._identity = str(answer["node"]), str(answer["identity"])
+            self.log.info("GPU pool: %s starts on %s", self.kernel_spec.display_name, self._node)
+        kwargs["cmd"] = list(self.kernel_spec.argv)
+        found = await KernelProvisionerBase.pre_launch(self, **kwargs)
+        return dict(found)
+
+    async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> Any:  # noqa: ARG002
+        """Have the other machine start the kernel; return its connection."""
+        try:
+            secrets = self._secrets()
+            found = await self._in_thread(self._send, {
+                "do": "start", "kernel": self.parent.kernel_name,
+                "cwd": str(kwargs.get("cwd") or Path.cwd()),
+                "label": self._label(kwargs.get("env") or {}),
+                "options": self._options(), "ports": dict(self._ports), "secrets": secrets,
+            })  # fmt: skip
+        except GPUPoolError as error:
+            if not self._ports:
+                self._node = ""
+            raise KernelNotStarted(error) from error
+        self._runs, self._ends, self._code, self._silent = True, False, None, False
+        self._asked = time.monotonic()
+        self.cwd = kwargs.get("cwd")
+        self.pid = int(found["pid"])
+        self._ports = {name: int(found[name]) for name in _PORTS}
+        if found.get("note"):
+            self.log.warning(
+                "GPU pool: %s runs without a GPU: %s.", self.kernel_spec.display_name, found["note"]
+            )
+        self.connection_info = {
+            "ip": found["ip"], "transport": "tcp", **self._ports,
+            **secrets, "key": secrets["key"].encode(),
+        }  # fmt: skip
+        return self.connection_info
+
+    async def poll(self) -> int | None:
+        """Return None while the kernel runs or its machine is unreachable, else its exit code."""
+        if not self._runs:
+            return 0 if self._code is None else self._code
+        if time.monotonic() - self._asked < BETWEEN:
+            return None
+        self._asked = time.monotonic()
+        try:
+            found = await self._in_thread(self._send, {"do": "poll"})
+        except GPUPoolError as error:
+            if not self._silent:
+                self.log.warning("GPU pool: %s; the kernel counts as running", error)
+            self._silent = True
+            return None
+        self._silent = False
+        if found["running"]:
+            return None
+        self._runs = False
+        self._code = UNKNOWN if found["code"] is None else int(found["code"])
+        if not self._ends:
+            await self._show_log()
+        return self._code
+
+    async def wait(self) -> int | None:
+        """Wait until the kernel has ended; return its exit code."""
+        while (code := await self.poll()) is None:
+            await asyncio.sleep(BETWEEN)
+        return code
+
+    async def send_signal(self, signum: int) -> None:
+        """Have the kernel's broker send it, and its children, a signal."""
+        if not self._runs:
+            return
+        try:
+            await self._in_thread(self._send, {"do": "signal", "signal": int(signum)})
+        except GPUPoolError as error:
+            raise KernelNotStarted(error) from error
+
+    async def kill(self, restart: bool = False) -> None:
+        """Kill the kernel; where its machine is unreachable, it goes on."""
+        await self._end(signal.SIGKILL, restart)
+
+    async def terminate(self, restart: bool = False) -> None:
+        """Ask the kernel to end."""
+        await self._end(signal.SIGTERM, restart)
+
+    async def shutdown_requested(self, restart: bool = False) -> None:  # noqa: ARG002
+        """Note that the kernel has been asked to end."""
+        self._ends = True
+
+    async def cleanup(self, restart: bool = False) -> None:
+        """Remove the kernel's files, after its end."""
+        if restart or not self._node:
+            return
+        if await self.poll() is None:
+            self.log.warning("GPU pool: the kernel on %s may still run", self._node)
+        else:
+            try:
+                await self._in_thread(self._send, {"do": "clean"})
+            except GPUPoolError as error:
+                self.log.debug("GPU pool: the kernel's files were not removed: %s", error)
+        self._node, self._ports = "", {}
+
+    async def get_provisioner_info(self) -> dict[str, Any]:
+        """Return the data with which a new server can take over this kernel."""
+        info = await KernelProvisionerBase.get_provisioner_info(self)
+        return {
+            **info, "pid": self.pid, "gpupool_node": self._node, "gpupool_ports": self._ports,
+            "gpupool_identity": self._identity, "gpupool_socket": str(self._socket or ""),
+        }  # fmt: skip
+
+    async def load_provisioner_info(self, provisioner_info: dict[str, Any]) -> None:
+        """Take over what :meth:`get_provisioner_info` returned."""
+        await KernelProvisionerBase.load_provisioner_info(self, provisioner_info)
+        self.pid = provisioner_info["pid"]
+        self._node = str(provisioner_info["gpupool_node"])
+        self._ports = dict(provisioner_info["gpupool_ports"])
+        self._identity = str(provisioner_info["gpupool_identity"])
+        socket = provisioner_info["gpupool_socket"]
+        self._socket = Path(socket) if socket else None
+        self._runs = bool(self._node)
+
+    # ------------------------------------------------------------------ the broker
+
+    async def _check_ended(self) -> None:
+        """Refuse a start while the kernel before may run: there would be two of it."""
+        self._asked = float("-inf")
+        if self._runs and await self.poll() is None:
+            raise KernelNotStarted(RefusedError(
+                f"The kernel on {self._node} has not ended, or {self._node} does not answer.",
+                code=Code.UNREACHABLE,
+                next_step="Try again. A second kernel beside it could change the same files.",
+            ))  # fmt: skip
+
+    async def _end(self, number: int, restart: bool) -> None:
+        self._ends = True
+        try:
+            await self.send_signal(number)
+        except KernelNotStarted as error:
+            if restart:
+                raise
+            self.log.warning("GPU pool: the kernel on %s was not ended: %s", self._node, error)
+
+    async def _show_log(self) -> None:
+        try:
+            found = await self._in_thread(self._send, {"do": "log"})
+        except GPUPoolError as error:
+            self.log.debug("GPU pool: the kernel's log cannot be read: %s", error)
+            return
+        self.log.warning("GPU pool: the kernel on %s ended:\n%s", self._node, found["log"])
+
+    def _place(self) -> Mapping[str, Any]:
+        wanted = {k: v for k, v in self._wanted().items() if k in ("memory", "devices")}
+        try:
+            answer, self._socket = self._client.ask("place", **wanted)
+        finally:
+            self._client.close()
+        return answer
+
+    def _send(self, order: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send the kernel's machine an order; return its broker's answer."""
+        socket = self._find_again(self._socket) if self._socket else self._find_broker()
+        # Only the user who owns the socket, that of the brokers, can read the credential.
+        identity = self._authenticator(socket.stat().st_uid)
+        text = order_text(self._node, {**order, "kernel_id": self.kernel_id})
+        # Not repeated on another connection: each credential counts once.
+        with Client(socket) as client:
+            answer = client.call(
+                "order", node=self._node, credential=identity.seal(text), timeout=PATIENCE
+            )
+        found: Mapping[str, Any] = answer["result"]
+        return found
+
+    def _authenticator(self, reader: int) -> Authenticator:
+        found = authenticator(self._identity, reader=reader)
+        if found is None:
+            raise cannot(
+                "This cluster identifies no users, so no kernel starts on another machine.",
+                "An admin may set c.GPUPool.cluster_identity on every machine.",
+            )
+        return found
+
+    def _secrets(self) -> dict[str, str]:
+        """Return the keys of the kernel's connection, made once for all its starts."""
+        manager = self.parent
+        if not zmq.has("curve") or not hasattr(manager, "curve_publickey"):
+            raise RefusedError(
+                "This server cannot encrypt messages to a kernel on another machine.",
+                code=Code.NO_CURVE,
+                next_step="Install jupyter_client 8.9 or newer, and a pyzmq with CurveZMQ.",
+            )
+        if manager.curve_publickey is None:
+            manager.curve_publickey, manager.curve_secretkey = zmq.curve_keypair()
+        return {
+            "key": manager.session.key.decode(),
+            "signature_scheme": manager.session.signature_scheme,
+            "curve_publickey": manager.curve_publickey.decode(),
+            "curve_secretkey": manager.curve_secretkey.decode(),
+        }
+
+    def _options(self) -> dict[str, Any]:
+        beside = {"attach": self.attach, "group": self.group}
+        return {**self._wanted(), **{name: value for name, value in beside.items() if value}}

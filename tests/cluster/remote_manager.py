@@ -1,0 +1,116 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A Jupyter server's kernel manager, as a user: each line of standard input is a step.
+
+``python -m tests.cluster.remote_manager SOCKET HOME``
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+
+from jupyter_gpupool.remote_provisioner import GPUPoolRemoteProvisioner
+
+
+def printed(content):
+    return content["text"] if content.get("name") == "stdout" else ""
+
+
+class Manager:
+    def __init__(self):
+        self.manager = AsyncKernelManager(
+            kernel_name="gpupool-python3", kernel_id="a-kernel",
+            kernel_spec_manager=KernelSpecManager(),
+        )  # fmt: skip
+        # As if the kernelspec named it.
+        self.manager.provisioner = GPUPoolRemoteProvisioner(
+            kernel_id="a-kernel", kernel_spec=self.manager.kernel_spec, parent=self.manager
+        )
+        self.client = None
+
+    async def start(self):
+        await self.manager.start_kernel(cwd="/")
+        await self._connect()
+        return self.manager.provisioner._node
+
+    async def _connect(self):
+        self.client = self.manager.client()
+        self.client.start_channels()
+        await self.client.wait_for_ready(timeout=90)
+
+    async def run(self, code):
+        said = []
+        found = await self.client.execute_interactive(
+            code, timeout=90, output_hook=lambda m: said.append(printed(m["content"]))
+        )
+        return found["content"].get("ename") or "".join(said).strip()
+
+    async def interrupt(self):
+        """Interrupt a cell that runs; return the name of its error."""
+        message = self.client.execute("print('on', flush=True); import time; time.sleep(600)")
+        while (await self.client.get_iopub_msg(timeout=90))["msg_type"] != "stream":
+            pass
+        await self.manager.interrupt_kernel()
+        while True:
+            reply = await self.client.get_shell_msg(timeout=90)
+            if reply["parent_header"].get("msg_id") == message:
+                return reply["content"].get("ename")
+
+    async def restart(self):
+        """Restart; the client that a browser has goes on with the same connection."""
+        await self.manager.restart_kernel(now=True)
+        await self.client.wait_for_ready(timeout=90)
+        return self.manager.provisioner._node
+
+    async def alive(self):
+        return await self.manager.is_alive()
+
+    async def died(self):
+        """Return once the manager sees that the kernel has ended."""
+        return await self.manager.provisioner.wait()
+
+    async def takes_over(self):
+        """Return whether another provisioner knows the kernel by what this one has saved."""
+        info = await self.manager.provisioner.get_provisioner_info()
+        other = GPUPoolRemoteProvisioner(
+            kernel_id="a-kernel", kernel_spec=self.manager.kernel_spec, parent=self.manager
+        )
+        await other.load_provisioner_info(info)
+        return await other.poll() is None
+
+    async def refused(self, memory):
+        """Return why a kernel with so much memory is not started."""
+        self.manager.provisioner.memory = memory
+        try:
+            await self.manager.start_kernel(cwd="/")
+        except Exception as error:
+            return [type(error).__name__, str(error)]
+        finally:
+            self.manager.provisioner.memory = 0
+
+    async def shutdown(self):
+        self.client.stop_channels()
+        await self.manager.shutdown_kernel(now=True)
+        return self.manager.has_kernel
+
+
+async def main():
+    manager = Manager()
+    for line in sys.stdin:
+        step, *arguments = json.loads(line)
+        print(json.dumps(await getattr(manager, step)(*arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    socket, home = sys.argv[1:]
+    os.environ.update({
+        "HOME": home, "GPUPOOL_SOCKET": socket, "JUPYTER_RUNTIME_DIR": f"{home}/runtime",
+        "JUPYTER_DATA_DIR": f"{home}/data", "JUPYTER_CONFIG_DIR": f"{home}/config",
+    })  # fmt: skip
+    asyncio.run(main())

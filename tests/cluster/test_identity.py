@@ -1,0 +1,231 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Credentials: of real MUNGE daemons, and of a JupyterHub that this process plays."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+
+from jupyter_gpupool.cluster import hub_tokens
+from jupyter_gpupool.cluster.hub_tokens import FRESH, TOKEN_VARIABLE, HubTokens
+from jupyter_gpupool.cluster.identity import LIFETIME, CheckedCredential, order_text, read_order
+from jupyter_gpupool.cluster.munge import Munge
+from jupyter_gpupool.errors import Code, RefusedError
+from tests.broker.test_lies import root_only
+
+from .identities import NOBODY, as_nobody, munge_daemons
+
+
+@pytest.fixture(scope="module")
+def daemons():
+    """Two machines of a cluster, and a stranger with another key."""
+    with munge_daemons("m0", "m1", "stranger", keys={"stranger": b"another key"}) as found:
+        yield found
+
+
+def refusal(function, *arguments):
+    with pytest.raises(RefusedError) as error:
+        function(*arguments)
+    return error.value
+
+
+def here(socket):
+    return Munge(socket, reader=os.getuid())
+
+
+def test_a_credential_names_its_user_and_its_order(daemons):
+    text = order_text("m1", {"do": "poll"})
+    claim = here(daemons["m1"]).check(here(daemons["m0"]).seal(text))
+    assert claim.uid == os.getuid()
+    assert read_order(claim, "m1") == {"do": "poll", "node": "m1"}
+
+
+@root_only
+def test_the_daemon_and_not_the_text_says_whose_credential_it_is(daemons):
+    sealed = as_nobody("seal", daemons["m0"], order_text("m1", {"do": "poll", "uid": 0}))
+    assert here(daemons["m1"]).check(sealed).uid == NOBODY
+
+
+def test_a_used_credential_is_refused(daemons):
+    sealed = here(daemons["m0"]).seal("{}")
+    here(daemons["m1"]).check(sealed)
+    found = refusal(here(daemons["m1"]).check, sealed)
+    assert found.code == Code.BAD_CREDENTIAL
+    assert "it was used before" in str(found)
+
+
+def test_a_credential_is_refused_on_another_machine(daemons):
+    """Its daemon has not seen it: only the name in it tells."""
+    sealed = here(daemons["m0"]).seal(order_text("m1", {"do": "poll"}))
+    found = refusal(read_order, here(daemons["m0"]).check(sealed), "m0")
+    assert found.code == Code.BAD_CREDENTIAL
+    assert "it is for the machine m1, and this is m0" in str(found)
+
+
+@root_only
+def test_the_user_of_the_agents_cannot_read_a_credential(daemons):
+    sealed = here(daemons["m0"]).seal("secret")
+    assert as_nobody("check", daemons["m1"], sealed) == Code.BAD_CREDENTIAL
+    assert "secret" not in sealed
+
+
+def test_a_changed_credential_is_refused(daemons):
+    sealed = here(daemons["m0"]).seal("{}")
+    middle = len(sealed) // 2
+    other = "A" if sealed[middle] != "A" else "B"
+    changed = sealed[:middle] + other + sealed[middle + 1 :]
+    assert refusal(here(daemons["m1"]).check, changed).code == Code.BAD_CREDENTIAL
+    assert refusal(here(daemons["m1"]).check, "nonsense").code == Code.BAD_CREDENTIAL
+
+
+def test_a_credential_of_another_key_is_refused(daemons):
+    sealed = here(daemons["stranger"]).seal("{}")
+    assert refusal(here(daemons["m1"]).check, sealed).code == Code.BAD_CREDENTIAL
+
+
+def test_a_machine_without_a_daemon_can_tell_nobody(tmp_path):
+    munge = here(str(tmp_path / "none.socket"))
+    for found in (refusal(munge.seal, "{}"), refusal(munge.check, "MUNGE:AAAA:")):
+        assert found.code == Code.NO_AUTHENTICATOR
+
+
+@pytest.mark.parametrize("text", ["", "[]", "7", "{", '{"node": 7}'])
+def test_text_that_is_no_order_is_refused(text):
+    assert refusal(read_order, CheckedCredential(0, text), "m1").code == Code.BAD_CREDENTIAL
+
+
+# ---------------------------------------------------------------------- a JupyterHub
+
+ME = pwd.getpwuid(os.getuid()).pw_name
+
+
+class Hub:
+    """Answers ``GET /hub/api/user`` as JupyterHub does."""
+
+    def __init__(self):
+        self.owners = {"mine": {"kind": "user", "name": ME}}
+        self.asked = []
+        self.status = 0
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                hub.asked.append(self.path)
+                scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+                owner = hub.owners.get(token) if scheme == "token" else None
+                status = hub.status or (403 if owner is None else 200)
+                self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", "/elsewhere")
+                self.end_headers()
+                if status == 200:
+                    self.wfile.write(json.dumps(owner).encode())
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/hub/api/"
+        self.thread = Thread(target=self.server.serve_forever)
+        self.thread.start()
+
+    def close(self):
+        self.server.shutdown()
+        self.thread.join(30)
+        self.server.server_close()
+
+
+@pytest.fixture
+def hub():
+    found = Hub()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def clock():
+    return [1000.0]
+
+
+@pytest.fixture
+def tokens(hub, clock, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "mine")
+    return HubTokens(hub.url, clock=lambda: clock[0])
+
+
+def test_the_hub_names_the_user_of_a_token(tokens, hub):
+    assert tokens.check(tokens.seal("{}")) == CheckedCredential(os.getuid(), "{}")
+    assert hub.asked == ["/hub/api/user"]
+
+
+def test_the_hub_is_asked_once_for_some_time(tokens, hub, clock):
+    for _ in range(3):
+        tokens.check(tokens.seal("{}"))
+    assert len(hub.asked) == 1
+    clock[0] += FRESH
+    tokens.check(tokens.seal("{}"))
+    assert len(hub.asked) == 2
+
+
+def test_a_revoked_token_is_refused_once_the_answer_is_old(tokens, hub, clock):
+    tokens.check(tokens.seal("{}"))
+    hub.owners.clear()
+    clock[0] += FRESH
+    found = refusal(tokens.check, tokens.seal("{}"))
+    assert found.code == Code.BAD_CREDENTIAL
+    assert "revoked" in str(found)
+
+
+def test_a_token_can_be_asked_for_again_at_once(tokens, hub):
+    tokens.check(tokens.seal("{}"))
+    hub.owners.clear()
+    tokens.forget()
+    assert refusal(tokens.check, tokens.seal("{}")).code == Code.BAD_CREDENTIAL
+
+
+def test_a_credential_with_a_token_is_used_once(tokens):
+    sealed = tokens.seal("{}")
+    tokens.check(sealed)
+    assert "it was used before" in str(refusal(tokens.check, sealed))
+
+
+def test_an_old_credential_with_a_token_is_refused(tokens, monkeypatch):
+    sealed = tokens.seal("{}")
+    later = time.time() + LIFETIME + 1
+    monkeypatch.setattr(hub_tokens.time, "time", lambda: later)
+    assert "it is too old" in str(refusal(tokens.check, sealed))
+
+
+@pytest.mark.parametrize(
+    "owner", [{"kind": "service", "name": ME}, {"kind": "user", "name": "no such user"}, [], {}]
+)
+def test_a_token_of_nobody_here_is_refused(tokens, hub, owner):
+    hub.owners["mine"] = owner
+    assert refusal(tokens.check, tokens.seal("{}")).code == Code.BAD_CREDENTIAL
+
+
+@pytest.mark.parametrize("status", [302, 500])
+def test_a_hub_that_does_not_answer_is_no_refusal_of_the_token(tokens, hub, status):
+    hub.status = status
+    assert refusal(tokens.check, tokens.seal("{}")).code == Code.NO_AUTHENTICATOR
+    assert hub.asked == ["/hub/api/user"]
+    hub.status = 0
+    assert tokens.check(tokens.seal("{}")).uid == os.getuid()
+
+
+@pytest.mark.parametrize("credential", ["", "{}", "[]", '{"token": "a\\nb"}', "7"])
+def test_text_that_is_no_credential_is_refused(tokens, hub, credential):
+    assert refusal(tokens.check, credential).code == Code.BAD_CREDENTIAL
+    assert hub.asked == []
+
+
+def test_a_server_without_a_token_makes_no_credential(tokens, monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    assert refusal(tokens.seal, "{}").code == Code.NO_AUTHENTICATOR

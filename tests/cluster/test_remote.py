@@ -1,0 +1,423 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Kernels on another machine: two real brokers, agents and MUNGE daemons, and real users."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import subprocess
+import sys
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty
+
+import pytest
+import zmq
+from jupyter_client.blocking import BlockingKernelClient
+from zmq.utils.monitor import recv_monitor_message
+
+from jupyter_gpupool.cluster.kernel_host import KernelFiles, command_of, kernelspec
+from jupyter_gpupool.errors import RefusedError
+from tests.broker.kit import PYTHONPATH, ROOT, Broker, remove, short_folder, wait_until
+from tests.users import as_user
+
+from .identities import NOBODY, munge_daemons
+from .kit import Cluster, is_alive
+
+ROOTS = os.geteuid() == 0
+#: The users of two kernels; without root there is only one.
+USERS = (NOBODY, pwd.getpwnam("daemon").pw_uid) if ROOTS else (os.geteuid(),)
+USER = USERS[0]
+
+#: A kernelspec of every environment of this repository.
+KERNEL = "gpupool-python3"
+
+
+class Pair(Cluster):
+    """Two machines, each with a MUNGE daemon: a user's server is on m0."""
+
+    names = ("m0", "m1")
+
+    class make_broker(Broker):
+        module = "tests.cluster.hosting_broker"
+
+
+def running_as(uid):
+    """Return the words before a command of a user."""
+    return as_user(uid) if ROOTS and uid else []
+
+
+class User:
+    """A user of m0."""
+
+    def __init__(self, cluster, uid=USER):
+        self.cluster, self.uid = cluster, uid
+        self.process = subprocess.Popen(
+            [*running_as(uid), sys.executable, "-m", "tests.cluster.remote_user",
+             str(cluster.brokers["m0"].socket)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        )  # fmt: skip
+
+    def call(self, kind, **fields):
+        self.process.stdin.write(json.dumps([kind, fields]) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def seal(self, node, **order):
+        identity = "munge:" + self.cluster.daemons["m0"]
+        found = self.call("seal", identity=identity, reader=os.geteuid(), node=node, order=order)
+        return found["credential"]
+
+    def order(self, node="m1", **order):
+        found = self.call("order", node=node, credential=self.seal(node, **order))
+        return found.get("result", found)
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait(60)
+
+
+def shown(content):
+    """Return what an output shows as text, without standard error."""
+    if content.get("name") == "stderr":
+        return ""
+    return content.get("text") or content.get("data", {}).get("text/plain", "")
+
+
+class RemoteKernel:
+    """A kernel on m1 for a user of m0."""
+
+    def __init__(self, user, **order):
+        public, secret = zmq.curve_keypair()
+        self.user, self.id = user, str(uuid.uuid4())
+        self.secrets = {
+            "key": uuid.uuid4().hex, "signature_scheme": "hmac-sha256",
+            "curve_publickey": public.decode(), "curve_secretkey": secret.decode(),
+        }  # fmt: skip
+        self.client = None
+        self.answer = user.order(**{
+            "do": "start", "kernel": KERNEL, "kernel_id": self.id, "cwd": "/",
+            "secrets": self.secrets, "label": "theirs.ipynb", "options": {"memory": "200MiB"},
+            **order,
+        })  # fmt: skip
+
+    def lets_in(self, **keys):
+        """Return whether the kernel speaks with a client that has these keys."""
+        ends = {zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED,
+                zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+                zmq.EVENT_HANDSHAKE_FAILED_AUTH}  # fmt: skip
+        with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+            client.linger = 0
+            for name, key in keys.items():
+                setattr(client, name, key)
+            with client.get_monitor_socket() as monitor:
+                client.connect(f"tcp://{self.answer['ip']}:{self.answer['shell_port']}")
+                while monitor.poll(60_000):
+                    event = recv_monitor_message(monitor)["event"]
+                    if event in ends:
+                        return event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        raise AssertionError("the kernel neither answers nor refuses")
+
+    def connect(self):
+        kept = {k: v for k, v in self.answer.items() if k == "ip" or k.endswith("_port")}
+        self.client = BlockingKernelClient()
+        self.client.load_connection_info({"transport": "tcp", **kept, **self.secrets})
+        self.client.start_channels()
+        # A heart that a busy machine misses would count as the kernel's death.
+        wait_until(self._hears, "the kernel to be heard")
+        return self.client
+
+    def _hears(self):
+        self.client.kernel_info(reply=True, timeout=60)
+        with suppress(Empty):
+            return self.client.get_iopub_msg(timeout=1)
+
+    def run(self, code):
+        """Run a cell; return what it prints, or the name of its error."""
+        said = []
+        found = self.client.execute_interactive(
+            code, timeout=60, output_hook=lambda m: said.append(shown(m["content"]))
+        )
+        return found["content"].get("ename") or "".join(said).strip()
+
+    def order(self, do, **fields):
+        return self.user.order(do=do, kernel_id=self.id, **fields)
+
+    def end(self):
+        if self.client is not None:
+            self.client.stop_channels()
+        self.order("signal", signal=9)
+        wait_until(lambda: not self.order("poll")["running"], "the end of the kernel")
+        self.order("clean")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with munge_daemons("m0", "m1") as daemons:
+        folder = short_folder()
+        sockets = Path("/run") / folder.name if ROOTS else folder
+        found = Pair(
+            folder, sockets=sockets,
+            of_node={n: {"cluster_identity": f"munge:{path}"} for n, path in daemons.items()},
+            cluster_address="127.0.0.1", quotas={"*": {"leases": 2}},
+        )  # fmt: skip
+        found.daemons = daemons
+        try:
+            found.start().wait_serving()
+            yield found
+        finally:
+            found.close()
+            print(found.logs())
+            remove(folder)
+            remove(sockets)
+
+
+@pytest.fixture
+def user(cluster):
+    found = User(cluster)
+    yield found
+    found.close()
+
+
+def test_a_kernel_starts_on_the_other_machine_as_its_user(cluster, user):
+    kernel = RemoteKernel(user)
+    try:
+        assert "pid" in kernel.answer, kernel.answer
+        client = kernel.connect()
+        asked = (
+            "import os, sys; print(os.getuid(), os.getcwd(), os.getppid(), 'ray' in sys.modules)"
+        )
+        uid, folder, parent, ray = kernel.run(asked).split()
+        assert (uid, folder, ray) == (str(USER), "/", "False")
+        assert int(parent) == cluster.brokers["m1"].process.pid
+        (seen,) = cluster.brokers["m1"].status()["sessions"]
+        assert (seen["owner"], seen["label"]) == (pwd.getpwuid(USER).pw_name, "theirs.ipynb")
+        assert seen["request"]["memory"] == 200 << 20
+        assert cluster.brokers["m0"].status()["sessions"] == []
+        # %gpu asks the broker of its own machine.
+        assert "200 MiB" in kernel.run("%gpu 200MiB\n%gpu")
+        # A signal reaches the kernel, which blocks and ignores none.
+        message = client.execute("import time; print('on', flush=True); time.sleep(600)")
+        while client.get_iopub_msg(timeout=60)["msg_type"] != "stream":
+            pass
+        assert kernel.order("signal", signal=2) == {"running": True}
+        while (reply := client.get_shell_msg(timeout=60))["parent_header"]["msg_id"] != message:
+            pass
+        assert reply["content"]["ename"] == "KeyboardInterrupt"
+        kernel.run("os.write(2, b'a line of the log')")
+        assert "a line of the log" in kernel.order("log")["log"]
+        # A second start of the same kernel would be a twin.
+        assert RemoteKernel(user, kernel_id=kernel.id).answer["code"] == "duplicate"
+        # Nobody speaks with it without its keys.
+        keys = {name: kernel.secrets[name].encode() for name in kernel.secrets if "curve" in name}
+        assert kernel.lets_in(**keys, curve_serverkey=keys["curve_publickey"])
+        assert not kernel.lets_in()
+    finally:
+        kernel.end()
+    assert kernel.order("poll") == {"running": False, "code": -9}
+
+
+def test_a_restarted_broker_knows_its_kernels(cluster, user):
+    kernel = RemoteKernel(user)
+    try:
+        pid = kernel.answer["pid"]
+        cluster.brokers["m1"].kill()
+        assert is_alive(pid), "a kernel needs no broker"
+        assert cluster.brokers["m1"].started
+        wait_until(
+            lambda: kernel.order("poll") == {"running": True, "code": None}, "the broker to answer"
+        )
+    finally:
+        kernel.end()
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        ({"kernel": "no-such"}, "not-there", "On m1, there is no kernelspec 'no-such'"),
+        ({"kernel": "../../x"}, "not-there", "On m1, there is no kernelspec"),
+        ({"cwd": "/no/such"}, "not-there", "On m1, the folder /no/such cannot be entered"),
+        ({"cwd": "here"}, "not-there", "On m1, the working folder has no absolute path"),
+        ({"kernel_id": "../x"}, "bad-request", "This is no kernel's id"),
+        ({"options": {"memory": "900GiB"}}, "over-device", "900 GiB"),
+        ({"secrets": {}}, "bad-request", "The kernel could not be prepared"),
+    ],
+)
+def test_what_the_machine_lacks_is_named(user, change, code, words):
+    answer = RemoteKernel(user, **change).answer
+    assert answer["code"] == code, answer
+    assert words in answer["message"]
+
+
+@pytest.mark.parametrize("supported", [None, [], ["tls"], "none"])
+def test_a_kernel_that_does_not_say_that_it_encrypts_is_refused(tmp_path, monkeypatch, supported):
+    folder = tmp_path / "kernels" / "plain"
+    folder.mkdir(parents=True)
+    spec = {"argv": ["python"], "metadata": {"supported_encryption": supported}}
+    (folder / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    with pytest.raises(RefusedError, match="'plain' on m1 does not say") as error:
+        kernelspec({"kernel": "plain"}, "m1")
+    assert error.value.code == "no-curve"
+
+
+def test_the_program_of_a_kernel_must_be_there():
+    place = KernelFiles("k")
+    spec = {"argv": ["sh", "{connection_file}"]}
+    assert command_of(spec, place, "m1") == ["sh", str(place.connection_file)]
+    for word in ("/no/such/python", "no-such-program"):
+        with pytest.raises(RefusedError, match=f"On m1, there is no program {word}") as error:
+            command_of({"argv": [word]}, place, "m1")
+        assert error.value.code == "not-there"
+
+
+@pytest.mark.skipif(not ROOTS, reason="only root can become other users")
+def test_users_do_not_reach_each_others_kernels(cluster, user):
+    other = User(cluster, USERS[1])
+    kernel = RemoteKernel(user)
+    try:
+        pid = kernel.answer["pid"]
+        for do, more in (("signal", {"signal": 9}), ("poll", {})):
+            answer = other.order(do=do, kernel_id=kernel.id, **more)
+            assert not answer["running"]
+        assert other.order(do="log", kernel_id=kernel.id) == {"log": ""}
+        assert is_alive(pid)
+        assert kernel.order("poll")["running"]
+    finally:
+        kernel.end()
+        other.close()
+
+
+@pytest.mark.skipif(not ROOTS, reason="only root can become other users")
+def test_nobody_gets_a_kernel_of_root(cluster):
+    root = User(cluster, 0)
+    answer = RemoteKernel(root).answer
+    root.close()
+    assert answer["code"] == "not-allowed"
+    assert "starts no kernel for user id 0" in answer["message"]
+
+
+def test_a_credential_counts_once_and_on_its_machine(user):
+    sealed = user.seal("m1", do="poll", kernel_id="k")
+    assert user.call("order", node="m1", credential=sealed)["result"]["running"] is False
+    again = user.call("order", node="m1", credential=sealed)
+    assert again["code"] == "bad-credential"
+    elsewhere = user.seal("m0", do="poll", kernel_id="k")
+    found = user.call("order", node="m1", credential=elsewhere)
+    assert "it is for the machine m0, and this is m1" in found["message"]
+    here = user.seal("m0", do="poll", kernel_id="k")
+    assert user.call("order", node="m0", credential=here)["result"]["running"] is False
+
+
+def test_a_user_cannot_act_for_the_agent(user):
+    if not ROOTS:
+        pytest.skip("the broker's own user may")
+    sealed = user.seal("m0", do="poll", kernel_id="k")
+    calls = (
+        ("orders", {}), ("perform", {"credential": sealed}),
+        ("performed", {"name": "x", "result": "{}"}),
+    )  # fmt: skip
+    for kind, fields in calls:
+        assert user.call(kind, **fields)["code"] == "not-allowed", kind
+
+
+def test_a_machine_without_its_agent_is_unreachable(cluster, user):
+    cluster.agents["m0"].kill()
+    try:
+        found = {}
+
+        def refused():
+            found.update(user.order(do="poll", kernel_id="k"))
+            return found.get("code") == "unreachable"
+
+        wait_until(refused, "the broker to notice")
+        assert "m1 does not answer" in found["message"]
+    finally:
+        cluster.agents["m0"].start()
+        wait_until(lambda: "running" in user.order(do="poll", kernel_id="k"), "the agent")
+
+
+def test_a_full_or_absent_machine_is_not_chosen(user):
+    found = user.call("place", memory=1 << 40)
+    assert found["code"] == "no-machine"
+    assert "m0: its GPUs have" in found["message"]
+    assert user.call("place", memory=1 << 20, before="m1")["node"] == "m1"
+
+
+# ---------------------------------------------------------------------- as a Jupyter server
+
+
+class Server:
+    """A kernel manager of a user on m0, with the provisioner."""
+
+    def __init__(self, cluster, folder):
+        self.log = cluster.folder / "manager.log"
+        os.chown(folder, USER, -1)
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*running_as(USER), sys.executable, "-m", "tests.cluster.remote_manager",
+                 str(cluster.brokers["m0"].socket), str(folder)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": PYTHONPATH},
+            )  # fmt: skip
+
+    def do(self, step, *arguments):
+        self.process.stdin.write(json.dumps([step, *arguments]) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, self.log.read_text()[-4000:]
+        return json.loads(line)
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait(60)
+
+
+@pytest.fixture
+def server(cluster):
+    # The GPU of m0 has less room than that of m1.
+    kept = cluster.kernel("m0")
+    kept.attach()
+    home = short_folder()
+    found = Server(cluster, home)
+    yield found
+    found.close()
+    remove(home)
+    print(found.log.read_text())
+    kept.close()
+
+
+def test_a_server_uses_a_kernel_on_another_machine(cluster, server):
+    name, words = server.do("refused", 900 << 30)
+    assert name == "KernelNotStarted"
+    assert "No machine of the cluster can take this kernel" in words
+    assert server.do("start") == "m1"
+    asked = "import os; x = 1; print(os.getuid(), os.getpid())"
+    uid, pid = server.do("run", asked).split()
+    assert uid == str(USER)
+    assert server.do("interrupt") == "KeyboardInterrupt"
+    assert server.do("run", "print(x)") == "1"
+    assert server.do("takes_over") is True
+    # A restart keeps machine and connection, and is another process.
+    assert server.do("restart") == "m1"
+    assert server.do("run", "print(x)") == "NameError"
+    again = server.do("run", asked).split()[1]
+    assert again != pid
+    assert not is_alive(int(pid))
+    # A silent machine is not a dead kernel.
+    cluster.agents["m0"].kill()
+    assert server.do("alive") is True
+    cluster.agents["m0"].start()
+    # A dead kernel is.
+    os.kill(int(again), 9)
+    assert server.do("died") == -9
+    assert server.do("alive") is False
+    assert server.do("restart") == "m1"
+    assert server.do("shutdown") is False
+    wait_until(lambda: not cluster.brokers["m1"].status()["sessions"], "the end of its session")
