@@ -57,6 +57,8 @@ COSTS = {
     "server/test_access": 30,
     "e2e/test_preempted_cells": 29,
     "guard/test_wait": 29,
+    "cluster/test_brokers": 28,
+    "cluster/test_remote": 27,
     "emulator/test_records": 27,
     "kernel/test_agent_lazy": 27,
     "broker/test_faults": 26,

@@ -46,9 +46,12 @@ class Manager:
 
     async def run(self, code):
         said = []
-        found = await self.client.execute_interactive(
-            code, timeout=90, output_hook=lambda m: said.append(printed(m["content"]))
-        )
+        found = {"content": {"status": "aborted"}}
+        # ipykernel aborts what comes right after an error, until its queue was empty once.
+        while found["content"]["status"] == "aborted":
+            found = await self.client.execute_interactive(
+                code, timeout=90, output_hook=lambda m: said.append(printed(m["content"]))
+            )
         return found["content"].get("ename") or "".join(said).strip()
 
     async def interrupt(self):

@@ -324,9 +324,9 @@ def test_only_the_agent_may_lend():
     settings = SimpleNamespace(cluster_agent="gpupool")
     limits = object.__new__(shared.SharedLimits)
     limits._configuration = SimpleNamespace(settings=settings, access=Access(True, 0))
-    limits._check(SimpleNamespace(peer=Peer(1, 0, 0)))
+    limits.check_agent(SimpleNamespace(peer=Peer(1, 0, 0)))
     with pytest.raises(RefusedError, match="Only the user gpupool may lend limits"):
-        limits._check(SimpleNamespace(peer=Peer(1, 65534, 65534)))
+        limits.check_agent(SimpleNamespace(peer=Peer(1, 65534, 65534)))
 
 
 def test_a_broker_of_one_machine_loads_nothing_of_clusters():

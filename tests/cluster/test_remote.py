@@ -140,9 +140,12 @@ class RemoteKernel:
     def run(self, code):
         """Run a cell; return what it prints, or the name of its error."""
         said = []
-        found = self.client.execute_interactive(
-            code, timeout=60, output_hook=lambda m: said.append(shown(m["content"]))
-        )
+        found = {"content": {"status": "aborted"}}
+        # ipykernel aborts what comes right after an error, until its queue was empty once.
+        while found["content"]["status"] == "aborted":
+            found = self.client.execute_interactive(
+                code, timeout=60, output_hook=lambda m: said.append(shown(m["content"]))
+            )
         return found["content"].get("ename") or "".join(said).strip()
 
     def order(self, do, **fields):

@@ -166,6 +166,10 @@ class Kernel:
         self.manager.cleanup_resources()
 
 
+#: What a kernelspec has behind its Python.
+IPYKERNEL = ["-m", "ipykernel_launcher", "-f", "{connection_file}"]
+
+
 def private_connection_file() -> str:
     """Return a path whose folder no other kernel uses: its sockets are in that folder."""
     folder = tempfile.mkdtemp(prefix="gpk")

@@ -17,8 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernel"))
 from agent_fixtures import old_python  # noqa: F401
 from scripted_broker import ScriptedBroker
 
-IPYKERNEL = ["-m", "ipykernel_launcher", "-f", "{connection_file}"]
-
 
 @pytest.fixture
 def broker(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedBroker]:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 import pytest
-from conftest import IPYKERNEL
-from harness import private_manager
+from harness import IPYKERNEL, private_manager
 from scripted_broker import DEVICE, GiB, ScriptedBroker
 from test_provisioner import SESSION_GUARD, environ
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import IPYKERNEL
+from harness import IPYKERNEL
 from jupyter_client import KernelManager
 
 from jupyter_gpupool.client import Client

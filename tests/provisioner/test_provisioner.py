@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 import pytest
-from conftest import IPYKERNEL
+from harness import IPYKERNEL
 from jupyter_client import AsyncKernelManager, KernelManager
 from scripted_broker import DEVICE, GiB, ScriptedBroker
 from traitlets.config import Config
