@@ -16,7 +16,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 8
+WORKERS ?= 6
 GPU_VENV ?= .venv-gpu
 TORCH_VENV ?= .venv-torch
 CLUSTER_VENV ?= .venv-cluster

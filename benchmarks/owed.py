@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What waits on one device owe to time slices, from the journal. Not a benchmark itself."""
+"""How much of each wait on one device a time slice explains, from the journal. No benchmark."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Code(str, Enum):
     JOURNAL_ELSEWHERE = "journal-elsewhere", 503, "The kernels' sessions are in another journal."
     OUT_OF_REACH = "out-of-reach", 503, "Kernels have state on GPUs that this broker cannot see."
     NO_HEAD = "no-head", 503, "The head of the cluster, or its ledger, does not answer."
-    NO_AUTHENTICATOR = "no-authenticator", 503, "Nobody can make or check a credential now."
+    NO_AUTHENTICATOR = "no-authenticator", 503, "MUNGE or the Hub cannot handle credentials now."
     UNREACHABLE = "unreachable", 503, "Another machine of the cluster does not answer."
     NO_MACHINE = "no-machine", 409, "No machine of the cluster can take the kernel."
     NOT_THERE = "not-there", 409, "The machine lacks what the kernel needs; the message names it."

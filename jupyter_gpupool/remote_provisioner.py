@@ -27,7 +27,7 @@ from .provisioner import GPUPoolProvisioner, KernelNotStarted
 
 #: Seconds for an order, and between two questions whether the kernel runs.
 PATIENCE, BETWEEN = 70.0, 0.3
-#: The exit code where nobody knows it: another broker than the present one started the kernel.
+#: Stands for an unknown exit code: the broker that started the kernel has been replaced.
 UNKNOWN = 1
 
 _PORTS = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")

@@ -57,7 +57,7 @@ CLOSE = 0.5
 #: A broker that does not linger still waits this many seconds for the client that started it.
 LEAST_LINGER = 2.0
 
-#: Most seconds between two looks whether the machine's service has taken this broker's place.
+#: Most seconds between two checks for a service of the machine that replaces this broker.
 LOOK_ASIDE = 5.0
 
 #: Seconds for which a thread may compute while the event loop wants to run.
@@ -309,7 +309,7 @@ class BrokerApp:
         while True:
             since = max(sessions.changed_at, broker.router.last_connection)
             # A broker without a GPU need not wait: the next one may have a better configuration.
-            # Nor need one whose next kernel will be of the machine's service.
+            # Nor need a broker that stands aside: new kernels go to the machine's service.
             needed = broker.health.devices and not self.configuration.stands_aside()
             usual = self.configuration.settings.linger if needed else 0.0
             linger = max(LEAST_LINGER, usual)

@@ -161,9 +161,9 @@ class Hosting:
         return None
 
     async def _signal(self, key: tuple[int, str], number: Any) -> dict[str, Any]:
-        """Have a kernel and its children get a signal, as if its user had sent it."""
+        """Send a kernel and its children a signal, with the rights of its user."""
         if number not in _SIGNALS:
-            raise RefusedError("This signal is not sent for others.", code=Code.BAD_REQUEST)
+            raise RefusedError("An order cannot ask for this signal.", code=Code.BAD_REQUEST)
         process = self._started.get(key)
         pid = None
         if process is not None:
@@ -209,7 +209,8 @@ class Hosting:
             raise RefusedError(
                 f"On {self._node}, user id {uid} cannot run {sys.executable} ({error.strerror}).",
                 code=Code.NOT_THERE,
-                next_step="Install the broker where all users may read it, such as /opt/gpupool.",
+                next_step="Install the broker where all users may read it, such as /opt/gpupool. "
+                "Its service must leave it CAP_SETUID and CAP_SETGID.",
             ) from None
         # It may wait for a file system that hangs.
         timer = threading.Timer(PATIENCE, process.kill)

@@ -300,8 +300,8 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # end the session and its processes. ok: note
     "end": ({"session": Text()}, {"reason": _WORDS}),
     # ---- the agent of a cluster (c.GPUPool.cluster_agent)
-    # what this machine's sessions have of the limits that machines share, as text for the ledger:
-    # as soon as they need more or give some back, after ``wait`` seconds in any case. ok: report
+    # how much of the shared limits this machine's sessions use, as text for the ledger. Answered
+    # when they need more or give some back, at the latest after ``wait`` seconds. ok: report
     "account": ({}, {"wait": Number()}),
     # the ledger's answer to a report, as text. ok: -
     "lend": ({"answer": Text(1 << 17)}, {}),
@@ -317,9 +317,9 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     "leave": ({}, {}),
     # ---- any client
     # on a machine of a cluster: where a kernel with ``memory`` bytes on each of ``devices`` GPUs
-    # would start; before: the machine that it had. ok: node, considered (name, and what it lacks),
-    # identity (c.GPUPool.cluster_identity)
-    "place": ({}, {"memory": _COUNT, "devices": _COUNT, "before": Text()}),
+    # would start. ok: node, considered (name, and what it lacks), identity
+    # (c.GPUPool.cluster_identity)
+    "place": ({}, {"memory": _COUNT, "devices": _COUNT}),
     # an order in a credential, for the broker of the machine ``node``. ok: result
     "order": ({"node": Text(), "credential": Text(1 << 17)}, {}),
     # on a machine of a cluster. ok: name (of this machine), own (what it has), connected (the

@@ -93,7 +93,7 @@ def considered(found: Mapping[str, Any], memory: int, devices: int) -> list[str]
         if node["name"] != found["name"]
     ]
     asked = format_bytes(memory) + (f" on each of {devices} GPUs" if devices > 1 else "")
-    head = f"It stays on {found['name']}; a new kernel of {asked} could start on another machine:"
+    head = f"It stays on {found['name']}. Could a new kernel of {asked} start on another machine?"
     return [head, *told] if told else []
 
 

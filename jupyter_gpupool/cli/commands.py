@@ -290,7 +290,7 @@ def _install_devices(options: Options) -> int:
 
 
 @command(
-    "Set it up and check it", "make one broker for the machine, as a service; root only",
+    "Set it up and check it", "install or upgrade the machine's broker as a service; root only",
     argument(
         "--manager", choices=("systemd", "openrc", "runit"), default="",
         help="the service manager (default: the one that runs here)",
@@ -305,7 +305,7 @@ def _install_devices(options: Options) -> int:
     ),
     argument(
         "--foreground", action="store_true",
-        help="install nothing: be that broker, until a signal ends it",
+        help="install nothing; run that broker here until a signal ends it",
     ),
     argument("--undo", action="store_true", help="stop the service and remove its files"),
     argument("--dry-run", action="store_true", help="show files and commands, change nothing"),

@@ -71,8 +71,8 @@ def users(table: Path) -> Finding:
     shown = "none" if outside is None else str(outside)
     return Finding(
         "warn", "user ids", f"user id {here} of this container is {shown} on the machine",
-        "The broker knows you as that one: give each user of the containers a range of its own, or "
-        "they share quota and sessions.",
+        "The broker counts by the machine's user ids: map each container user to an id of its own "
+        "there, or such users share quota and sessions.",
     )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def devices(status: Mapping[str, Any], environment: Mapping[str, str], file: Pat
     count = len(status["devices"])
     if status["emulated"]:
         return Finding("ok", "GPUs", f"the pool's {count} are emulated")
-    todo = "Show it all: NVIDIA_VISIBLE_DEVICES=all, and no request for GPUs of its own."
+    todo = "Give the container all GPUs: NVIDIA_VISIBLE_DEVICES=all, and no GPU request of its own."
     if not file.exists():
         return Finding("fail", "GPUs", f"{file} is not here", todo)
     if shown not in ("", "all"):

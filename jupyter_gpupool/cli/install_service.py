@@ -85,7 +85,7 @@ def install_service(
         print("Nothing was changed.")
     elif root is None:
         print(
-            f"The service {'goes on with this version' if present else 'runs'}: new kernels of "
+            f"The service {'now runs this version' if present else 'runs'}: new kernels of "
             "every user are in its pool.\nCheck it: jupyter gpupool doctor"
         )
     return 0
@@ -100,7 +100,7 @@ def _running_manager(root: Path | None) -> str:
     if shutil.which("sv"):
         return "runit"
     raise ServiceError(
-        "No service manager that this command knows runs here (systemd, OpenRC, runit).",
+        "This machine runs neither systemd nor OpenRC nor runit.",
         next_step="Run the broker yourself: jupyter gpupool broker --socket "
         f"{MACHINE_SOCKET}. Or name one with --manager.",
     )
@@ -131,7 +131,7 @@ def _check_ours(path: Path) -> None:
     """Refuse to replace or remove a file that somebody else wrote or has changed."""
     if not is_unchanged(path.read_text(encoding="utf-8", errors="replace")):
         raise ServiceError(
-            f"{path} is not as this command wrote it.",
+            f"Somebody has changed {path}, or this command did not write it.",
             next_step="Move it away and run this again; with systemd your own settings belong in "
             "a drop-in (systemctl edit gpupool).",
         )
@@ -163,7 +163,7 @@ def _check_free(layout: Layout) -> None:
     lock = layout.state / f"{journal_name(layout.socket)}.lock"
     if listening_at(lock) == layout.socket:
         raise ServiceError(
-            f"A broker that is no service listens at {layout.socket}.",
+            f"A broker that no service manager started listens at {layout.socket}.",
             next_step="End it first: its kernels keep what they have on the GPU, and the service "
             "takes over their sessions.",
         )
@@ -236,5 +236,5 @@ def _run_all(commands: Sequence[Sequence[str]], *, run: bool, dry_run: bool) -> 
             said = "\n".join(done.stdout.strip().splitlines()[-8:])
             raise ServiceError(
                 f"This failed with exit code {done.returncode}: {' '.join(command)}\n{said}\n",
-                next_step="What was written before stays; --undo removes it.",
+                next_step="The files written before this step stay; --undo removes them.",
             )

@@ -97,7 +97,7 @@ def _sum(text: str) -> str:
 # ---------------------------------------------------------------------- systemd
 
 _SOCKET_UNIT = """\
-# systemd has the socket: who connects while the broker restarts waits for the next one.
+# systemd keeps the socket: a client that connects during a restart waits for the next broker.
 [Unit]
 Description=Socket of the GPU pool for Jupyter kernels
 
@@ -132,7 +132,7 @@ TimeoutStartSec=180
 TimeoutStopSec=30
 # A broker whose event loop hangs is ended and started again; kernels keep their state.
 WatchdogSec=60
-# Kernels are no children of the broker: only its own device processes end with it.
+# Kernels of this machine's servers are no children of the broker: they go on without it.
 KillMode=mixed
 OOMScoreAdjust=-500
 LimitNOFILE=65536
@@ -168,8 +168,8 @@ WantedBy=multi-user.target
 """
 
 _TMPFILES = """\
-# The folder of the socket is there before the service is; the files of users' own brokers are not
-# old when their times are.
+# Make the folder of the socket before the service starts. Never remove the files of users' own
+# brokers by their age: running kernels use them.
 d {runtime} 0755 root root -
 d {state} 0700 root root -
 x /dev/shm/gpupool-*

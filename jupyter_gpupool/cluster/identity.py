@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Who asks for something on another machine: credentials that carry an order to its broker.
 
-The agents of the cluster carry a credential, and are not trusted with it: they must not be able to
-change it, or to use it on another machine. ``munge`` keeps them from reading it, too.
+The agents of the cluster carry credentials. With ``munge`` they can neither read nor change one,
+nor use it on another machine. ``hub_tokens`` does not protect from them: the token is readable.
 """
 
 from __future__ import annotations

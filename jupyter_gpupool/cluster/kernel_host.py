@@ -210,8 +210,8 @@ def perform(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _become(command: list[str], env: dict[str, str], log: int) -> NoReturn:
-    # The broker's threads block no signal, and it may have been started with some ignored: a
-    # kernel that ignores SIGINT cannot be interrupted.
+    # A child inherits the signals that the broker ignores or blocks, and nobody could interrupt a
+    # kernel that ignores SIGINT.
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -3,8 +3,8 @@
 """Orders of one broker to another, and their results, carried by the agents of both.
 
 A letter goes to the ledger, which passes it on to the agent of the machine that it names. It may be
-lost: the broker that waits for its result gives up. An agent can read no credential, and can make
-none; it can only lose letters, or give a wrong result.
+lost: the broker that waits for its result gives up. With MUNGE an agent can neither read nor make a
+credential: it can only lose letters, or give a wrong result. With a Hub's token it can do both.
 """
 
 from __future__ import annotations

@@ -19,8 +19,6 @@ class PlacementRequest:
     #: Bytes on each of so many GPUs.
     memory: int
     devices: int = 1
-    #: The machine that it had before, or ''.
-    before: str = ""
 
 
 class Considered(NamedTuple):
@@ -46,8 +44,8 @@ class Placement:
 def place(nodes: Iterable[Mapping[str, Any]], wanted: PlacementRequest) -> Placement:
     """Choose a machine among those that the ledger has shown.
 
-    What counts, in this order: room now, the machine before, no queue, other kernels of the user
-    (its quota is lent there already), the most free memory, the name.
+    What counts, in this order: room now on each GPU that is needed, the shortest queue, other
+    kernels of the user (its quota is lent there already), the most free memory, the name.
     """
     found: list[tuple[tuple[Any, ...], str]] = []
     considered = []
@@ -57,10 +55,8 @@ def place(nodes: Iterable[Mapping[str, Any]], wanted: PlacementRequest) -> Place
         if lacks:
             continue
         summary = node["summary"]
-        needed = wanted.memory * wanted.devices
         rank = (
-            summary["free"] < needed,
-            node["name"] != wanted.before,
+            not has_room(summary, wanted.memory, wanted.devices),
             summary["waiting"],
             -_leases(node, wanted.user),
             -summary["free"],
@@ -70,20 +66,34 @@ def place(nodes: Iterable[Mapping[str, Any]], wanted: PlacementRequest) -> Place
     return Placement(min(found)[1] if found else "", tuple(considered))
 
 
+def has_room(summary: Mapping[str, Any], memory: int, devices: int) -> bool:
+    """Return whether so many GPUs of a machine each have so many bytes free.
+
+    In a view that was too long to name the GPUs, the sum of what is free decides.
+    """
+    if summary["gpus"] is None:
+        return bool(summary["free"] >= memory * devices)
+    return sum(free >= memory for _, free in summary["gpus"]) >= devices
+
+
 def _lacks(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
     """Return why a machine cannot take the kernel, however long it waits."""
     summary = node["summary"]
     if node["state"] != "present":
         return f"it is {node['state']}"
     if summary is None:
-        return "it has not told what it has"
+        return "its GPUs are not known yet"
     works = summary["devices"] - summary["out"]
     if works < wanted.devices:
-        return f"it has {works} GPUs in service and {wanted.devices} are needed"
+        return f"it has {_count(works)} in service, and {_count(wanted.devices)} must be"
     most = summary["capacity"] // summary["devices"]
     if most < wanted.memory:
         return f"its GPUs have {format_bytes(most)} and {format_bytes(wanted.memory)} is needed"
     return ""
+
+
+def _count(gpus: int) -> str:
+    return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
 def _leases(node: Mapping[str, Any], user: str) -> int:

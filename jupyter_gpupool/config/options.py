@@ -261,7 +261,7 @@ class GPUPool(Configurable):
         Unicode(""),
         "The address at which kernels on this machine listen for servers on other machines.",
         unit="IPv4 address",
-        default="'' (that of the network that leads to other hosts)",
+        default="'' (the one from which this machine reaches other hosts)",
         example='cluster_address = "10.0.0.2"',
     )
     on_ledger_loss = _choice(

@@ -229,7 +229,7 @@ class WaitDisplay:
         # JupyterLab tells this part anew each second, as its chip and its panel do.
         time_told = time_left if time_left in text else ""
         data = {"session": self._link.session, "text": text, "time": time_told, "hint": hint}
-        # By this mark, a front end removes the line after a restart of the kernel.
+        # A front end removes a line with this mark after a restart of the kernel.
         self._data(" ".join(lines), markup, {"wait": True}, {WAIT_TYPE: data})
 
     def leave(self, text: str) -> None:

@@ -149,8 +149,9 @@ class Reach:
         return found
 
     def _out_of_reach(self, s: Session, kind: Kind, found: Asking) -> tuple[float, float] | None:
-        """Return None if ``s`` may be within reach. Else for which owners the same holds at any
-        time: those that have used at least so much, and can add less than so many bytes.
+        """Return None if ``s`` may be within reach, else which other owners are out of reach, too.
+
+        (usage, bytes): owners with at least this usage, who can add less than these bytes.
         """
         draft, owner = self._draft, self._owners[s.owner]
         if out_of_reach(draft, s, found):

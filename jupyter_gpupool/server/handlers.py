@@ -140,7 +140,7 @@ class HourRoute(Route):
 
 
 class MachinesRoute(Route):
-    """The machines of the cluster; none on a machine of its own."""
+    """The machines of the cluster; none if this machine is in no cluster."""
 
     @web.authenticated
     @authorized

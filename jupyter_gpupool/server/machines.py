@@ -28,7 +28,7 @@ _FIGURES = ("devices", "out", "capacity", "granted", "free", "waiting")
 
 
 def alone() -> View:
-    """Return what a server shows whose broker is in no cluster."""
+    """Return the answer of a server whose broker is in no cluster."""
     return {"name": None, "connected": None, "age": None, "left_out": 0, "machines": []}
 
 

@@ -41,7 +41,7 @@ export class Machines implements IDisposable {
     });
   }
 
-  /** Null on a machine of its own, before the first answer, and while there is none. */
+  /** Null in no cluster, before the first answer, and after a request that failed. */
   get latest(): IMachines | null {
     return this._latest;
   }

@@ -14,7 +14,7 @@ export interface IStage {
   readonly folder: string;
 }
 
-/** Set before the tests start, it names a server that somebody keeps who works on the tests. */
+/** A developer may set it before the tests start: a server that keeps running. */
 export const VARIABLE = 'GPUPOOL_UI_TESTS';
 
 function python(): string {

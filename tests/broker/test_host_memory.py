@@ -224,7 +224,7 @@ def test_suspends_under_way_count_in_their_shared_levels(tree):
         room.give("b")
         assert await room.take("b", 8, 8 * GiB) == ("", False)
         assert (await room.take("d", 9, 20 * GiB))[0]
-        assert await room.take("e", 9, 0) == ("", False)  # nothing to move needs no room
+        assert await room.take("e", 9, 0) == ("", False)  # no state, no host memory
         room.close()
 
     asyncio.run(scenario())

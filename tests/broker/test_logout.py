@@ -266,7 +266,7 @@ def test_lost_journal_is_written_again_with_every_session(make_broker):
     kit.remove(broker.folder / "state")
     path = Path(broker.status()["broker"]["journal"])
     wait_until(path.exists, "the journal")
-    wait_until(lambda: "its sessions are in it again" in broker.tail(), "the commit")
+    wait_until(lambda: "is back, with all sessions" in broker.tail(), "the commit")
     broker.kill()
     assert broker.started
     assert one.state() in ("active", "idle")
@@ -322,7 +322,7 @@ def test_pages_of_the_machines_broker_avoid_shared_memory(make_broker):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 @pytest.mark.parametrize("allowed", [False, True])
-def test_without_room_for_a_page_no_kernel_starts_unguarded(make_broker, allowed):
+def test_kernel_without_a_page_needs_allow_unguarded(make_broker, allowed):
     broker = make_broker(attach="lazy", allow_unguarded=allowed)
     broker.module = "tests.broker.crowded_broker"
     assert broker.start()["ok"]

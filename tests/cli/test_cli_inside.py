@@ -115,7 +115,7 @@ def test_image_without_glibc_is_refused_in_one_line(monkeypatch):
     ("shown", "there", "verdict"),
     [("all", True, "ok"), ("", True, "ok"), ("all", False, "fail"), ("0", True, "warn")],
 )
-def test_container_that_does_not_see_every_gpu_is_told(tmp_path, shown, there, verdict):
+def test_container_that_hides_a_gpu_is_reported(tmp_path, shown, there, verdict):
     file = tmp_path / "nvidiactl"
     if there:
         file.touch()

@@ -127,7 +127,7 @@ def test_a_wait_without_an_estimate_shows_how_long_it_has_lasted():
     assert first in draw(pool(sessions=[waiting], now=105.0), Style(width=100))
 
 
-def test_a_wait_of_another_user_is_told_with_its_time_so_far():
+def test_another_users_kernel_shows_how_long_it_has_waited():
     waiting = {
         "id": "77aa33", "owner": "other", "state": "queued", "granted_bytes": 0, "device": None,
         "devices": [], "slices": [], "priority": "batch", "queue_position": 1,

@@ -151,7 +151,7 @@ def test_socket_of_a_broker_that_is_no_service_is_refused(call, monkeypatch):
     monkeypatch.setattr(module, "listening_at", lambda _lock: module.MACHINE_SOCKET)
     with pytest.raises(ServiceError) as refused:
         call()
-    assert "no service listens" in refused.value.message
+    assert "no service manager started" in refused.value.message
     assert files_in(call.machine) == set()
 
 

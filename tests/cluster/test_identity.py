@@ -90,7 +90,7 @@ def test_a_credential_of_another_key_is_refused(daemons):
     assert refusal(here(daemons["m1"]).check, sealed).code == Code.BAD_CREDENTIAL
 
 
-def test_a_machine_without_a_daemon_can_tell_nobody(tmp_path):
+def test_a_machine_without_munged_reports_no_authenticator(tmp_path):
     munge = here(str(tmp_path / "none.socket"))
     for found in (refusal(munge.seal, "{}"), refusal(munge.check, "MUNGE:AAAA:")):
         assert found.code == Code.NO_AUTHENTICATOR
@@ -183,7 +183,7 @@ def test_a_revoked_token_is_refused_once_the_answer_is_old(tokens, hub, clock):
     assert "revoked" in str(found)
 
 
-def test_a_token_can_be_asked_for_again_at_once(tokens, hub):
+def test_forget_asks_the_hub_again_at_once(tokens, hub):
     tokens.check(tokens.seal("{}"))
     hub.owners.clear()
     tokens.forget()
@@ -212,7 +212,7 @@ def test_a_token_of_nobody_here_is_refused(tokens, hub, owner):
 
 
 @pytest.mark.parametrize("status", [302, 500])
-def test_a_hub_that_does_not_answer_is_no_refusal_of_the_token(tokens, hub, status):
+def test_a_failing_hub_does_not_make_a_token_invalid(tokens, hub, status):
     hub.status = status
     assert refusal(tokens.check, tokens.seal("{}")).code == Code.NO_AUTHENTICATOR
     assert hub.asked == ["/hub/api/user"]

@@ -20,6 +20,8 @@ GiB = 1 << 30
 def node(name, *, state="present", counted=(), **summary):
     found = {"devices": 2, "out": 0, "capacity": 20 * GiB, "granted": 0, "free": 20 * GiB,
              "waiting": 0, **summary}  # fmt: skip
+    works = found["devices"] - found["out"]
+    found.setdefault("gpus", [["A", found["free"] // works] for _ in range(works)])
     return {"name": name, "state": state, "counted": list(counted), "summary": found}
 
 
@@ -31,6 +33,12 @@ def chosen(*nodes, memory=4 * GiB, **wanted):
     ("one", "other", "why"),
     [
         (node("b"), node("a", free=GiB), "it has room now"),
+        (
+            node("b", free=5 * GiB, gpus=[["A", 4 * GiB], ["A", GiB]]),
+            node("a", free=6 * GiB, gpus=[["A", 3 * GiB]] * 2),
+            "it has room on one GPU",
+        ),
+        (node("b", gpus=None), node("a", gpus=None, free=GiB), "its GPUs have room together"),
         (node("b", free=GiB), node("a", free=GiB, waiting=1), "nobody waits there"),
         (
             node("b", free=8 * GiB, counted=[["user", "ada", "leases", "", 1]]), node("a"),
@@ -50,11 +58,6 @@ def test_other_users_kernels_are_no_reason():
     assert chosen(theirs, node("a")).node == "a"
 
 
-def test_a_kernel_goes_back_to_its_machine_while_that_has_room():
-    assert chosen(node("a"), node("b", free=4 * GiB), before="b").node == "b"
-    assert chosen(node("a"), node("b", free=GiB), before="b").node == "a"
-
-
 def test_each_machine_that_will_not_do_is_named_with_its_reason():
     found = chosen(
         node("a", state="silent"), node("b", out=1), {**node("c"), "summary": None},
@@ -63,8 +66,8 @@ def test_each_machine_that_will_not_do_is_named_with_its_reason():
     )  # fmt: skip
     assert found.node == "f"
     assert found.reasons == (
-        "a: it is silent; b: it has 1 GPUs in service and 2 are needed; "
-        "c: it has not told what it has; d: it has 0 GPUs in service and 2 are needed; "
+        "a: it is silent; b: it has 1 GPU in service, and 2 GPUs must be; "
+        "c: its GPUs are not known yet; d: it has 0 GPUs in service, and 2 GPUs must be; "
         "e: its GPUs have 3 GiB and 4 GiB is needed"
     )
 

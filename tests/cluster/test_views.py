@@ -155,7 +155,7 @@ def test_why_says_of_each_other_machine_whether_it_has_room():
 
     head, *_ = considered(found(), 4 * GIB, 2)
     assert head == (
-        "It stays on gpu1; a new kernel of 4 GiB on each of 2 GPUs could start on another machine:"
+        "It stays on gpu1. Could a new kernel of 4 GiB on each of 2 GPUs start on another machine?"
     )
     assert told(8) == "gpu2: yes, it has room and nobody waits."
     assert told(8, summary={"waiting": 1}) == "gpu2: it has room, but 1 kernel waits there."

@@ -160,7 +160,7 @@ async def test_worker_that_hangs_ends_the_test_in_time(emulated):
         assert "on GPU 0: suspending a test process failed" in device.tier_reason
 
 
-async def test_failed_restore_under_the_guard_leaves_it_unguarded(emulated):
+async def test_failed_restore_leaves_the_device_unguarded(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     machine.faults.set("restore-failed", count=1)
     async with machine.started(guard=True) as (_, (device,)):

@@ -589,7 +589,7 @@ def test_interrupted_wait_for_a_lost_page_is_repeated(session, until):
     assert child.do("_ = context()") == 0
 
 
-def test_guard_asks_again_after_a_refusal_of_a_lost_page(session, until):
+def test_guard_requests_a_lost_page_again_after_a_refusal(session, until):
     """The broker may have had no room for the link; that is no reason to restart the kernel."""
     session.page_path.unlink()
     child = session.child()

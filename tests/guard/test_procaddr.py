@@ -218,7 +218,7 @@ def test_calls_of_later_drivers_are_gated(session, odd):
     assert odd.reply() == 1007
 
 
-def test_no_pointer_escapes_once_the_spares_are_used(odd):
+def test_guard_returns_no_driver_pointer_without_a_spare(odd):
     found = odd.do("_ = [get('cuFuture%d' % i) for i in range(300)]")
     assert all(item[::2] == (0, 0) for item in found[:256])
     assert all(item == (0, None, 1) for item in found[256:])  # the answer for an unknown name

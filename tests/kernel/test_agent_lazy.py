@@ -491,7 +491,7 @@ raise KeyboardInterrupt
 """
 
 
-def test_a_wait_that_was_too_short_to_be_shown_is_told(
+def test_interrupt_of_a_short_wait_says_that_it_was_stopped(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()

@@ -280,7 +280,7 @@ def test_unmeasured_moves_cost_nothing(make):
     assert suspends(lab.hold("w")) == ["a"]
 
 
-def test_slice_without_moved_state_yields_at_once(make):
+def test_slice_without_moved_state_is_preempted_at_once(make):
     lab = make(device(0))
     moved(lab)
     lab.release("a")

@@ -52,7 +52,7 @@ def test_each_machine_has_its_gpus_its_queue_and_my_sessions():
 
 
 @pytest.mark.parametrize("state", get_args(NodeState))
-def test_every_state_of_the_ledger_has_one_for_people(state):
+def test_every_ledger_state_has_a_state_in_rest(state):
     here, other = shown(answer(node("gpu1", state), node("gpu2", state)))["machines"]
     assert other["state"] == machines.STATES[state]
     assert here["state"] != "unreachable", "this server talks to its broker"
@@ -91,7 +91,7 @@ class Link:
 
 
 @pytest.mark.parametrize("clustered", [False, True])
-def test_a_machine_of_its_own_asks_for_no_others(clustered):
+def test_only_a_machine_of_a_cluster_asks_for_others(clustered):
     link = Link(clustered=clustered)
 
     async def ask():

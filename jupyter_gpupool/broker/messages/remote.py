@@ -82,7 +82,6 @@ class RemoteMessages:
             owner_of(connection.peer.uid).name,
             int(message.get("memory") or settings.pool.default_memory),
             int(message.get("devices") or 1),
-            str(message.get("before") or ""),
         )
         self._look(
             connection, message.get("id"),
@@ -127,7 +126,10 @@ class RemoteMessages:
         of_user = sum(o.connection.peer.uid == uid for o in self._orders.values())
         if of_user >= MOST_OF_USER or len(self._orders) >= MOST:
             raise RefusedError(
-                f"{of_user} orders of yours wait for other machines.", code=Code.TOO_MANY
+                f"{of_user} of your orders, and {len(self._orders)} of all users, wait for other "
+                f"machines; at most {MOST_OF_USER} and {MOST} may wait.",
+                code=Code.TOO_MANY,
+                next_step="Try again later.",
             )
         if self._link is None:
             raise self._unreachable(node, "no agent of the cluster runs on this machine")

@@ -251,7 +251,7 @@ class FileKeeper:
         for session in self._core.sessions:
             self._core.dirty(session.id)
         self._core.commit()
-        self._log.warning("The journal %s was deleted; its sessions are in it again", journal.path)
+        self._log.warning("The journal %s was deleted and is back, with all sessions", journal.path)
 
 
 def _write(path: Path, mode: int, content: bytes) -> None:

@@ -132,7 +132,7 @@ class Claim:
 
     def _take_given(self, given: socket.socket) -> socket.socket:
         self._note_bound()
-        # Not the service manager's mode: who may connect is this broker's to decide.
+        # The broker, not the service manager, decides who may connect.
         self.path.chmod(0o666 if self.machine_wide else 0o600)
         listening = given.dup()  # the Door closes it, and the given one stays for the next broker
         listening.setblocking(False)
@@ -227,7 +227,7 @@ class Claim:
             try:
                 probe.connect(str(self.path))
             except OSError as error:
-                if error.errno != errno.EAGAIN:  # that is: so many wait that there is no room
+                if error.errno != errno.EAGAIN:  # EAGAIN: a broker listens, and its queue is full
                     # Nobody listens at this file. A given socket has lost its own: it was deleted.
                     self._drop_given()
                     self.path.unlink()

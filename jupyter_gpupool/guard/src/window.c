@@ -97,7 +97,7 @@ static void drain(CUstream stream, bool per_thread)
                                                                   : CALL(record, cuEventRecord);
     if (!submit(event, stream)) {
         wait_for(event, began);
-        if (gate_lets(false)) /* else it was cut short, and says nothing */
+        if (gate_lets(false)) /* else the wait was cut short: its time says nothing */
             adapt(monotonic() - began);
     }
     if (exchanged)

@@ -87,7 +87,7 @@ export const LastHour = React.memo(function LastHour(props: {
     <>
       <p className="jp-gpupool-plain jp-gpupool-figure">
         {trans.__(
-          'A point is the mean of a minute; of the queue, the most in it. A gap: nothing was read.'
+          'Each point is the mean of a minute; for the queue, its maximum. A gap means no data.'
         )}
       </p>
       {many && (

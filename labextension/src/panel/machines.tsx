@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The machines of the cluster; nothing on a machine of its own. */
+/** The machines of the cluster; nothing if this machine is in none. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 

@@ -17,7 +17,7 @@ export interface IPast {
   readonly latest: IHistory | null;
   /** The last hour of the devices and the queue; null before, and from older servers. */
   readonly hour: IHour | null;
-  /** The machines of the cluster; null on a machine of its own. */
+  /** The machines of the cluster; null if this machine is in none. */
   readonly machines: IMachines | null;
   readonly changed: ISignal<unknown, unknown>;
   hold(): IDisposable;
