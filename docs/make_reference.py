@@ -127,7 +127,7 @@ def protocol_page() -> str:
     return (
         f"{NOTE}{PROTOCOL}```{{eval-rst}}\n{(protocol.__doc__ or '').strip()}\n```\n\n"
         f"## Requests\n\nThis is version {protocol.VERSION}; a request has at most "
-        f"{request_fields.MAX_REQUEST} bytes and an answer {protocol.MAX_LINE}.\n\n"
+        f"{protocol.MAX_REQUEST} bytes and an answer {protocol.MAX_LINE}.\n\n"
         + "\n".join(rows)
         + "\n"
     )

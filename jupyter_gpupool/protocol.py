@@ -62,6 +62,9 @@ from .errors import Code, GPUPoolError, ProtocolError, RefusedError
 
 VERSION = 1
 
+#: Most bytes of a request, with its newline: a ``hello`` with a thousand holds fits.
+MAX_REQUEST = 1 << 18
+
 #: Most bytes of a line from the broker, with its newline. A longer line closes the connection.
 MAX_LINE = 1 << 24
 

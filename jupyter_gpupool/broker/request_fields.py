@@ -15,10 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Mapping, Protocol
 
 from ..errors import Code, ProtocolError
-from ..protocol import Message, checked
-
-#: Most bytes of a request, with its newline: a ``hello`` with a thousand holds fits.
-MAX_REQUEST = 1 << 18
+from ..protocol import MAX_REQUEST, Message, checked
 
 #: Characters of a number in a request.
 MAX_DIGITS = 20
@@ -42,10 +39,14 @@ class Field(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text of at most ``most`` characters; half a surrogate pair becomes a question mark."""
+    """Text of at most ``most`` characters; half a surrogate pair becomes a question mark.
+
+    ``plain``: printable ASCII only, of which no character takes more than two when JSON has it.
+    """
 
     most: int = 200
     null: bool = False
+    plain: bool = False
 
     @property
     def about(self) -> str:
@@ -58,6 +59,8 @@ class Text:
             raise ValueError("has the wrong type")
         if len(value) > self.most:
             raise ValueError(f"has {len(value)} characters; at most {self.most} are allowed")
+        if self.plain and not (value.isascii() and value.isprintable()):
+            raise ValueError("has characters other than those of printable ASCII")
         return value if value.isascii() else value.encode("utf-8", "replace").decode()
 
 
@@ -195,6 +198,9 @@ class HoldName:
 
 #: A client's text for people; the broker shortens it.
 _WORDS = Text(4096)
+
+#: What agents carry between brokers. They encode it again, and must not exceed MAX_REQUEST.
+CREDENTIAL, RESULT = Text(1 << 16, plain=True), Text(1 << 17, plain=True)
 _PROCESS = Whole(-(1 << 32), 1 << 32)
 _COUNT = Whole(0)
 _REQUEST = Object(dict.fromkeys(("memory", "limit", "devices", "compute", "priority"), Scalar()))
@@ -309,9 +315,9 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # seconds in any case. ok: node (this machine), orders (name, node, credential of each)
     "orders": ({}, {"wait": Number()}),
     # an order from another machine, in a credential. ok: result (``ok`` or ``error``, as text)
-    "perform": ({"credential": Text(1 << 17)}, {}),
+    "perform": ({"credential": CREDENTIAL}, {}),
     # the result of the order ``name`` on another machine. ok: -
-    "performed": ({"name": Text(), "result": Text(1 << 17)}, {}),
+    "performed": ({"name": Text(), "result": RESULT}, {}),
     # an admin: this machine drains and leaves its cluster. ok: name (of the machine), left (the
     # ledger counts nothing of it any more), kernels (with a slice), connected (the ledger answers)
     "leave": ({}, {}),
@@ -321,7 +327,7 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # (c.GPUPool.cluster_identity)
     "place": ({}, {"memory": _COUNT, "devices": _COUNT}),
     # an order in a credential, for the broker of the machine ``node``. ok: result
-    "order": ({"node": Text(), "credential": Text(1 << 17)}, {}),
+    "order": ({"node": Text(), "credential": CREDENTIAL}, {}),
     # on a machine of a cluster. ok: name (of this machine), own (what it has), connected (the
     # ledger answers), age (seconds since it did last, or null), view (null without an answer of
     # the ledger): serving, left_out (machines too many for a message), nodes (name, state, age in

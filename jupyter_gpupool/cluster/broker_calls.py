@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..deadlines import within
-from ..protocol import MAX_LINE, decode, encode, raise_for
+from ..errors import Code, RefusedError
+from ..protocol import MAX_LINE, MAX_REQUEST, decode, encode, raise_for
 
 
 class BrokerCalls:
@@ -31,14 +32,22 @@ class BrokerCalls:
         OSError
             If the connection ends first, or no answer comes in time.
         GPUPoolError
-            If the broker refuses.
+            If the broker refuses, or the request is too long: a broker ends a connection on which
+            such a line comes, and with it all that this agent carries.
         """
         if self._task.done():
             raise ConnectionResetError("The broker has closed the connection.")
         self._last += 1
         number = self._last  # another call may begin before this one ends
+        line = encode({"type": kind, "id": number, **fields})
+        if len(line) > MAX_REQUEST:
+            raise RefusedError(
+                f"A {kind!r} request of {len(line)} bytes is not sent; at most {MAX_REQUEST} are "
+                "allowed.",
+                code=Code.TOO_LONG,
+            )
         future = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(encode({"type": kind, "id": number, **fields}))
+        self._writer.write(line)
         try:
             return raise_for(await within(future, patience))
         except asyncio.TimeoutError:

@@ -11,11 +11,11 @@ import logging
 
 import pytest
 
-from jupyter_gpupool.broker.request_fields import MAX_REQUEST
 from jupyter_gpupool.broker.transport import connection as module
 from jupyter_gpupool.broker.transport.connection import Connection, Counters
 from jupyter_gpupool.broker.transport.dispatch import Dispatcher
 from jupyter_gpupool.errors import RefusedError
+from jupyter_gpupool.protocol import MAX_REQUEST
 
 
 class Echo:

@@ -13,12 +13,13 @@ import socket
 import pytest
 
 from jupyter_gpupool.broker.ratelimit import TokenBucket
-from jupyter_gpupool.broker.request_fields import MAX_REQUEST, REQUESTS
+from jupyter_gpupool.broker.request_fields import REQUESTS
 from jupyter_gpupool.broker.transport import connection as module
 from jupyter_gpupool.broker.transport import dispatch
 from jupyter_gpupool.broker.transport.auth import Peer
 from jupyter_gpupool.broker.transport.connection import Connection, Counters
 from jupyter_gpupool.broker.transport.dispatch import PRICES, Dispatcher
+from jupyter_gpupool.protocol import MAX_REQUEST
 
 #: User ids; a test chooses the user of each connection.
 ADA, BEN = 21001, 21002

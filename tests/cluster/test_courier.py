@@ -5,9 +5,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
+import pytest
+
+from jupyter_gpupool.broker.messages.remote import result_text
+from jupyter_gpupool.broker.request_fields import CREDENTIAL, decode_request
 from jupyter_gpupool.cluster.broker_calls import broker_calls
-from jupyter_gpupool.protocol import decode, encode
+from jupyter_gpupool.errors import ProtocolError, RefusedError
+from jupyter_gpupool.protocol import MAX_REQUEST, decode, encode
 
 
 def test_the_answer_of_one_call_ends_only_that_call(tmp_path):
@@ -37,3 +43,62 @@ def test_the_answer_of_one_call_ends_only_that_call(tmp_path):
         return [answer["of"] for answer in found]
 
     assert asyncio.run(run()) == ["account", "lend", "ping"]
+
+
+@pytest.mark.parametrize("credential", ["\xe9", "\x7f", "a\nb", "x" * (CREDENTIAL.most + 1)])
+def test_a_credential_is_printable_and_short(credential):
+    order = {"type": "order", "id": 1, "node": "m1", "credential": credential}
+    with pytest.raises(ProtocolError):
+        decode_request(encode(order))
+
+
+def test_an_agent_can_carry_every_credential():
+    worst = decode_request(encode({
+        "type": "order", "id": 1, "node": "m1", "credential": '"' * CREDENTIAL.most
+    }))  # fmt: skip
+    line = encode({"type": "perform", "id": 1 << 60, "credential": worst["credential"]})
+    assert len(line) < MAX_REQUEST
+
+
+def nested(depth):
+    found = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize("log", ["\n" * (1 << 16), "\xe9" * (1 << 16), nested(100_000)])
+def test_a_result_that_no_agent_could_carry_is_refused(log):
+    text = result_text({"type": "ok", "log": log})
+    assert json.loads(text)["code"] == "too-long"
+    whole = "\ufffd" * (16 << 10)
+    text = result_text({"type": "ok", "log": whole})
+    assert json.loads(text)["log"] == whole
+    assert (
+        decode_request(
+            encode({"type": "performed", "id": 1 << 60, "name": "n" * 100, "result": text})
+        )["result"]
+        == text
+    )
+
+
+def test_a_request_that_is_too_long_leaves_the_connection(tmp_path):
+    async def run():
+        ended = asyncio.Event()
+
+        async def echo(reader, writer):
+            while line := await reader.readline():
+                writer.write(encode({"type": "ok", "id": decode(line)["id"]}))
+            writer.close()
+            ended.set()
+
+        path = tmp_path / "broker.sock"
+        async with await asyncio.start_unix_server(echo, str(path), limit=1 << 20):
+            async with broker_calls(path) as link:
+                with pytest.raises(RefusedError, match="is not sent") as error:
+                    await link.call("performed", 30, name="n", result="x" * MAX_REQUEST)
+                found = error.value.code, (await link.call("ping", 30))["type"]
+            await ended.wait()
+        return found
+
+    assert asyncio.run(run()) == ("too-long", "ok")

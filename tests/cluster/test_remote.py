@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import socket
 import subprocess
 import sys
 import uuid
@@ -315,6 +316,19 @@ def test_a_credential_counts_once_and_on_its_machine(user):
     assert "it is for the machine m0, and this is m1" in found["message"]
     here = user.seal("m0", do="poll", kernel_id="k")
     assert user.call("order", node="m0", credential=here)["result"]["running"] is False
+
+
+def test_no_order_cuts_the_agent_of_another_machine_off(cluster, user):
+    # As the agents encode it again, each of these characters takes six in place of two bytes.
+    wide = {"v": 1, "type": "order", "id": 1, "node": "m1", "credential": "\xe9" * (1 << 16)}
+    with socket.socket(socket.AF_UNIX) as link, link.makefile() as answers:
+        link.connect(str(cluster.brokers["m0"].socket))
+        link.sendall(json.dumps(wide, ensure_ascii=False).encode() + b"\n")
+        assert json.loads(answers.readline())["code"] == "protocol"
+    # Each of these characters takes two where JSON has it.
+    found = user.call("order", node="m1", credential='"' * (1 << 16))
+    assert found["code"] == "bad-credential", found
+    assert user.order(do="poll", kernel_id="k")["running"] is False
 
 
 def test_a_user_cannot_act_for_the_agent(user):

@@ -13,11 +13,12 @@ from typing import Any
 
 from ...cluster.placing import Placement, PlacementRequest, place
 from ...errors import Code, GPUPoolError, RefusedError
-from ...protocol import Message, raise_for
+from ...protocol import MAX_REQUEST, Message, encode, error_message, raise_for
 from ..cluster_views import View, summary_of
 from ..configuration import Configuration
 from ..core import Core
 from ..hosting import Hosting
+from ..request_fields import RESULT
 from ..transport.auth import owner_of
 from ..transport.connection import Connection
 
@@ -25,6 +26,8 @@ from ..transport.connection import Connection
 PATIENCE = 60.0
 #: Orders of one user, and of all, that may wait for their answers.
 MOST_OF_USER, MOST = 64, 1000
+#: Characters of the credentials that one answer to the agent has; the others come in the next one.
+MOST_FETCHED = 1 << 20
 #: Longest time for which the agent's request may wait.
 LONGEST = 60.0
 
@@ -36,6 +39,23 @@ class _SentOrder:
     node: str
     credential: str
     timer: asyncio.TimerHandle
+
+
+def result_text(result: Message) -> str:
+    """Return the result of an order as text for the agents; the refusal of one that is too long.
+
+    The text of a log is a user's, and JSON can make it six times as long.
+    """
+    try:
+        text = json.dumps(result)
+        length = len(encode({"result": text}))
+    except RecursionError:
+        length = -1
+    if 0 <= length <= MAX_REQUEST - 1024 and len(text) <= RESULT.most:
+        return text
+    why = "is nested too deep" if length < 0 else f"has {length} bytes, too many for a message"
+    error = RefusedError(f"The result of this order {why}.", code=Code.TOO_LONG)
+    return json.dumps(error_message(error, None))
 
 
 class RemoteMessages:
@@ -142,7 +162,8 @@ class RemoteMessages:
     async def _perform_here(
         self, connection: Connection, request: int | None, credential: str
     ) -> None:
-        self._answer(connection, request, await self._hosting.perform(credential))
+        result = result_text(await self._hosting.perform(credential))
+        self._answer(connection, request, json.loads(result))
 
     def _answer(self, connection: Connection, request: int | None, answer: Message) -> None:
         try:
@@ -200,8 +221,7 @@ class RemoteMessages:
         connection.answer(message.get("id"))
 
     async def _perform(self, connection: Connection, request: int | None, credential: str) -> None:
-        result = await self._hosting.perform(credential)
-        connection.answer(request, {"result": json.dumps(result)})
+        connection.answer(request, {"result": result_text(await self._hosting.perform(credential))})
 
     def _deliver(self) -> None:
         if self._new and self._agent is not None:
@@ -213,8 +233,12 @@ class RemoteMessages:
             return
         (connection, request, timer), self._agent = self._agent, None
         timer.cancel()
-        names, self._new = self._new, []
-        rows = [(name, self._orders[name]) for name in names if name in self._orders]
+        rows, size = [], 0
+        while self._new and size < MOST_FETCHED:
+            name = self._new.pop(0)
+            if name in self._orders:
+                rows.append((name, self._orders[name]))
+                size += len(self._orders[name].credential)
         connection.answer(request, {
             "node": self._node,
             "orders": [

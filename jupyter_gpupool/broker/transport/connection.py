@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Callable, Literal, Mapping, Protocol
 
 from ...errors import Code, GPUPoolError, ProtocolError
-from ...protocol import Message, encode, error_message
-from ..request_fields import MAX_REQUEST, READS, decode_request
+from ...protocol import MAX_REQUEST, Message, encode, error_message
+from ..request_fields import READS, decode_request
 from .auth import Peer, peer_of
 from .dispatch import ABUSE_PRICE, BAD_PRICE, BYTES_PER_POINT, PRICES, Dispatcher, UserAccount
 
