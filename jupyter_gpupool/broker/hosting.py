@@ -9,42 +9,52 @@ The kernel opens its session by itself, as one that a client starts here would.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import pwd
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ..cluster.identity import Authenticator, CheckedCredential, cannot, read_order
 from ..errors import Code, GPUPoolError, RefusedError
-from ..procfs import ProcessId, alive
-from ..protocol import Message, decode, error_message
+from ..procfs import ProcessId, alive, identify
+from ..protocol import Message, decode, encode, error_message
+from . import nss
 from .configuration import Configuration
 from .core import Core
+from .sessions import Death
 
-#: Seconds in which the program that becomes a kernel must have done so.
-PATIENCE = 50.0
+#: Seconds in which the program that becomes a kernel must have done so, and a signal be sent.
+PATIENCE, SIGNAL_PATIENCE = 50.0, 10.0
+#: Seconds for the end of a killed program: one that waits for a file system may end much later.
+END_PATIENCE = 2.0
+
+#: Orders of one user, and of all, that threads carry out; credentials that threads check.
+MOST_OF_USER, MOST, MOST_CHECKS = 8, 64, 64
 
 #: Most bytes of that program's answer: it is the user's process.
 MOST_BYTES = 1 << 17
 #: Ended kernels whose exit codes are known.
 KEPT = 1000
 
-_MODULE = "jupyter_gpupool.cluster.kernel_host"
+#: Isolated: no variable of an account, and nothing in a folder, adds to what it imports.
+PROGRAM = (sys.executable, "-I", "-m", "jupyter_gpupool.cluster.kernel_host")
 _KILL = "import os, sys; os.killpg(int(sys.argv[1]), int(sys.argv[2]))"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 #: What an order may ask for.
 _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1, signal.SIGUSR2,
                       signal.SIGHUP, signal.SIGQUIT, signal.SIGCONT, signal.SIGSTOP})  # fmt: skip
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,35 @@ def switch_to(account: Account) -> tuple[list[str], dict[str, Any]]:
     if os.geteuid() != 0:
         return [], {}
     return [], {"user": account.uid, "group": account.gid, "extra_groups": account.groups}
+
+
+def talk(link: socket.socket, line: bytes, deadline: float) -> bytes:
+    """Send a line; return the one that comes back until ``deadline``, else what came of it."""
+    found = b""
+    with suppress(OSError):
+        link.settimeout(max(0.01, deadline - time.monotonic()))
+        link.sendall(line)
+        while b"\n" not in found and len(found) < MOST_BYTES:
+            link.settimeout(max(0.01, deadline - time.monotonic()))
+            part = link.recv(1 << 16)
+            if not part:
+                break
+            found += part
+    return found.partition(b"\n")[0]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a program that was not reaped, and all in its process group; wait a short time.
+
+    It is its user's process, which can be stopped, ignore the end of its input, and have children
+    that keep its output open.
+    """
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    # `subprocess` reaps a later end when it starts the next program.
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_PATIENCE)
 
 
 class Hosting:
@@ -88,7 +127,12 @@ class Hosting:
         self._authenticator = authenticator
         #: By user and kernel: the processes that this broker has started.
         self._started: dict[tuple[int, str], subprocess.Popen[bytes]] = {}
-        self._starting: set[tuple[int, str]] = set()
+        #: The kernels that start now, and whether they are to end at once.
+        self._starting: dict[tuple[int, str], bool] = {}
+        #: By process id; each reaps its process.
+        self._deaths: dict[int, Death] = {}
+        #: Orders in threads, by user; -1 for credentials whose user is not known yet.
+        self._working: Counter[int] = Counter()
 
     async def perform(self, credential: str) -> Message:
         """Carry out the order in a credential; return ``ok`` or ``error`` as a message."""
@@ -96,7 +140,10 @@ class Hosting:
             return {"type": "ok", **await self._perform(credential)}
         except GPUPoolError as error:
             return error_message(error, None)
-        except (KeyError, TypeError, ValueError, OSError, subprocess.SubprocessError) as error:
+        except (
+            KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, OSError,
+            subprocess.SubprocessError,
+        ) as error:  # fmt: skip
             text = f"{self._node} did not carry out an order: {type(error).__name__}: {error}."
             return error_message(GPUPoolError(text, code=Code.INTERNAL), None)
 
@@ -106,7 +153,8 @@ class Hosting:
                 f"{self._node} runs no kernels of other machines.",
                 "Its admin may set c.GPUPool.cluster_identity.",
             )
-        found = await asyncio.to_thread(self._authenticator.check, credential)
+        check = self._authenticator.check
+        found = await self._in_thread(-1, lambda: check(credential))
         order = read_order(found, self._node)
         kernel, do = str(order.get("kernel_id"))[:100], order.get("do")
         key = found.uid, kernel
@@ -119,8 +167,41 @@ class Hosting:
         if do in ("log", "clean"):
             if do == "clean" and self._poll(key)["running"]:
                 raise RefusedError("This kernel still runs.", code=Code.BAD_REQUEST)
-            return (await asyncio.to_thread(self._run_as, found.uid, order))[0]
+            uid = found.uid
+            return (await self._in_thread(uid, lambda: self._run_as(uid, order)))[0]
         raise RefusedError(f"There is no order {str(do)[:40]!r}.", code=Code.UNKNOWN_TYPE)
+
+    def close(self) -> None:
+        """Watch no kernel any more; all go on."""
+        for death in self._deaths.values():
+            death.close()
+        self._deaths.clear()
+
+    async def _in_thread(self, uid: int, work: Callable[[], _T]) -> _T:
+        """Return what ``work`` returns in a thread of its own, which nothing waits for at the end.
+
+        A user's files, processes and account are on systems that may hang, so threads are counted.
+        """
+        in_all = self._working.total() - self._working[-1]
+        own = self._working[uid]
+        if uid == -1:
+            full = own >= MOST_CHECKS
+        else:
+            full = own >= MOST_OF_USER or in_all >= MOST
+        if full:
+            raise RefusedError(
+                f"{self._node} carries out too many orders now: {max(own, 0)} of this kind, "
+                f"{in_all} of all users.",
+                code=Code.TOO_MANY,
+                next_step="Try again later.",
+            )
+        self._working[uid] += 1
+        try:
+            return await nss.ask(work)
+        finally:
+            self._working[uid] -= 1
+            if not self._working[uid]:
+                del self._working[uid]
 
     # ------------------------------------------------------------------ kernels
 
@@ -129,23 +210,42 @@ class Hosting:
     ) -> Mapping[str, Any]:
         if key in self._starting or self._poll(key)["running"]:
             raise RefusedError("This kernel runs already.", code=Code.DUPLICATE)
-        self._starting.add(key)
+        self._starting[key] = False
         try:
-            answer, process = await asyncio.to_thread(self._run_as, found.uid, order)
+            answer, process = await self._in_thread(
+                found.uid, lambda: self._run_as(found.uid, order)
+            )
+            if self._starting[key]:
+                await nss.ask(lambda: end(process))
+                raise RefusedError("This kernel was ended as it started.", code=Code.CANCELLED)
         finally:
-            self._starting.discard(key)
-        self._reap()
+            del self._starting[key]
+        self._forget_old()
         self._started[key] = process
+        self._watch(process)
         return {**answer, "pid": process.pid}
 
-    def _reap(self) -> None:
-        """Wait for the kernels that have ended; remember the exit codes of the last ones."""
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Reap a kernel when it ends: nobody may ask for it again."""
+
+        def reap() -> None:
+            self._deaths.pop(process.pid, None)
+            process.poll()
+
+        known = identify(process.pid)
+        if known is not None:
+            self._deaths[process.pid] = Death(known, reap)
+
+    def _forget_old(self) -> None:
+        """Remember the exit codes of the last kernels only."""
         ended = [key for key, process in self._started.items() if process.poll() is not None]
         for key in ended[:-KEPT]:
             del self._started[key]
 
     def _poll(self, key: tuple[int, str]) -> dict[str, Any]:
         """Return whether a kernel runs; if it has ended, its exit code where that is known."""
+        if key in self._starting:
+            return {"running": True, "code": None}
         process = self._started.get(key)
         if process is not None:
             code = process.poll()
@@ -164,6 +264,12 @@ class Hosting:
         """Send a kernel and its children a signal, with the rights of its user."""
         if number not in _SIGNALS:
             raise RefusedError("An order cannot ask for this signal.", code=Code.BAD_REQUEST)
+        if key in self._starting:
+            if number not in (signal.SIGKILL, signal.SIGTERM):
+                raise RefusedError("This kernel has not started yet.", code=Code.AGAIN)
+            # Its server has lost the answer, or does not want it any more.
+            self._starting[key] = True
+            return {"running": True}
         process = self._started.get(key)
         pid = None
         if process is not None:
@@ -171,7 +277,8 @@ class Hosting:
         elif (recovered := self._recovered(key)) is not None:
             pid = recovered.pid
         if pid is not None:
-            await asyncio.to_thread(self._kill_as, key[0], pid, int(number))
+            found = pid
+            await self._in_thread(key[0], lambda: self._kill_as(key[0], found, int(number)))
         return {"running": pid is not None}
 
     # ------------------------------------------------------------------ in a thread
@@ -180,11 +287,20 @@ class Hosting:
         """Send a signal with the rights of a user: a kernel's children may be others' processes."""
         account = self._account(uid)
         prefix, switch = switch_to(account)
-        subprocess.run(
+        process = subprocess.Popen(
             [*prefix, sys.executable, "-I", "-S", "-c", _KILL, str(pid), str(number)],
-            env=dict(account.environment), cwd="/", stdin=subprocess.DEVNULL, check=False,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=PATIENCE, **switch,
+            env=dict(account.environment), cwd="/", stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, **switch,
         )  # fmt: skip
+        try:
+            process.wait(SIGNAL_PATIENCE)
+        except subprocess.TimeoutExpired:
+            end(process)
+            raise RefusedError(
+                f"{self._node} could not send a signal within {SIGNAL_PATIENCE:g} s.",
+                code=Code.AGAIN,
+                next_step="Try again.",
+            ) from None
 
     def _run_as(
         self, uid: int, order: Message
@@ -198,47 +314,50 @@ class Hosting:
             "socket": str(self._configuration.socket),
             "address": self._address() if order["do"] == "start" else "",
         }
+        line = encode(message)
+        # It may wait for a file system that hangs, and it is its user's: nothing below waits for
+        # it without a limit.
+        deadline = time.monotonic() + PATIENCE
+        ours, theirs = socket.socketpair()
         try:
-            process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", _MODULE],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                env=dict(account.environment), cwd="/", start_new_session=True, umask=0o022,
-                **switch,
-            )  # fmt: skip
+            with theirs:
+                process = subprocess.Popen(
+                    [*prefix, *PROGRAM], stdin=theirs.fileno(), stdout=theirs.fileno(),
+                    stderr=subprocess.DEVNULL,
+                    env=dict(account.environment), cwd="/", start_new_session=True, umask=0o022,
+                    **switch,
+                )  # fmt: skip
         except OSError as error:
+            ours.close()
             raise RefusedError(
                 f"On {self._node}, user id {uid} cannot run {sys.executable} ({error.strerror}).",
                 code=Code.NOT_THERE,
                 next_step="Install the broker where all users may read it, such as /opt/gpupool. "
                 "Its service must leave it CAP_SETUID and CAP_SETGID.",
             ) from None
-        # It may wait for a file system that hangs.
-        timer = threading.Timer(PATIENCE, process.kill)
-        timer.start()
+        with ours:
+            said = talk(ours, line, deadline)
         try:
-            with process.stdin as given, process.stdout as said:  # type: ignore[union-attr]
-                with suppress(BrokenPipeError):
-                    given.write(json.dumps(message).encode() + b"\n")
-                    given.flush()
-                line = said.readline(MOST_BYTES)
-        finally:
-            timer.cancel()
-        try:
-            answer = decode(line)
+            answer = decode(said)
         except GPUPoolError:
-            process.kill()
-            code = process.wait()
+            why = f"in {PATIENCE:g} s"
+            if time.monotonic() < deadline:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_PATIENCE)
+                why = f"(exit code {process.returncode})"
+            end(process)
             raise RefusedError(
-                f"The program that becomes the kernel did not answer on {self._node} ({code}).",
+                f"The program that becomes the kernel did not answer on {self._node} {why}.",
                 code=Code.START_FAILED,
                 next_step="The log of the broker there may say why.",
             ) from None
         if answer["type"] == "error" or order["do"] != "start":
-            process.wait()
+            end(process)
         if answer["type"] == "error":
             raise RefusedError(
-                str(answer["message"]), code=Code.of(answer["code"], Code.REFUSED),
-                next_step=str(answer["next_step"]), details=answer["details"],
+                str(answer.get("message")), code=Code.of(answer.get("code"), Code.REFUSED),
+                next_step=str(answer.get("next_step", "")),
+                details=answer["details"] if isinstance(answer.get("details"), dict) else {},
             )  # fmt: skip
         return {k: v for k, v in answer.items() if k not in ("type", "v", "id")}, process
 

@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Questions to NSS, which may ask the network and hang there: in threads that nothing waits for."""
+"""Questions to NSS, which may ask the network and hang there: in threads that nothing waits for.
+
+Also for orders of users, whose files and processes may hang.
+"""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def read_order(claim: CheckedCredential, node: str) -> dict[str, Any]:
     """
     try:
         order = json.loads(claim.text)
-    except ValueError:
+    except (ValueError, RecursionError):
         order = None
     if not isinstance(order, dict):
         raise bad("it contains no order")

@@ -7,8 +7,9 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...cluster.placing import Placement, PlacementRequest, place
@@ -24,8 +25,8 @@ from ..transport.connection import Connection
 
 #: Seconds for the answer of another machine; a kernel's start there may take 50.
 PATIENCE = 60.0
-#: Orders of one user, and of all, that may wait for their answers.
-MOST_OF_USER, MOST = 64, 1000
+#: Orders of one user, and of all, that may wait for their answers; of one user, for this machine.
+MOST_OF_USER, MOST, MOST_HERE = 64, 1000, 8
 #: Characters of the credentials that one answer to the agent has; the others come in the next one.
 MOST_FETCHED = 1 << 20
 #: Longest time for which the agent's request may wait.
@@ -34,7 +35,9 @@ LONGEST = 60.0
 
 @dataclass(slots=True)
 class _SentOrder:
-    connection: Connection
+    uid: int
+    #: None once it has ended: an order that the agent has fetched counts until its answer.
+    connection: Connection | None
     request: int | None
     node: str
     credential: str
@@ -92,6 +95,8 @@ class RemoteMessages:
         #: The connection on which the agent last asked for orders, until it ends.
         self._link: Connection | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        #: Orders for this machine that are carried out, by user.
+        self._here: Counter[int] = Counter()
 
     # ------------------------------------------------------------------ users
 
@@ -135,15 +140,23 @@ class RemoteMessages:
     def order(self, connection: Connection, message: Message) -> None:
         """Send an order to another machine; answer what its broker has answered."""
         node, credential = message["node"], message["credential"]
+        uid = connection.peer.uid
         if node == self._node:
+            if self._here[uid] >= MOST_HERE:
+                raise RefusedError(
+                    f"{self._here[uid]} of your orders for this machine are carried out now; at "
+                    f"most {MOST_HERE} may be.",
+                    code=Code.TOO_MANY,
+                    next_step="Try again later.",
+                )
+            self._here[uid] += 1
             self._spawn(self._perform_here(connection, message.get("id"), credential))
             return
         if node not in self._configuration.settings.cluster_nodes:
             raise RefusedError(
                 f"There is no machine {node[:80]!r} in this cluster.", code=Code.BAD_REQUEST
             )
-        uid = connection.peer.uid
-        of_user = sum(o.connection.peer.uid == uid for o in self._orders.values())
+        of_user = sum(o.uid == uid for o in self._orders.values())
         if of_user >= MOST_OF_USER or len(self._orders) >= MOST:
             raise RefusedError(
                 f"{of_user} of your orders, and {len(self._orders)} of all users, wait for other "
@@ -155,14 +168,20 @@ class RemoteMessages:
             raise self._unreachable(node, "no agent of the cluster runs on this machine")
         name = secrets.token_hex(8)
         timer = asyncio.get_running_loop().call_later(PATIENCE, self._give_up, name)
-        self._orders[name] = _SentOrder(connection, message.get("id"), node, credential, timer)
+        self._orders[name] = _SentOrder(uid, connection, message.get("id"), node, credential, timer)
         self._new.append(name)
         self._deliver()
 
     async def _perform_here(
         self, connection: Connection, request: int | None, credential: str
     ) -> None:
-        result = result_text(await self._hosting.perform(credential))
+        uid = connection.peer.uid
+        try:
+            result = result_text(await self._hosting.perform(credential))
+        finally:
+            self._here[uid] -= 1
+            if not self._here[uid]:
+                del self._here[uid]
         self._answer(connection, request, json.loads(result))
 
     def _answer(self, connection: Connection, request: int | None, answer: Message) -> None:
@@ -176,7 +195,7 @@ class RemoteMessages:
 
     def _give_up(self, name: str) -> None:
         order = self._forget(name)
-        if order is not None:
+        if order is not None and order.connection is not None:
             order.connection.refuse(
                 order.request, self._unreachable(order.node, f"it was silent for {PATIENCE:g} s")
             )
@@ -216,7 +235,7 @@ class RemoteMessages:
         except (ValueError, TypeError, KeyError):
             raise RefusedError("This is no result of an order.", code=Code.BAD_REQUEST) from None
         order = self._forget(message["name"])
-        if order is not None:
+        if order is not None and order.connection is not None:
             self._answer(order.connection, order.request, answer)
         connection.answer(message.get("id"))
 
@@ -256,7 +275,10 @@ class RemoteMessages:
             self._agent[2].cancel()
             self._agent = None
         for name in [n for n, o in self._orders.items() if o.connection is connection]:
-            self._forget(name)
+            # Otherwise a user could begin any number of orders by leaving after each.
+            self._orders[name] = replace(self._orders[name], connection=None)
+            if name in self._new:
+                self._forget(name)
 
     def close(self) -> None:
         """Answer nobody any more."""
@@ -267,6 +289,7 @@ class RemoteMessages:
             self._forget(name)
         for task in self._tasks:
             task.cancel()
+        self._hosting.close()
 
     def _forget(self, name: str) -> _SentOrder | None:
         order = self._orders.pop(name, None)

@@ -324,7 +324,7 @@ PRICES: Mapping[str, float] = {
     "performed": 10.0,
     "leave": 20.0,
     "place": 20.0,
-    "order": 10.0,
+    "order": 200.0,
     "cluster": 20.0,
     "status": 8.0,
     "why": 8.0,
