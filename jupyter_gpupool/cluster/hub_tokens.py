@@ -16,6 +16,7 @@ import pwd
 import time
 from collections.abc import Callable
 from http.client import HTTPException
+from threading import Lock
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
@@ -30,6 +31,11 @@ _MOST_BYTES = 1 << 20
 
 #: Where a server that JupyterHub has started finds its token.
 TOKEN_VARIABLE = "JUPYTERHUB_API_TOKEN"
+
+
+#: A scope that the Hub always gives to the token of a user's own server, and not to one that the
+#: user's browser has given to somebody else's server or to a service: those only name the user.
+_OWN = "users:activity"
 
 
 class _NoRedirect(HTTPRedirectHandler):
@@ -58,6 +64,8 @@ class HubTokens:
         self._known: dict[str, tuple[str, float]] = {}
         #: Credentials that were used, and when they expire.
         self._used: dict[str, float] = {}
+        #: Several threads check credentials.
+        self._lock = Lock()
 
     def seal(self, text: str) -> str:
         """Return a credential with ``text`` and the token that this process has."""
@@ -76,7 +84,7 @@ class HubTokens:
             values = json.loads(credential)
             token, text, made = str(values["token"]), str(values["text"]), float(values["made"])
             name = str(values["id"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             raise bad("its format is wrong") from None
         if not abs(time.time() - made) < LIFETIME:
             raise bad("it is too old, or the clocks of the machines differ")
@@ -94,12 +102,13 @@ class HubTokens:
 
     def _note_use(self, mark: str) -> None:
         now = self._clock()
-        if self._used.get(mark, now) > now:
-            raise bad("it was used before")
-        if len(self._used) >= MOST:
-            self._used = {key: until for key, until in self._used.items() if until > now}
-        # A credential counts this long before its date and after it.
-        self._used[mark] = now + 2 * LIFETIME
+        with self._lock:
+            if self._used.get(mark, now) > now:
+                raise bad("it was used before")
+            if len(self._used) >= MOST:
+                self._used = {key: until for key, until in self._used.items() if until > now}
+            # A credential counts this long before its date and after it.
+            self._used[mark] = now + 2 * LIFETIME
 
     def _owner(self, token: str) -> str:
         mark, now = hashlib.sha256(token.encode()).hexdigest(), self._clock()
@@ -129,4 +138,15 @@ class HubTokens:
             raise cannot(f"The Hub does not answer at {self._url}: {error}.") from None
         if not isinstance(found, dict) or found.get("kind") != "user" or not found.get("name"):
             raise bad("its token belongs to no user")
-        return str(found["name"])
+        name, scopes = str(found["name"]), found.get("scopes")
+        if not isinstance(scopes, list):
+            raise bad(
+                "the Hub does not tell what its token may do",
+                "JupyterHub 2.0 and later tell it.",
+            )
+        if not {_OWN, f"{_OWN}!user={name}"}.intersection(map(str, scopes)):
+            raise bad(
+                f"its token has no scope {_OWN}, as that of a user's own server has",
+                "Start the server from the Hub, and use the token that it has given to it.",
+            )
+        return name

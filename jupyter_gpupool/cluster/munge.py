@@ -54,7 +54,7 @@ class Munge:
         data, found = text.encode(), ctypes.c_void_p()
         with self._context() as (lib, context):
             for option, value in ((_CIPHER, _AES128), (_TTL, LIFETIME), (_ONLY_UID, self._reader)):
-                lib.munge_ctx_set(context, option, ctypes.c_int(value))
+                _set(lib, context, option, ctypes.c_int(value))
             error = lib.munge_encode(ctypes.byref(found), context, data, len(data))
             try:
                 if error:
@@ -93,10 +93,17 @@ class Munge:
         context = ctypes.c_void_p(lib.munge_ctx_create())
         try:
             if self._socket:
-                lib.munge_ctx_set(context, _SOCKET, ctypes.c_char_p(self._socket.encode()))
+                _set(lib, context, _SOCKET, ctypes.c_char_p(self._socket.encode()))
             yield lib, context
         finally:
             lib.munge_ctx_destroy(context)
+
+
+def _set(lib: Any, context: Any, option: int, value: Any) -> None:
+    """Set an option, or refuse: without it a credential might not be encrypted for its reader."""
+    error = lib.munge_ctx_set(context, option, value)
+    if error:
+        raise cannot(f"MUNGE cannot be set up: {_words(lib, context, error)}.", _INSTALL)
 
 
 def _words(lib: Any, context: Any, error: int) -> str:

@@ -8,12 +8,14 @@ import json
 import os
 import pwd
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Barrier, BrokenBarrierError, Thread
 
 import pytest
 
-from jupyter_gpupool.cluster import hub_tokens
+from jupyter_gpupool.cluster import hub_tokens, munge
 from jupyter_gpupool.cluster.hub_tokens import FRESH, TOKEN_VARIABLE, HubTokens
 from jupyter_gpupool.cluster.identity import LIFETIME, CheckedCredential, order_text, read_order
 from jupyter_gpupool.cluster.munge import Munge
@@ -96,7 +98,15 @@ def test_a_machine_without_munged_reports_no_authenticator(tmp_path):
         assert found.code == Code.NO_AUTHENTICATOR
 
 
-@pytest.mark.parametrize("text", ["", "[]", "7", "{", '{"node": 7}'])
+def test_a_setting_that_munge_does_not_take_makes_no_credential(daemons, monkeypatch):
+    """Without one of them a credential might be readable for all."""
+    monkeypatch.setattr(munge, "_ONLY_UID", 99)
+    found = refusal(here(daemons["m0"]).seal, "{}")
+    assert found.code == Code.NO_AUTHENTICATOR
+    assert "MUNGE cannot be set up" in str(found)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "7", "{", '{"node": 7}', "[" * 100_000])
 def test_text_that_is_no_order_is_refused(text):
     assert refusal(read_order, CheckedCredential(0, text), "m1").code == Code.BAD_CREDENTIAL
 
@@ -106,11 +116,16 @@ def test_text_that_is_no_order_is_refused(text):
 ME = pwd.getpwuid(os.getuid()).pw_name
 
 
+def user(*scopes):
+    """Return what the Hub says of a token with these scopes."""
+    return {"kind": "user", "name": ME, "scopes": list(scopes)}
+
+
 class Hub:
     """Answers ``GET /hub/api/user`` as JupyterHub does."""
 
     def __init__(self):
-        self.owners = {"mine": {"kind": "user", "name": ME}}
+        self.owners = {"mine": user(f"users:activity!user={ME}", f"access:servers!server={ME}/")}
         self.asked = []
         self.status = 0
         hub = self
@@ -133,7 +148,7 @@ class Hub:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/hub/api/"
-        self.thread = Thread(target=self.server.serve_forever)
+        self.thread = Thread(target=self.server.serve_forever, args=(0.01,))
         self.thread.start()
 
     def close(self):
@@ -204,11 +219,64 @@ def test_an_old_credential_with_a_token_is_refused(tokens, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "owner", [{"kind": "service", "name": ME}, {"kind": "user", "name": "no such user"}, [], {}]
+    "owner",
+    [
+        {"kind": "service", "name": ME, "scopes": ["users:activity"]},
+        {"kind": "user", "name": "no such user", "scopes": ["users:activity"]},
+        *([], {}),
+    ],
 )
 def test_a_token_of_nobody_here_is_refused(tokens, hub, owner):
     hub.owners["mine"] = owner
     assert refusal(tokens.check, tokens.seal("{}")).code == Code.BAD_CREDENTIAL
+
+
+@pytest.mark.parametrize(
+    "scopes",
+    [
+        # What a browser's token has for the server of another user, and for a service.
+        ["access:servers!server=bob/"],
+        ["access:services!service=shop", f"read:users:name!user={ME}"],
+        [f"read:users:activity!user={ME}"],
+        ["users:activity!user=bob"],
+        [],
+    ],
+)
+def test_a_token_that_others_may_hold_is_refused(tokens, hub, scopes):
+    hub.owners["mine"] = user(*scopes)
+    found = refusal(tokens.check, tokens.seal("{}"))
+    assert found.code == Code.BAD_CREDENTIAL
+    assert "its token has no scope users:activity" in str(found)
+
+
+def test_a_token_that_may_do_all_is_taken(tokens, hub):
+    hub.owners["mine"] = user("admin:users", "users:activity", "users")
+    assert tokens.check(tokens.seal("{}")).uid == os.getuid()
+
+
+def test_a_hub_that_does_not_tell_scopes_is_refused(tokens, hub):
+    del hub.owners["mine"]["scopes"]
+    assert "does not tell what its token may do" in str(refusal(tokens.check, tokens.seal("{}")))
+
+
+def test_two_threads_do_not_both_use_a_credential(tokens):
+    sealed = tokens.seal("{}")
+    both = Barrier(2)
+
+    class Slow(dict):
+        """Lets another thread look before this one has written."""
+
+        def get(self, *arguments):
+            found = super().get(*arguments)
+            with suppress(BrokenBarrierError):
+                both.wait(0.2)
+            return found
+
+    tokens._used = Slow()
+    with ThreadPoolExecutor() as pool:
+        ended = [pool.submit(tokens.check, sealed) for _ in range(2)]
+        errors = [each.exception() for each in ended]
+    assert sorted(error is None for error in errors) == [False, True]
 
 
 @pytest.mark.parametrize("status", [302, 500])
@@ -220,7 +288,13 @@ def test_a_failing_hub_does_not_make_a_token_invalid(tokens, hub, status):
     assert tokens.check(tokens.seal("{}")).uid == os.getuid()
 
 
-@pytest.mark.parametrize("credential", ["", "{}", "[]", '{"token": "a\\nb"}', "7"])
+@pytest.mark.parametrize(
+    "credential",
+    [
+        *("", "{}", "[]", '{"token": "a\\nb"}', "7", "[" * 100_000),
+        f'{{"token": "a", "text": "", "id": "", "made": 1{"0" * 400}}}',
+    ],
+)
 def test_text_that_is_no_credential_is_refused(tokens, hub, credential):
     assert refusal(tokens.check, credential).code == Code.BAD_CREDENTIAL
     assert hub.asked == []
