@@ -233,7 +233,9 @@ class Hosting:
             process.poll()
 
         known = identify(process.pid)
-        if known is not None:
+        if known is None:
+            reap()  # it has ended already
+        else:
             self._deaths[process.pid] = Death(known, reap)
 
     def _forget_old(self) -> None:
@@ -370,6 +372,14 @@ class Hosting:
                 f"The broker of {self._node} starts no kernel for user id {uid}.",
                 code=Code.NOT_ALLOWED,
                 next_step="A broker that runs as root starts kernels for all users but root.",
+            )
+        least = self._configuration.settings.cluster_min_uid
+        if own == 0 and uid < least:
+            raise RefusedError(
+                f"The broker of {self._node} starts no kernel for user id {uid}, because ids below "
+                f"{least} belong to services of the system.",
+                code=Code.NOT_ALLOWED,
+                next_step="If people have such ids there, set c.GPUPool.cluster_min_uid.",
             )
         try:
             found = pwd.getpwuid(uid)

@@ -37,6 +37,7 @@ from .reading import (
     read_program,
     read_quotas,
     read_socket,
+    read_uid,
     read_unsuspendable_after,
 )
 from .schedules import read_schedules
@@ -263,6 +264,16 @@ class GPUPool(Configurable):
         unit="IPv4 address",
         default="'' (the one from which this machine reaches other hosts)",
         example='cluster_address = "10.0.0.2"',
+    )
+    cluster_min_uid = _option(
+        Int(1000),
+        "The least user id for which this machine's broker starts kernels of servers on other "
+        "machines: ids below belong to services of the system, and a JupyterHub's user may have "
+        "the name of one. It never starts one for root.",
+        unit="user id, 1 at least",
+        default="1000",
+        example="cluster_min_uid = 500",
+        read=read_uid,
     )
     on_ledger_loss = _choice(
         OnLedgerLoss,

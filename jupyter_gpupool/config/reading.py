@@ -315,6 +315,13 @@ def read_count(value: Any) -> int:
     return value
 
 
+def read_uid(value: Any) -> int:
+    """Return a user id that is not root's."""
+    if type(value) is not int or not 1 <= value < (1 << 32) - 1:
+        raise ValueError(f"{value!r} is not the id of a user other than root.")
+    return value
+
+
 def read_port(value: Any) -> int:
     """Return a TCP port, or 0 for none."""
     if type(value) is not int or not 0 <= value <= 65535:

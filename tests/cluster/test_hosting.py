@@ -168,6 +168,22 @@ def test_malformed_orders_are_answered(broker):
     assert [answer["type"] for answer in answers] == ["error"] * len(orders)
 
 
+@pytest.mark.parametrize(
+    ("uid", "words"),
+    [
+        (0, "starts no kernel for user id 0"),
+        (999, "starts no kernel for user id 999, because ids below 1000 belong to services"),
+    ],
+)
+def test_no_service_of_the_system_gets_a_kernel(uid, words, monkeypatch):
+    """A JupyterHub's user may have the name of one, such as backup."""
+    monkeypatch.setattr(hosting.os, "geteuid", lambda: 0)
+    configuration = SimpleNamespace(settings=SimpleNamespace(cluster_min_uid=1000))
+    with pytest.raises(hosting.RefusedError, match=words) as error:
+        Hosting(None, configuration, "m1", None)._account(uid)
+    assert error.value.code == "not-allowed"
+
+
 # ---------------------------------------------------------------------- the broker of the user
 
 

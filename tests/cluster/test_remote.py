@@ -168,7 +168,7 @@ def cluster():
         found = Pair(
             folder, sockets=sockets,
             of_node={n: {"cluster_identity": f"munge:{path}"} for n, path in daemons.items()},
-            cluster_address="127.0.0.1", quotas={"*": {"leases": 2}},
+            cluster_address="127.0.0.1", cluster_min_uid=1, quotas={"*": {"leases": 2}},
         )  # fmt: skip
         found.daemons = daemons
         try:

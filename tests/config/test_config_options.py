@@ -125,6 +125,7 @@ def test_pool_options_accept_these_values(name, value, found):
         ("metrics_port", 9845, 9845),
         ("metrics_port", 0, 0),
         ("admins", ["ada"], ("ada",)),
+        ("cluster_min_uid", 500, 500),
         ("cluster_identity", "munge:/run/m.socket", "munge:/run/m.socket"),
         ("cluster_identity", "http://hub:8081/hub/api", "http://hub:8081/hub/api"),
     ],
@@ -280,6 +281,7 @@ def test_state_dir_differs_for_users_and_root(monkeypatch, tmp_path):
         ("fair_share_half_life", -1, ("'-1' is not a duration. Write one like 90s, 10m or 2h.")),
         ("groups", [], "[] is not allowed. It takes: dict of group name to dict."),
         ("schedules", {}, "{} is not allowed. It takes: list of dicts."),
+        ("cluster_min_uid", 0, "0 is not the id of a user other than root."),
         ("cluster_identity", "krb5", ("'krb5' names no way to identify users. Write 'munge', "
          "'munge:/path/of/its/socket', or the address of a JupyterHub's API.")),
         ("state_dir", "here", "'here' is not an absolute path. Begin it with '/' or '~'."),
