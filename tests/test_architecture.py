@@ -28,7 +28,7 @@ ALLOWED: dict[str, str] = {
     "client": "endpoint protocol",
     "pool": "",
     "guard": "",
-    "cluster": "config endpoint launcher pool.groups pool.model protocol",
+    "cluster": "config endpoint launcher local_machine pool.groups pool.model protocol",
     "config": "emulation endpoint guard local_machine pool.groups pool.model",
     "devices": "guard local_machine pool.model pool.attribution",
     "startrecord": "endpoint local_machine",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..cluster.identity import Authenticator, CheckedCredential, cannot, read_order
@@ -46,6 +48,8 @@ KEPT = 1000
 
 #: Isolated: no variable of an account, and nothing in a folder, adds to what it imports.
 PROGRAM = (sys.executable, "-I", "-m", "jupyter_gpupool.cluster.kernel_host")
+#: Capabilities to become another user, and their numbers in linux/capability.h.
+_NEEDED = {"CAP_SETGID": 6, "CAP_SETUID": 7}
 _KILL = "import os, sys; os.killpg(int(sys.argv[1]), int(sys.argv[2]))"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -72,6 +76,23 @@ def switch_to(account: Account) -> tuple[list[str], dict[str, Any]]:
     if os.geteuid() != 0:
         return [], {}
     return [], {"user": account.uid, "group": account.gid, "extra_groups": account.groups}
+
+
+def check_rights(node: str, status: Path = Path("/proc/self/status")) -> None:
+    """Refuse to start kernels where a service leaves this broker no right to become a user."""
+    if os.geteuid() != 0:
+        return
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status.read_text(), re.MULTILINE)
+    has = int(found[1], 16) if found else -1
+    lacks = [name for name, bit in _NEEDED.items() if not has >> bit & 1]
+    if lacks:
+        raise RefusedError(
+            f"The broker of {node} cannot become another user: its service leaves it no "
+            f"{' and no '.join(lacks)}.",
+            code=Code.NOT_THERE,
+            next_step="The unit of install-service is too narrow for kernels of other machines. "
+            "Write one of your own, see the page about clusters.",
+        )
 
 
 def talk(link: socket.socket, line: bytes, deadline: float) -> bytes:
@@ -309,6 +330,7 @@ class Hosting:
     ) -> tuple[Mapping[str, Any], subprocess.Popen[bytes]]:
         """Have the program carry out an order as its user; return its answer, and its process."""
         account = self._account(uid)
+        check_rights(self._node)
         prefix, switch = switch_to(account)
         message = {
             "order": order,

@@ -23,6 +23,7 @@ from typing import Any, Mapping, NoReturn
 from ..endpoint import user_runtime_dir
 from ..errors import Code, GPUPoolError, RefusedError
 from ..launcher import OPENED_VARIABLE, has_launcher, kernel_command, open_session, read_kernelspec
+from ..local_machine import make_private
 from ..protocol import encode, error_message
 
 PORTS = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
@@ -49,16 +50,9 @@ class KernelFiles:
         self.log = self._folder / f"kernel-{kernel_id}.log"
 
     def make(self) -> None:
-        """Make the folder; refuse one that others could write to."""
+        """Make the folder, which only this user may enter."""
         for path in (self._folder.parent, self._folder):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = path.lstat()
-            if found.st_uid != os.getuid() or found.st_mode & 0o022 or path.is_symlink():
-                raise GPUPoolError(
-                    f"{path} is not a folder that only this user can write to.",
-                    code=Code.BAD_FOLDER,
-                    next_step=f"Remove it: rm -rf {path}",
-                )
+            make_private(path)
 
     def write(self, connection: Mapping[str, Any]) -> None:
         """Write the connection file, which has the kernel's keys."""
@@ -141,7 +135,8 @@ def enter(folder: str, machine: str) -> None:
     except OSError as error:
         raise missing(
             machine, f"the folder {folder[:200]} cannot be entered ({error.strerror})",
-            "The folder of the notebook must be on a file system that both machines share.",
+            "The folder of the notebook must be on a file system that both machines share, and the "
+            "service of the broker there must not hide it (ProtectHome).",
         ) from None  # fmt: skip
 
 
@@ -215,10 +210,18 @@ def _become(command: list[str], env: dict[str, str], log: int) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    give_up_protection()
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     os.execvpe(command[0], command, env)
+
+
+def give_up_protection(path: Path = Path("/proc/self/oom_score_adj")) -> None:
+    """Let Linux end this process before the broker, which its service protects as memory ends."""
+    with suppress(OSError, ValueError):
+        if int(path.read_text()) < 0:
+            path.write_text("0")
 
 
 def main() -> int:
@@ -234,7 +237,9 @@ def main() -> int:
         line = encode({"type": "ok", **answer})
     except GPUPoolError as error:
         line = encode(error_message(error, None))
-    except (KeyError, TypeError, ValueError, OSError) as error:
+    except (
+        KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, OSError
+    ) as error:  # fmt: skip
         text = f"The kernel could not be prepared: {type(error).__name__}: {error}."
         line = encode(error_message(GPUPoolError(text, code=Code.BAD_REQUEST), None))
     sys.stdout.buffer.write(line)

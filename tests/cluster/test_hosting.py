@@ -184,6 +184,18 @@ def test_no_service_of_the_system_gets_a_kernel(uid, words, monkeypatch):
     assert error.value.code == "not-allowed"
 
 
+def test_the_refusal_names_the_rights_that_a_service_takes(monkeypatch, tmp_path):
+    monkeypatch.setattr(hosting.os, "geteuid", lambda: 0)
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nCapEff:\t00000000000000c0\n")
+    hosting.check_rights("m1", status)
+    # Those of the unit of install-service.
+    status.write_text("Name:\tpython\nCapEff:\t000000000008002b\n")
+    with pytest.raises(hosting.RefusedError, match="no CAP_SETGID and no CAP_SETUID") as error:
+        hosting.check_rights("m1", status)
+    assert error.value.code == "not-there"
+
+
 # ---------------------------------------------------------------------- the broker of the user
 
 

@@ -20,7 +20,12 @@ import zmq
 from jupyter_client.blocking import BlockingKernelClient
 from zmq.utils.monitor import recv_monitor_message
 
-from jupyter_gpupool.cluster.kernel_host import KernelFiles, command_of, kernelspec
+from jupyter_gpupool.cluster.kernel_host import (
+    KernelFiles,
+    command_of,
+    give_up_protection,
+    kernelspec,
+)
 from jupyter_gpupool.errors import RefusedError
 from tests.broker.kit import PYTHONPATH, ROOT, Broker, remove, short_folder, wait_until
 from tests.users import as_user
@@ -250,6 +255,8 @@ def test_a_restarted_broker_knows_its_kernels(cluster, user):
         ({"kernel_id": "../x"}, "bad-request", "This is no kernel's id"),
         ({"options": {"memory": "900GiB"}}, "over-device", "900 GiB"),
         ({"secrets": {}}, "bad-request", "The kernel could not be prepared"),
+        ({"ports": {"shell_port": 70_000}}, "bad-request", "OverflowError"),
+        ({"ports": [1]}, "bad-request", "AttributeError"),
     ],
 )
 def test_what_the_machine_lacks_is_named(user, change, code, words):
@@ -278,6 +285,14 @@ def test_the_program_of_a_kernel_must_be_there():
         with pytest.raises(RefusedError, match=f"On m1, there is no program {word}") as error:
             command_of({"argv": [word]}, place, "m1")
         assert error.value.code == "not-there"
+
+
+@pytest.mark.parametrize(("before", "after"), [("-500\n", "0"), ("300\n", "300\n")])
+def test_a_kernel_is_not_protected_when_memory_ends(tmp_path, before, after):
+    path = tmp_path / "oom_score_adj"
+    path.write_text(before)
+    give_up_protection(path)
+    assert path.read_text() == after
 
 
 @pytest.mark.skipif(not ROOTS, reason="only root can become other users")
