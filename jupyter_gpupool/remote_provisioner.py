@@ -22,6 +22,7 @@ from jupyter_client.provisioning import KernelProvisionerBase
 from .client import Client
 from .cluster.authenticators import authenticator
 from .cluster.identity import Authenticator, cannot, order_text
+from .cluster.kernel_host import PORTS
 from .errors import Code, GPUPoolError, RefusedError
 from .provisioner import GPUPoolProvisioner, KernelNotStarted
 
@@ -30,7 +31,10 @@ PATIENCE, BETWEEN = 70.0, 0.3
 #: Stands for an unknown exit code: the broker that started the kernel has been replaced.
 UNKNOWN = 1
 
-_PORTS = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
+#: Codes after which nobody knows here whether an order was carried out.
+_UNKNOWN_END = frozenset({
+    Code.UNREACHABLE, Code.BROKER_UNAVAILABLE, Code.BROKER_SILENT, Code.TOO_LONG, Code.INTERNAL,
+})  # fmt: skip
 
 
 class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
@@ -84,14 +88,16 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
                 "options": self._options(), "ports": dict(self._ports), "secrets": secrets,
             })  # fmt: skip
         except GPUPoolError as error:
-            if not self._ports:
+            if error.code in _UNKNOWN_END:
+                await self._undo_start()
+            elif not self._ports:
                 self._node = ""
             raise KernelNotStarted(error) from error
         self._runs, self._ends, self._code, self._silent = True, False, None, False
         self._asked = time.monotonic()
         self.cwd = kwargs.get("cwd")
         self.pid = int(found["pid"])
-        self._ports = {name: int(found[name]) for name in _PORTS}
+        self._ports = {name: int(found[name]) for name in PORTS}
         if found.get("note"):
             self.log.warning(
                 "GPU pool: %s runs without a GPU: %s.", self.kernel_spec.display_name, found["note"]
@@ -157,12 +163,13 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         if restart or not self._node:
             return
         if await self.poll() is None:
+            # What is known of it stays, so that no second one starts beside it.
             self.log.warning("GPU pool: the kernel on %s may still run", self._node)
-        else:
-            try:
-                await self._in_thread(self._send, {"do": "clean"})
-            except GPUPoolError as error:
-                self.log.debug("GPU pool: the kernel's files were not removed: %s", error)
+            return
+        try:
+            await self._in_thread(self._send, {"do": "clean"})
+        except GPUPoolError as error:
+            self.log.debug("GPU pool: the kernel's files were not removed: %s", error)
         self._node, self._ports = "", {}
 
     async def get_provisioner_info(self) -> dict[str, Any]:
@@ -195,6 +202,13 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
                 code=Code.UNREACHABLE,
                 next_step="Try again. A second kernel beside it could change the same files.",
             ))  # fmt: skip
+
+    async def _undo_start(self) -> None:
+        """End the kernel of a start whose answer is lost: it may run, and nobody would know it."""
+        self._runs, self._ends, self._code, self._asked = True, True, None, float("-inf")
+        await self._end(signal.SIGKILL, restart=False)
+        if await self.poll() is not None and not self._ports:
+            self._node = ""
 
     async def _end(self, number: int, restart: bool) -> None:
         self._ends = True
