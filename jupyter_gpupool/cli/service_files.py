@@ -148,6 +148,8 @@ RuntimeDirectoryPreserve=yes
 CapabilityBoundingSet={capabilities}
 NoNewPrivileges=yes
 ProtectSystem=strict
+# The files of self-tests, and the driver's own.
+ReadWritePaths=-/tmp -/var/tmp
 ProtectHome=read-only
 ProtectControlGroups=yes
 ProtectHostname=yes

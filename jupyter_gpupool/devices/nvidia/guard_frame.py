@@ -199,8 +199,11 @@ def _folder() -> Path:
         If no folder has room.
     """
     problem: OSError | None = None
-    for place in (_SHM, Path(tempfile.gettempdir())):
+    # The second one is looked for only if the first fails: it raises where no folder for temporary
+    # files may be written, as under a service manager that protects the file system.
+    for find in (lambda: _SHM, lambda: Path(tempfile.gettempdir())):
         try:
+            place = find()
             _sweep(place)
             folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))
             try:
