@@ -97,10 +97,12 @@ class Supervisor:
         if address.startswith("@"):
             address = "\0" + address[1:]  # an abstract one
         # No descriptor or no memory may be left for a socket, too.
-        with suppress(OSError):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to:
-                # The broker must not wait for a service manager that does not read.
-                to.setblocking(False)
-                to.sendto("\n".join(lines).encode(), address)
-                return True
+        with (
+            suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to,
+        ):
+            # The broker must not wait for a service manager that does not read.
+            to.setblocking(False)
+            to.sendto("\n".join(lines).encode(), address)
+            return True
         return False

@@ -17,7 +17,7 @@ import secrets
 import shutil
 import tempfile
 from pathlib import Path
-from typing import AsyncIterator, Callable, Mapping
+from typing import AsyncIterator, Callable, Iterator, Mapping
 
 from ... import procfs
 from ...errors import Code, GPUPoolError
@@ -199,11 +199,8 @@ def _folder() -> Path:
         If no folder has room.
     """
     problem: OSError | None = None
-    # The second one is looked for only if the first fails: it raises where no folder for temporary
-    # files may be written, as under a service manager that protects the file system.
-    for find in (lambda: _SHM, lambda: Path(tempfile.gettempdir())):
+    for place in _places():
         try:
-            place = find()
             _sweep(place)
             folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))
             try:
@@ -219,6 +216,13 @@ def _folder() -> Path:
         return folder
     assert problem is not None
     raise problem
+
+
+def _places() -> Iterator[Path]:
+    yield _SHM
+    # Only now: this raises where no folder for temporary files may be written, as under a service
+    # manager that protects the file system.
+    yield Path(tempfile.gettempdir())
 
 
 def _sweep(place: Path) -> None:
