@@ -50,7 +50,8 @@ def _mount(path: Path) -> str:
     """Return what makes the socket at ``path`` usable here."""
     if _is_nobodys(path):
         return (
-            "In this user namespace the machine's root is nobody, whose socket no kernel trusts. Run the container in the machine's user namespace: --userns=host (Docker, "
+            "In this user namespace the machine's root is nobody, whose socket no kernel trusts. "
+            "Run the container in the machine's user namespace: --userns=host (Docker, "
             "Podman as root), hostUsers: true (Kubernetes). An engine without root cannot do that."
         )
     return (
