@@ -4,7 +4,7 @@
 
 Put it into a configuration file of the broker. The Hub's configuration names the broker a service
 that may read who is in which group and has which role: ``jupyterhub/jupyterhub_config.py``. Its
-token is in a file that only root reads.
+token is in a file that only root and the Hub read.
 """
 
 import json

@@ -18,7 +18,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any, Callable
 
-from .endpoint import check_socket, dial
+from .endpoint import START_TIMEOUT, check_socket, dial, is_machine_path
 from .errors import BrokerUnavailable, Code, GPUPoolError, ProtocolError, RefusedError
 from .protocol import MAX_LINE, Message, decode, encode, raise_for
 
@@ -27,6 +27,15 @@ CALL_TIMEOUT = 10.0
 
 #: Least seconds before a request that was refused as ``busy`` is repeated.
 MIN_PAUSE = 0.05
+
+
+def first_answer(path: Path) -> float:
+    """Return the seconds in which a broker at ``path`` gives the first answer of a connection.
+
+    The queue of the machine's socket belongs to the service manager: it takes connections while no
+    broker runs, and the next one answers them when it has started.
+    """
+    return START_TIMEOUT if is_machine_path(path) else CALL_TIMEOUT
 
 
 class Client:
@@ -275,7 +284,7 @@ class ClientAgain:
             if client is None:
                 client = self._connect(give_up)
             try:
-                return client.call(kind, **fields), client.path
+                return client.call(kind, timeout=first_answer(client.path), **fields), client.path
             except BrokerUnavailable:
                 # A living but silent broker would also not answer a second time.
                 if not client.closed or time.monotonic() > give_up:

@@ -28,6 +28,9 @@ NO_SESSION_VARIABLE = "GPUPOOL_NO_SESSION"
 #: The socket of the broker that an admin has set up for the whole machine.
 MACHINE_SOCKET = Path("/run/gpupool/broker.sock")
 
+#: Longest start of a broker in seconds: it loads the driver and tests every device.
+START_TIMEOUT = 90.0
+
 #: Size of ``sun_path`` in ``struct sockaddr_un`` on Linux without the final zero (unix(7)).
 MAX_SOCKET_PATH = 107
 

@@ -28,7 +28,7 @@ from traitlets import Int, TraitError, TraitType, Unicode
 from .client import Client, ClientAgain
 from .config import load_settings
 from .config.differences import not_logged, notice
-from .endpoint import SOCKET_VARIABLE, check_socket
+from .endpoint import SOCKET_VARIABLE, START_TIMEOUT, check_socket
 from .errors import BrokerUnavailable, Code, ConfigError, GPUPoolError, RefusedError
 from .guard.install import without_guard
 from .launcher import (
@@ -41,7 +41,6 @@ from .launcher import (
     runs_ipykernel,
 )
 from .starting import answers, ensure_broker, revive
-from .startrecord import START_TIMEOUT
 from .states import POLICIES
 from .text import did_you_mean
 from .units import format_bytes, parse_bytes

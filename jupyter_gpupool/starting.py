@@ -22,12 +22,19 @@ from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
 
 from . import startfailures, startrecord
-from .client import Client
+from .client import Client, first_answer
 from .daemon import broker_environment, launch, open_log
-from .endpoint import MACHINE_SOCKET, check_path, check_socket, find_socket, is_machine_path
+from .endpoint import (
+    MACHINE_SOCKET,
+    START_TIMEOUT,
+    check_path,
+    check_socket,
+    find_socket,
+    is_machine_path,
+)
 from .errors import BrokerUnavailable, Code, GPUPoolError
 from .startfailures import Failures
-from .startrecord import START_TIMEOUT, log_path
+from .startrecord import log_path
 
 #: A caller that does not wait for another start tries to get the lock for so many seconds.
 _LOOKS = 1.0
@@ -227,7 +234,7 @@ def answers(path: Path) -> bool:
     try:
         check_socket(path)
         with Client(path) as client:
-            client.call("ping")
+            client.call("ping", timeout=first_answer(path))
     except BrokerUnavailable as error:
         if error.code == Code.BAD_SOCKET:
             raise

@@ -29,9 +29,6 @@ REVIVE_VARIABLE = "GPUPOOL_REVIVE"
 #: In a kernel's environment: the copy of the record from which its broker can be restarted.
 COPY_VARIABLE = "GPUPOOL_START_RECORD"
 
-#: Longest start of a broker in seconds: it loads the driver and tests every device.
-START_TIMEOUT = 90.0
-
 #: Most bytes of a record: a command, some tens of variables, and small files.
 _MOST_BYTES = 256 << 10
 

@@ -10,10 +10,13 @@ import queue
 import signal
 import socket
 import threading
+import time
 
 import pytest
 
-from jupyter_gpupool.client import Client
+from jupyter_gpupool import client as client_module
+from jupyter_gpupool import starting
+from jupyter_gpupool.client import Client, ClientAgain
 from jupyter_gpupool.endpoint import dial
 from jupyter_gpupool.errors import BrokerUnavailable, RefusedError
 from jupyter_gpupool.protocol import decode, encode
@@ -230,3 +233,24 @@ def test_error_has_the_brokers_reason_for_closing(server, client):
     server.close()
     with pytest.raises(BrokerUnavailable, match=r"It said: Too many\. Fewer\."):
         future.result(30)
+
+
+def test_first_answer_of_the_machine_s_broker_may_take_its_start(tmp_path, monkeypatch):
+    """A service manager's queue takes the connection while the broker still starts."""
+    monkeypatch.setattr(client_module, "is_machine_path", lambda _: True, raising=False)
+    monkeypatch.setattr(client_module, "CALL_TIMEOUT", 0.001)
+    # The default of a parameter was bound before.
+    monkeypatch.setitem(Client.call.__kwdefaults__, "timeout", 0.001)
+    asks = (
+        lambda path: ClientAgain(lambda: path, timeout=60).call("ping")["type"] == "ok",
+        starting.answers,
+    )
+    for number, ask in enumerate(asks):
+        server = Server(tmp_path / f"s{number}")
+        with contextlib.closing(server), concurrent.futures.ThreadPoolExecutor() as pool:
+            answer = pool.submit(ask, server.path)
+            server.accept()
+            request = server.read()
+            time.sleep(0.05)  # longer than a call may take; a slow machine makes it longer
+            server.write(type="ok", id=request["id"])
+            assert answer.result(60)

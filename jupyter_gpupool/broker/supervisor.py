@@ -19,6 +19,9 @@ from typing import MutableMapping
 #: The first descriptor that a service manager hands over (SD_LISTEN_FDS_START).
 FIRST = 3
 
+#: Seconds after which a lost READY is sent again.
+AGAIN = 1.0
+
 #: All that a child of the broker must not take for its own.
 VARIABLES = (
     "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID",
@@ -36,6 +39,8 @@ class Supervisor:
         mine = str(os.getpid())
         self._address = found["NOTIFY_SOCKET"]
         self._watchdog = 0.0
+        #: What the service manager must hear and has not: READY.
+        self._owed: tuple[str, ...] = ()
         if found["WATCHDOG_PID"] in ("", mine):
             with suppress(ValueError):
                 self._watchdog = int(found["WATCHDOG_USEC"]) / 1e6
@@ -61,34 +66,43 @@ class Supervisor:
 
     def ready(self, text: str) -> None:
         """Say that the broker serves; ``text`` is for ``systemctl status``."""
-        self._say("READY=1", f"STATUS={text}")
+        lines = ("READY=1", f"STATUS={text}")
+        self._owed = () if self._say(*lines) else lines
 
     def ending(self) -> None:
         """Say that the broker ends."""
         self._say("STOPPING=1")
 
     async def keep_alive(self) -> None:
-        """Tell the watchdog that the event loop runs, until cancelled.
+        """Tell the watchdog that the event loop runs, until cancelled; repeat a lost READY.
 
         If it hangs, the watchdog ends the broker by SIGABRT; the stacks of its threads are then in
         the log.
         """
-        if not self._watchdog or not self._address:
-            return
-        if not faulthandler.is_enabled():
+        if self._watchdog and self._address and not faulthandler.is_enabled():
             faulthandler.enable()
-        while True:
-            self._say("WATCHDOG=1")
-            await asyncio.sleep(self._watchdog / 3)
+        while self._address and (self._watchdog or self._owed):
+            if self._owed and self._say(*self._owed):
+                self._owed = ()
+            if self._watchdog:
+                self._say("WATCHDOG=1")
+            pauses = ([AGAIN] if self._owed else []) + ([self._watchdog / 3] * bool(self._watchdog))
+            await asyncio.sleep(min(pauses, default=0.0))
 
-    def _say(self, *lines: str) -> None:
+    def _say(self, *lines: str) -> bool:
+        """Send a message; return whether it was taken. A failure must not end the caller."""
         if not self._address:
-            return
+            return True
         address = self._address
         if address.startswith("@"):
             address = "\0" + address[1:]  # an abstract one
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to:
+        # No descriptor or no memory may be left for a socket, too.
+        with (
+            suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to,
+        ):
             # The broker must not wait for a service manager that does not read.
             to.setblocking(False)
-            with suppress(OSError):
-                to.sendto("\n".join(lines).encode(), address)
+            to.sendto("\n".join(lines).encode(), address)
+            return True
+        return False

@@ -9,7 +9,8 @@
 - ``status``, ``picture``: the snapshot as a picture; ``picture`` is pure text in, text out.
 - ``top``: the sessions on a screen, with orders; ``top_table`` (pure), ``top_keys`` (pure).
 - ``install_devices``: NVIDIA's packages in an environment of their own.
-- ``install_service``: the machine's service; ``service_files`` (pure): its files.
+- ``install_service``: the machine's service; ``service_files`` (pure): its files;
+  ``root_paths``: whether only root can change a path.
 - ``doctor``, ``checks``: what works here and what does not. ``maintenance``: pause, drain, resume.
   ``inside``: what a container must allow.
 - ``check_config``, ``config_report``: what a configuration means, and all its mistakes.

@@ -17,6 +17,7 @@ from typing import Any, Mapping, Sequence
 from ..client import Client
 from ..config import BrokerSettings, WrongConfiguration, load_settings, usable_attach
 from ..devices import DeviceOptions, Finding, vendor
+from ..endpoint import MACHINE_SOCKET, SOCKET_VARIABLE
 from ..errors import GPUPoolError
 from ..guard.install import without_guard
 from . import checks, maintenance
@@ -114,7 +115,10 @@ def _inside(socket: str, config_files: Sequence[Path]) -> list[Finding]:
         configured = load_settings(config_files).socket
     except WrongConfiguration as error:
         return [Finding("fail", "config", f.text, f.next_step) for f in error.faults]
-    return examine_inside(checks.find(socket, configured))
+    # Not this user's own place, where kernels look if the machine has no broker: a missing mount
+    # looks like that.
+    named = socket or configured or os.environ.get(SOCKET_VARIABLE, "")
+    return examine_inside(Path(named) if named else MACHINE_SOCKET)
 
 
 def _ask_broker(path: Path) -> Mapping[str, Any] | None:

@@ -24,6 +24,7 @@ from ..errors import GPUPoolError
 PATIENCE = 10.0
 
 _NAMESPACE = Path("/proc/self/uid_map")
+_NOBODY = Path("/proc/sys/kernel/overflowuid")
 _DEVICE_FILE = Path("/dev/nvidiactl")
 
 
@@ -33,16 +34,47 @@ def examine_inside(path: Path) -> list[Finding]:
     try:
         with Client(path) as client:
             status = client.call("status", timeout=PATIENCE)
+        seen = listener(path)
     except GPUPoolError as error:
-        todo = (
-            f"Mount the folder {path.parent} of the machine here, not the socket alone: a new "
-            "broker makes a new socket."
-        )
-        return [*found, Finding("fail", "socket", error.message, todo)]
+        return [*found, Finding("fail", "socket", error.message, _mount(path))]
+    except OSError as error:
+        problem = f"the broker at {path} cannot be reached ({error.strerror})"
+        return [*found, Finding("fail", "socket", problem, _mount(path))]
     found.append(Finding("ok", "socket", f"a broker answers at {path}"))
-    found.append(numbers(listener(path), int(status["pid"])))
+    found.append(numbers(seen, int(status["pid"])))
     found.append(pages(path.with_name(f"{path.name}.pages")))
     return [*found, devices(status, os.environ, _DEVICE_FILE)]
+
+
+def _mount(path: Path) -> str:
+    """Return what makes the socket at ``path`` usable here."""
+    if _is_nobodys(path):
+        return (
+            "In this user namespace the machine's root is nobody, whose socket no kernel trusts. "
+            "Run the container in the machine's user namespace: --userns=host (Docker, "
+            "Podman as root), hostUsers: true (Kubernetes). An engine without root cannot do that."
+        )
+    return (
+        f"Mount the folder {path.parent} of the machine here, not the socket alone: a new "
+        "broker makes a new socket."
+    )
+
+
+def _is_nobodys(path: Path) -> bool:
+    """Return whether ``path`` belongs to a user whom this user namespace does not know."""
+    try:
+        return path.lstat().st_uid == int(_NOBODY.read_text()) and not _is_whole(_rows(_NAMESPACE))
+    except (OSError, ValueError):
+        return False
+
+
+def _rows(table: Path) -> list[list[str]]:
+    return [line.split() for line in table.read_text().splitlines()]
+
+
+def _is_whole(rows: list[list[str]]) -> bool:
+    """Return whether this is the machine's own user namespace."""
+    return rows == [["0", "0", "4294967295"]]
 
 
 def libc() -> Finding:
@@ -61,8 +93,8 @@ def libc() -> Finding:
 
 def users(table: Path) -> Finding:
     """Whether user ids here are those of the machine."""
-    rows = [line.split() for line in table.read_text().splitlines()]
-    if rows == [["0", "0", "4294967295"]]:
+    rows = _rows(table)
+    if _is_whole(rows):
         return Finding("ok", "user ids", f"you are user id {os.geteuid()}, as on the machine")
     here = os.geteuid()
     outside = next(

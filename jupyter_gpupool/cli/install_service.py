@@ -9,21 +9,34 @@ the same command again.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
-import stat
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Sequence
+from typing import Mapping, Sequence
 
 from ..config import load_timetable
 from ..endpoint import MACHINE_SOCKET, listening_at
 from ..errors import Code, GPUPoolError
-from .service_files import MANAGERS, Layout, Manager, ServiceFile, is_unchanged, stamped
+from .root_paths import changeable
+from .service_files import (
+    MANAGERS,
+    Layout,
+    Manager,
+    ServiceFile,
+    earlier_config,
+    is_unchanged,
+    stamped,
+)
 
 #: A running systemd makes this folder (sd_booted(3)); OpenRC the second one.
 _RUNNING = {"systemd": Path("/run/systemd/system"), "openrc": Path("/run/openrc")}
+
+#: The folder of the journal if the configuration names no other.
+_STATE = Path("/var/lib/gpupool")
 
 
 class ServiceError(GPUPoolError):
@@ -64,31 +77,58 @@ def install_service(
             "Only root may install or remove the machine's service.",
             next_step="Use sudo, or --dry-run to see what would happen.",
         )
-    layout = _layout(config)
-    files = chosen.files(layout)
     base = root.expanduser().absolute() if root is not None else machine
-    present = [file for file in files if _at(base, file).exists()]
-    for file in present:
-        _check_ours(_at(base, file))
+    found = _found(chosen, base)
+    for path in found.values():
+        _check_ours(path)
     if undo:
-        _remove(chosen, layout, base, present, run=root is None, dry_run=dry_run)
+        _remove(chosen, base, found, run=root is None, dry_run=dry_run)
         return 0
+    layout = _layout(config or _kept(chosen, found))
     if root is None:
-        _check_program(layout.python)
-        if not present:
+        _check_programs(layout)
+        if not found:
             _check_free(layout)
-    for file in files:
-        _write(_at(base, file), file, dry_run)
-    commands = chosen.upgrade(layout) if present else chosen.begin(layout)
-    _run_all(commands, run=root is None, dry_run=dry_run)
+    for file in chosen.files(layout):
+        _write(base / file.path.relative_to("/"), file, dry_run)
+    again = bool(found) and _has_begun(chosen, base)
+    commands = chosen.upgrade(layout) if again else chosen.begin(layout)
+    for command in commands:
+        problem = _run(command, run=root is None, dry_run=dry_run)
+        if problem:
+            raise ServiceError(
+                problem, next_step="The files written before this step stay; --undo removes them."
+            )
     if dry_run:
         print("Nothing was changed.")
     elif root is None:
         print(
-            f"The service {'now runs this version' if present else 'runs'}: new kernels of "
+            f"The service {'now runs this version' if again else 'runs'}: new kernels of "
             "every user are in its pool.\nCheck it: jupyter gpupool doctor"
         )
     return 0
+
+
+def _found(manager: Manager, base: Path) -> dict[Path, Path]:
+    """Return the service's files that are there: where they are, by where they belong."""
+    # Their places do not depend on what they say.
+    places = [file.path for file in manager.files(Layout(Path("/"), (), MACHINE_SOCKET, _STATE))]
+    found = {place: base / place.relative_to("/") for place in places}
+    return {place: path for place, path in found.items() if path.exists()}
+
+
+def _has_begun(manager: Manager, base: Path) -> bool:
+    return manager.sign is None or os.path.lexists(base / manager.sign.relative_to("/"))
+
+
+def _kept(manager: Manager, found: Mapping[Path, Path]) -> tuple[Path, ...]:
+    """Return the configuration files of the installation that is there."""
+    kept = tuple(
+        path for file in found.values() for path in earlier_config(manager, file.read_text())
+    )
+    for path in kept:
+        print(f"Keep --config {path} of the earlier installation")
+    return kept
 
 
 def _running_manager(root: Path | None) -> str:
@@ -116,11 +156,17 @@ def _layout(config: Sequence[Path]) -> Layout:
             "where every user's kernels look for it.",
             next_step="Remove c.GPUPool.socket from the configuration.",
         )
-    state = settings.state_dir if os.geteuid() == 0 else Path("/var/lib/gpupool")
-    loader = shutil.which("nvidia-modprobe") or ""
+    if settings.cluster_identity:
+        print(
+            "Warning: c.GPUPool.cluster_identity is set, and this service's broker cannot start "
+            "kernels for servers on other machines yet: it lacks the rights, and they would end "
+            "with it. The page on clusters says what such a unit needs."
+        )
+    loader = shutil.which("nvidia-modprobe")
     return Layout(
-        python=Path(sys.executable), config=tuple(wanted), socket=MACHINE_SOCKET, state=state,
-        loader=f"{loader} -u -c 0" if loader else "",
+        python=Path(sys.executable), config=tuple(wanted), socket=MACHINE_SOCKET,
+        state=settings.state_dir if os.geteuid() == 0 else _STATE,
+        loader=Path(loader) if loader else None,
     )  # fmt: skip
 
 
@@ -137,23 +183,23 @@ def _check_ours(path: Path) -> None:
         )
 
 
-def _check_program(python: Path) -> None:
+def _check_programs(layout: Layout) -> None:
     """Refuse to run as root what another user could change."""
     package = Path(__file__).resolve().parents[1]
-    for program in (python, python.resolve(), package):
-        for path in (program, *program.parents):
-            found = path.lstat()
-            sticky = bool(found.st_mode & stat.S_ISVTX)
-            if stat.S_ISLNK(found.st_mode):
-                continue  # what it points at is looked at itself
-            if found.st_uid != 0 or (found.st_mode & 0o022 and not sticky):
-                raise ServiceError(
-                    f"The service would run {program} as root, and a user who is not root may "
-                    f"change it: {path} (owner {found.st_uid}, mode "
-                    f"{stat.S_IMODE(found.st_mode):o}).",
-                    next_step="Install jupyter_gpupool into an environment of root, such as "
-                    "/opt/gpupool, and run this command from there.",
-                )
+    # The broker starts in another folder than this process, and without its PYTHONPATH.
+    here = [*sys.path[:1], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    imported = [Path(folder) for folder in sys.path if folder and folder not in here]
+    programs = [layout.python, package, *imported, *layout.config]
+    for program in [*programs, layout.loader] if layout.loader else programs:
+        where = changeable(program)
+        if where:
+            raise ServiceError(
+                f"The service would run {program} as root, and a user who is not root may "
+                f"change it: {where}.",
+                next_step="Install jupyter_gpupool into an environment of root, such as "
+                "/opt/gpupool, and run this command from there; configuration files belong into "
+                "a folder of root, such as /etc/gpupool.",
+            )
 
 
 def _check_free(layout: Layout) -> None:
@@ -172,10 +218,6 @@ def _check_free(layout: Layout) -> None:
 # ---------------------------------------------------------------------- acting
 
 
-def _at(base: Path, file: ServiceFile) -> Path:
-    return base / file.path.relative_to("/")
-
-
 def _write(path: Path, file: ServiceFile, dry_run: bool) -> None:
     text, mode = stamped(file.text), 0o755 if file.program else 0o644
     print(f"Write {path}")
@@ -186,55 +228,74 @@ def _write(path: Path, file: ServiceFile, dry_run: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A service manager must not read half a file.
         new = path.with_name(f".{path.name}.new")
-        new.write_text(text, encoding="utf-8")
-        new.chmod(mode)
+        new.unlink(missing_ok=True)  # of a call that was killed
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as opened:
+            opened.write(text)
+            os.fchmod(opened.fileno(), mode)
         new.rename(path)
     except OSError as error:
         raise ServiceError(f"{path} cannot be written ({error.strerror}).") from None
 
 
 def _remove(
-    manager: Manager,
-    layout: Layout,
-    base: Path,
-    present: Sequence[ServiceFile],
-    *,
-    run: bool,
-    dry_run: bool,
+    manager: Manager, base: Path, found: Mapping[Path, Path], *, run: bool, dry_run: bool
 ) -> None:
-    if not present:
+    """Stop the service and remove its files; go on if a step fails, as after half a start."""
+    if not found:
         print("The service is not installed: there is nothing to undo.")
         return
-    _run_all(manager.end(layout), run=run, dry_run=dry_run)
-    for file in present:
-        path = _at(base, file)
+    layout = Layout(Path("/"), (), MACHINE_SOCKET, _STATE)
+    failed = [_run(command, run=run, dry_run=dry_run) for command in manager.end(layout)]
+    lock = base / f"{MACHINE_SOCKET}.lock".lstrip("/")
+    if run and not dry_run and _is_held(lock):
+        raise ServiceError(
+            "\n".join(filter(None, ["The service's broker still runs.", *failed])),
+            next_step="No file was removed. End the broker, then run this again.",
+        )
+    for path in found.values():
         print(f"Remove {path}")
         if not dry_run:
             path.unlink()
-    _run_all(manager.ended, run=run, dry_run=dry_run)
+    # A file without a broker would tell each kernel that the machine's broker is about to return.
+    for command in (["rm", "-f", str(MACHINE_SOCKET)], *manager.ended):
+        failed.append(_run(command, run=run, dry_run=dry_run))
+    for problem in filter(None, failed):
+        print(problem)
     if dry_run:
         print("Nothing was changed.")
     elif run:
         print(
-            f"The service is gone. {layout.state} stays: a broker that starts later takes over the "
+            "The service is gone. Its journal stays: a broker that starts later takes over the "
             "kernels that still run."
         )
 
 
-def _run_all(commands: Sequence[Sequence[str]], *, run: bool, dry_run: bool) -> None:
-    for command in commands:
-        print(f"Run {' '.join(command)}" if run else f"Not run here: {' '.join(command)}")
-        if not run or dry_run:
-            continue
+def _is_held(lock: Path) -> bool:
+    """Return whether a process has this lock."""
+    with suppress(OSError):
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-            )
-        except OSError as error:
-            raise ServiceError(f"{command[0]} cannot be run ({error.strerror}).") from None
-        if done.returncode:
-            said = "\n".join(done.stdout.strip().splitlines()[-8:])
-            raise ServiceError(
-                f"This failed with exit code {done.returncode}: {' '.join(command)}\n{said}\n",
-                next_step="The files written before this step stay; --undo removes them.",
-            )
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _run(command: Sequence[str], *, run: bool, dry_run: bool) -> str:
+    """Run a command; return what went wrong, "" if nothing."""
+    print(f"Run {' '.join(command)}" if run else f"Not run here: {' '.join(command)}")
+    if not run or dry_run:
+        return ""
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+    except OSError as error:
+        return f"{command[0]} cannot be run ({error.strerror})."
+    if not done.returncode:
+        return ""
+    said = "\n".join(done.stdout.strip().splitlines()[-8:])
+    return f"This failed with exit code {done.returncode}: {' '.join(command)}\n{said}\n"

@@ -12,6 +12,7 @@ import hashlib
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Callable, Sequence
 
@@ -47,7 +48,7 @@ class Layout:
     state:
         The folder of the journal.
     loader:
-        The program that loads NVIDIA's kernel module and makes its device files; "" if none is
+        The program that loads NVIDIA's kernel module and makes its device files; None if none is
         there. The broker may not do that itself.
     """
 
@@ -55,7 +56,7 @@ class Layout:
     config: tuple[Path, ...]
     socket: Path
     state: Path
-    loader: str = ""
+    loader: Path | None = None
 
     @property
     def command(self) -> list[str]:
@@ -67,14 +68,33 @@ class Layout:
 
 @dataclass(frozen=True)
 class Manager:
-    """A service manager: its files, and the commands after they were written or before they go."""
+    """A service manager: its files, and the commands after they were written or before they go.
+
+    Each command may be run again: an installation may have ended in the middle.
+    """
 
     files: Callable[[Layout], list[ServiceFile]]
     begin: Callable[[Layout], list[list[str]]]
     upgrade: Callable[[Layout], list[list[str]]]
     end: Callable[[Layout], list[list[str]]]
+    #: The words of the broker's command, from the text of the file that has it.
+    command_in: Callable[[str], list[str]]
     #: After the files were removed.
     ended: Sequence[Sequence[str]] = ()
+    #: What ``begin`` makes; without it an installation has not come to its end. None: no matter.
+    sign: Path | None = None
+
+
+def earlier_config(manager: Manager, text: str) -> tuple[Path, ...]:
+    """Return the configuration files that the broker of this service file reads."""
+    words = manager.command_in(text)
+    return tuple(Path(after) for word, after in pairwise(words) if word == "--config")
+
+
+def _line_after(start: str, text: str) -> str:
+    """Return the rest of the last line that begins with ``start``."""
+    found = [line for line in text.splitlines() if line.startswith(start)]
+    return found[-1].removeprefix(start) if found else ""
 
 
 def stamped(text: str) -> str:
@@ -148,6 +168,8 @@ RuntimeDirectoryPreserve=yes
 CapabilityBoundingSet={capabilities}
 NoNewPrivileges=yes
 ProtectSystem=strict
+# The files of self-tests, and the driver's own.
+ReadWritePaths=-/tmp -/var/tmp
 ProtectHome=read-only
 ProtectControlGroups=yes
 ProtectHostname=yes
@@ -177,6 +199,11 @@ x /var/tmp/gpupool-*
 """
 
 
+def _words_of_unit(text: str) -> list[str]:
+    words = shlex.split(_line_after("ExecStart=", text))
+    return [word.replace("$$", "$").replace("%%", "%") for word in words]
+
+
 def _unit_words(words: Sequence[str]) -> str:
     """Return words as systemd reads them: it puts no variables into the first one, the program."""
     quoted = []
@@ -193,21 +220,22 @@ def _systemd_files(layout: Layout) -> list[ServiceFile]:
     runtime, state = layout.socket.parent, layout.state
     known = Path("/var/lib") in state.parents
     folder = (
-        f"StateDirectory={state.relative_to('/var/lib')}\nStateDirectoryMode=0700\n"
+        f"StateDirectory={_unit_words([str(state.relative_to('/var/lib'))])}\n"
+        "StateDirectoryMode=0700\n"
         if known
         else f"ReadWritePaths={_unit_words([str(state)])}\n"
     )
+    places = {"runtime": _unit_words([str(runtime)]), "state": _unit_words([str(state)])}
+    loader = _unit_words([str(layout.loader), "-u", "-c", "0"])
     service = _SERVICE_UNIT.format(
-        loader=f"ExecStartPre=-+{layout.loader}\n" if layout.loader else "",
+        loader=f"ExecStartPre=-+{loader}\n" if layout.loader else "",
         command=_unit_words(layout.command),
         runtime=runtime.relative_to("/run"),
         state=folder,
         capabilities=" ".join(CAPABILITIES),
     )
     return [
-        ServiceFile(
-            Path("/etc/tmpfiles.d/gpupool.conf"), _TMPFILES.format(runtime=runtime, state=state)
-        ),
+        ServiceFile(Path("/etc/tmpfiles.d/gpupool.conf"), _TMPFILES.format(**places)),
         ServiceFile(units / "gpupool.socket", _SOCKET_UNIT.format(socket=layout.socket)),
         ServiceFile(units / "gpupool.service", service),
     ]
@@ -226,6 +254,7 @@ SYSTEMD = Manager(
         ["systemctl", "restart", "gpupool.service"],
     ],
     end=lambda _: [["systemctl", "disable", "--now", *reversed(_UNITS)]],
+    command_in=_words_of_unit,
     ended=[_RELOAD],
 )
 
@@ -261,6 +290,11 @@ reload() {{
 """
 
 
+def _words_of_openrc(text: str) -> list[str]:
+    return [word for line in shlex.split(_line_after("command_args=", text)) for word in
+            shlex.split(line)]  # fmt: skip
+
+
 def _openrc_files(layout: Layout) -> list[ServiceFile]:
     python, *arguments = layout.command
     text = _OPENRC.format(
@@ -276,11 +310,15 @@ OPENRC = Manager(
         ["rc-update", "add", "gpupool", "default"],
         ["rc-service", "gpupool", "start"],
     ],
-    upgrade=lambda _: [["rc-service", "gpupool", "restart"]],
+    upgrade=lambda _: [
+        ["rc-update", "add", "gpupool", "default"],
+        ["rc-service", "gpupool", "restart"],
+    ],
     end=lambda _: [
         ["rc-service", "gpupool", "stop"],
         ["rc-update", "delete", "gpupool", "default"],
     ],
+    command_in=_words_of_openrc,
 )
 
 # ---------------------------------------------------------------------- runit
@@ -312,11 +350,16 @@ def _runit_files(layout: Layout) -> list[ServiceFile]:
     ]
 
 
+_RUNIT_LINK = Path("/etc/service/gpupool")
+
 RUNIT = Manager(
     files=_runit_files,
-    begin=lambda _: [["ln", "-s", "/etc/sv/gpupool", "/etc/service/"]],
+    begin=lambda _: [["ln", "-sfn", "/etc/sv/gpupool", str(_RUNIT_LINK)]],
     upgrade=lambda _: [["sv", "restart", "gpupool"]],
-    end=lambda _: [["sv", "down", "gpupool"], ["rm", "-f", "/etc/service/gpupool"]],
+    # It waits for the broker's end, which "sv down" does not.
+    end=lambda _: [["sv", "-w", "30", "stop", "gpupool"], ["rm", "-f", str(_RUNIT_LINK)]],
+    command_in=lambda text: shlex.split(_line_after("exec ", text)),
+    sign=_RUNIT_LINK,
 )
 
 #: By the name of ``--manager``.

@@ -253,7 +253,7 @@ class Top:
     def _last_line(self) -> str:
         if self.question is not None:
             note = f"{self.message} " if self.message else ""
-            typed = "" if self.question.yes else f" {self.question.typed}_"
+            typed = "" if self.question.yes else f" {self.question.typed}_  (Esc goes back)"
             return f"{note}{self.question.text}{typed}"
         return self.message or _KEYS
 

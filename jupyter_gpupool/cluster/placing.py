@@ -73,7 +73,7 @@ def has_room(summary: Mapping[str, Any], memory: int, devices: int) -> bool:
     """
     if summary["gpus"] is None:
         return bool(summary["free"] >= memory * devices)
-    return sum(free >= memory for _, free in summary["gpus"]) >= devices
+    return len([free for _, free in summary["gpus"] if free >= memory]) >= devices
 
 
 def _lacks(node: Mapping[str, Any], wanted: PlacementRequest) -> str:

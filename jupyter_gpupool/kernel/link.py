@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
 
-from ..client import CALL_TIMEOUT, Client
+from ..client import CALL_TIMEOUT, Client, first_answer
 from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..protocol import Message
 from ..states import ATTACHED
@@ -360,7 +360,9 @@ class SessionLink:
             self._ended.set()
             return
         try:
-            answer = hello.result(CALL_TIMEOUT)
+            # Not sooner again: each attempt would leave a dead connection in the machine's queue.
+            patience = first_answer(self.path)
+            answer = hello.result(patience)
         except (GPUPoolError, FutureTimeout, CancelledError) as error:
             with self._lock:
                 self._client = None
@@ -368,8 +370,7 @@ class SessionLink:
             if isinstance(error, GPUPoolError):
                 raise
             raise BrokerUnavailable(
-                f"The GPU pool broker at {self.path} did not greet this kernel in "
-                f"{CALL_TIMEOUT:g} s.",
+                f"The GPU pool broker at {self.path} did not greet this kernel in {patience:g} s.",
                 code=Code.BROKER_SILENT,
                 next_step="CPU work goes on; see `jupyter gpupool doctor`.",
             ) from None

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Mapping
 
-from ..endpoint import is_machine_path
+from ..endpoint import START_TIMEOUT, is_machine_path
 from ..errors import BrokerUnavailable, Code, GPUPoolError
 
 #: Seconds to wait for a broker that this kernel cannot start itself.
@@ -39,9 +39,10 @@ class Reviver:
         self._service = is_machine_path(path)
         self._next = 0.0
         #: Whether some process is starting the broker, or will soon.
-        self.expected = False
-        #: Seconds without a broker after which a cell does not wait for it any longer.
-        self.patience = GRACE
+        self.expected = self._service
+        #: Seconds without a broker after which a cell does not wait for it any longer. The
+        #: machine's socket takes connections while no broker runs, so nothing has to fail first.
+        self.patience = START_TIMEOUT if self._service else GRACE
 
     def away(self, error: GPUPoolError) -> GPUPoolError:
         """Try to restart the broker, which does not listen; return the error for the user."""
@@ -50,8 +51,10 @@ class Reviver:
         from .. import startrecord as record
 
         # Other threads read the results at any time, so none of them is set for a moment only.
-        if self._service or record.being_started(self._path):
-            self.expected, self.patience = True, record.START_TIMEOUT
+        if self._service:
+            return error
+        if record.being_started(self._path):
+            self.expected, self.patience = True, START_TIMEOUT
             return error
         command = self._environ.get(record.REVIVE_VARIABLE, "")
         copy = self._environ.get(record.COPY_VARIABLE, "")
@@ -65,13 +68,14 @@ class Reviver:
             return BrokerUnavailable(
                 known.sentence, code=Code.START_FAILED, next_step=known.next_step
             )
-        self.expected, self.patience = True, record.START_TIMEOUT
+        self.expected, self.patience = True, START_TIMEOUT
         self._start(command)
         return error
 
     def came_back(self) -> None:
         """Note that a broker serves: what was known of the last one does not hold for it."""
-        self.expected, self.patience = False, GRACE
+        if not self._service:
+            self.expected, self.patience = False, GRACE
 
     def describe(self) -> str:
         """Return one line for a cell that waits for the broker."""

@@ -27,6 +27,7 @@ _OF_OTHERS = (
 _CLOCKS = frozenset(
     {
         *("idle_seconds", "wait_seconds_total", "attached_seconds_total", "busy_seconds"),
+        "counted_seconds",
         *("messages", "usage", "group_usage", "share", "budgets", "standing"),
     }
 )

@@ -58,8 +58,8 @@ export class Machines implements IDisposable {
   }
 
   private readonly _update = (): void => {
-    const { view, broker } = this._model;
-    const there = view?.clustered === true && broker.status === 'up';
+    const { view } = this._model;
+    const there = this._there();
     const held = this._holders > 0 && there;
     const asking = held && this._model.live;
     if (!there) {
@@ -75,9 +75,16 @@ export class Machines implements IDisposable {
     }
   };
 
+  private _there(): boolean {
+    const { view, broker } = this._model;
+    return view?.clustered === true && broker.status === 'up';
+  }
+
   private async _ask(): Promise<void> {
     try {
-      this._set(await this._model.client.machines());
+      const found = await this._model.client.machines();
+      // The broker may have gone away meanwhile: then nothing would take these figures back.
+      this._set(this._there() ? found : null);
     } catch (error) {
       // Old figures would look like new ones.
       this._set(null);

@@ -14,8 +14,8 @@ import pytest
 
 from jupyter_gpupool import starting
 from jupyter_gpupool.client import ClientAgain
+from jupyter_gpupool.endpoint import START_TIMEOUT
 from jupyter_gpupool.errors import BrokerUnavailable
-from jupyter_gpupool.startrecord import START_TIMEOUT
 
 from .kit import wait_until
 

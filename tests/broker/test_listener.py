@@ -11,6 +11,8 @@ import stat
 
 import pytest
 
+from jupyter_gpupool import endpoint
+from jupyter_gpupool.broker.transport import listener
 from jupyter_gpupool.broker.transport.listener import Claim, is_machine_wide
 from jupyter_gpupool.errors import BrokerUnavailable
 
@@ -141,6 +143,23 @@ def test_only_root_below_run_is_machine_wide(folder):
     assert not is_machine_wide(folder / "broker.sock")
     assert not is_machine_wide(type(folder)("/run/user/1000/gpupool/broker.sock"))
     assert is_machine_wide(type(folder)("/run/gpupool/broker.sock")) == (os.geteuid() == 0)
+
+
+def test_machine_s_socket_stays_for_the_next_broker(folder, monkeypatch):
+    monkeypatch.setattr(listener, "is_machine_wide", lambda _path: True)
+    path = folder / "broker.sock"
+    claim = Claim(path)
+    claim.bind().close()
+    claim.close()
+    assert [p.name for p in folder.iterdir()] == ["broker.sock"]  # and no lock
+    monkeypatch.setattr(endpoint, "MACHINE_SOCKET", path)
+    monkeypatch.delenv("GPUPOOL_SOCKET", raising=False)
+    assert endpoint.find_socket() == path
+    claim = Claim(path)
+    listening = claim.bind()
+    assert connected(path, listening)
+    listening.close()
+    claim.close()
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import signal
 import socket
@@ -13,6 +15,7 @@ import threading
 
 import pytest
 
+from jupyter_gpupool.broker import supervisor as supervisor_module
 from jupyter_gpupool.broker.supervisor import VARIABLES, Supervisor
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import RefusedError
@@ -112,6 +115,34 @@ def test_message_to_a_missing_address_does_no_harm():
         Supervisor({"NOTIFY_SOCKET": f"@{name}"}).ready("here")
         assert to.recv(100) == b"READY=1\nSTATUS=here"
     Supervisor({"NOTIFY_SOCKET": f"@{name}"}).ready("gone")
+
+
+def test_lost_ready_is_repeated_and_pings_go_on(folder, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "AGAIN", 0.01)
+    real, failures = socket.socket, [OSError(errno.EMFILE, "too many files")] * 3
+    to = real(socket.AF_UNIX, socket.SOCK_DGRAM)
+    to.bind(str(folder / "notify"))
+    to.setblocking(False)
+
+    def make(*given, **named):
+        if failures:
+            raise failures.pop()
+        return real(*given, **named)
+
+    async def listen():
+        monkeypatch.setattr(supervisor_module.socket, "socket", make)
+        variables = {"NOTIFY_SOCKET": str(folder / "notify"), "WATCHDOG_USEC": "30000"}
+        supervisor = Supervisor(variables)
+        supervisor.ready("here")  # the first failure; the next two are in keep_alive
+        alive = asyncio.ensure_future(supervisor.keep_alive())
+        heard, loop = [], asyncio.get_running_loop()
+        while heard[-1:] != ["WATCHDOG=1"] or "READY=1\nSTATUS=here" not in heard:
+            heard.append((await asyncio.wait_for(loop.sock_recv(to, 100), 60)).decode())
+        alive.cancel()
+        return heard
+
+    with to:
+        assert asyncio.run(listen()).count("READY=1\nSTATUS=here") == 1
 
 
 class Own(kit.Broker):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from snapshots import pool
 
-from jupyter_gpupool.cli import inside
+from jupyter_gpupool.cli import doctor, inside
 from jupyter_gpupool.protocol import decode, encode
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +91,40 @@ def test_missing_socket_names_the_folder_to_mount(tmp_path):
     found = inside.examine_inside(tmp_path / "broker.sock")[-1]
     assert found.verdict == "fail"
     assert f"Mount the folder {tmp_path}" in found.todo
+
+
+def test_machine_without_a_mount_is_told_the_machine_s_folder(monkeypatch):
+    monkeypatch.delenv("GPUPOOL_SOCKET", raising=False)
+    asked = []
+    monkeypatch.setattr(inside, "examine_inside", lambda path: asked.append(path) or [])
+    doctor._inside("", [])
+    doctor._inside("/named", [])
+    monkeypatch.setenv("GPUPOOL_SOCKET", "/elsewhere")
+    doctor._inside("", [])
+    assert [*map(str, asked)] == ["/run/gpupool/broker.sock", "/named", "/elsewhere"]
+
+
+@root_only
+def test_user_namespace_without_the_machine_s_root_is_refused(outside, tmp_path, monkeypatch):
+    """There the file belongs to the overflow user id, as every file of an unknown user."""
+    os.chown(outside.path, 65534, -1)
+    table = tmp_path / "uid_map"
+    monkeypatch.setattr(inside, "_NAMESPACE", table)
+    for mapping, todo in (("0 1000 1", "--userns=host"), ("0 0 4294967295", "Mount the folder")):
+        table.write_text(mapping)
+        found = inside.examine_inside(outside.path)[-1]
+        assert (found.verdict, found.name) == ("fail", "socket")
+        assert todo in found.todo
+
+
+def test_broker_that_goes_away_during_the_checks_is_no_traceback(outside, monkeypatch):
+    def refuse(*_):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(inside, "dial", refuse)
+    found = inside.examine_inside(outside.path)[-1]
+    assert (found.verdict, found.name) == ("fail", "socket")
+    assert "Connection refused" in found.message
 
 
 def test_translated_user_ids_are_shown_as_the_machine_sees_them(tmp_path):

@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +42,7 @@ def call(tmp_path, monkeypatch):
         program.write_text(f'#!/bin/sh\necho "{name} $*" >> {calls}\n[ ! -e {tmp_path}/fail ]\n')
         program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
-    monkeypatch.setattr(module, "_check_program", lambda _python: None)
+    monkeypatch.setattr(module, "_check_programs", lambda _layout: None)
 
     def run(manager="systemd", **options):
         calls.write_text("")
@@ -79,7 +82,8 @@ def test_install_upgrade_and_undo_run_the_commands_of_systemd(call):
     }  # fmt: skip
     assert call()[-1] == "systemctl restart gpupool.service"  # an upgrade; no kernel ends
     assert call(undo=True) == [
-        "systemctl disable --now gpupool.service gpupool.socket", "systemctl daemon-reload"
+        "systemctl disable --now gpupool.service gpupool.socket",
+        "rm -f /run/gpupool/broker.sock", "systemctl daemon-reload",
     ]  # fmt: skip
     assert files_in(call.machine) == set()
     assert call(undo=True) == []
@@ -92,8 +96,84 @@ def test_other_managers_begin_and_end_the_service(call, manager):
     programs = [call.machine / name for name in files_in(call.machine)]
     assert all(path.stat().st_mode & 0o111 for path in programs)
     assert begun
-    assert call(manager, undo=True)
+    assert "rm -f /run/gpupool/broker.sock" in call(manager, undo=True)
     assert files_in(call.machine) == set()
+
+
+@root_only
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_half_an_installation_is_finished_and_undone(call, manager, tmp_path, capsys):
+    begun = call(manager)
+    shutil.rmtree(call.machine)
+    call.fail.touch()
+    with pytest.raises(ServiceError):
+        call(manager)
+    call.fail.unlink()
+    again = call(manager)
+    if manager != "systemd":  # whose upgrade also enables
+        assert again[0] == begun[0]
+    call.fail.touch()
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    assert "rm -f /run/gpupool/broker.sock" in call(manager, undo=True, config=[broken])
+    assert files_in(call.machine) == set()
+    assert "This failed with exit code 1" in capsys.readouterr().out
+
+
+@root_only
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_undo_keeps_the_files_while_the_broker_runs(call, manager):
+    call(manager)
+    before = files_in(call.machine)
+    lock = call.machine / "run/gpupool/broker.sock.lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ServiceError, match="still runs") as refused:
+            call(manager, undo=True)
+        assert "No file was removed" in refused.value.next_step
+        assert before < files_in(call.machine)
+        assert not any(
+            f"rm -f {module.MACHINE_SOCKET}" in c for c in call.calls.read_text().splitlines()
+        )
+    call(manager, undo=True)
+    assert files_in(call.machine) == {"run/gpupool/broker.sock.lock"}
+
+
+@root_only
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_upgrade_keeps_the_configuration_files(call, manager, tmp_path, capsys):
+    config = tmp_path / "it's 100% of it.py"
+    config.write_text("")
+    call(manager, config=[config])
+    before = {path: (call.machine / path).read_text() for path in files_in(call.machine)}
+    capsys.readouterr()
+    call(manager)
+    assert {path: (call.machine / path).read_text() for path in before} == before
+    assert capsys.readouterr().out.startswith(f"Keep --config {config} of")
+    other = tmp_path / "other.py"
+    other.write_text("")
+    call(manager, config=[other])
+    assert "Keep" not in capsys.readouterr().out
+    assert not any("100" in (call.machine / path).read_text() for path in before)
+
+
+@root_only
+def test_file_being_written_is_never_one_that_is_there(call):
+    folder = call.machine / "etc/tmpfiles.d"
+    folder.mkdir(parents=True)
+    (folder / ".gpupool.conf.new").symlink_to(call.machine / "victim")
+    call()
+    assert not (call.machine / "victim").exists()
+    assert (folder / "gpupool.conf").stat().st_mode & 0o777 == 0o644
+
+
+@root_only
+def test_service_in_a_cluster_warns_of_kernels_from_elsewhere(call, tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text('{"GPUPool": {"cluster_identity": "munge"}}')
+    call(config=[config])
+    assert "cannot start kernels for servers on other machines" in capsys.readouterr().out
 
 
 @root_only
@@ -133,17 +213,44 @@ def test_user_who_is_not_root_is_refused(call, monkeypatch):
     call(dry_run=True)
 
 
+def refused_programs(layout):
+    with pytest.raises(ServiceError) as refused:
+        module._check_programs(layout)
+    assert "a user who is not root may change it" in refused.value.message
+    return refused.value.message
+
+
 @root_only
-def test_environment_that_others_may_write_is_refused(tmp_path):
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.touch()
-    for change in (lambda: os.chown(python, 65534, -1), lambda: python.parent.chmod(0o777)):
-        change()
-        with pytest.raises(ServiceError) as refused:
-            module._check_program(python)
-        assert "a user who is not root may change it" in refused.value.message
-        os.chown(python, 0, -1)
+def test_program_that_others_may_change_is_refused(tmp_path, monkeypatch):
+    for name in ("mine", "theirs", "bin"):
+        (tmp_path / name).mkdir()
+    real, link, python = (tmp_path / n for n in ("mine/real", "theirs/link", "bin/python"))
+    real.touch()
+    link.symlink_to(real)
+    python.symlink_to("../theirs/link")
+    layout = Layout(python, (), LAYOUT.socket, LAYOUT.state)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path / "bin")])
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(0o755)
+    module._check_programs(layout)
+    real.parent.chmod(0o775)  # root's own group may write it
+    module._check_programs(layout)
+    os.chown(link.parent, 65534, -1)  # it has a link of the chain
+    assert str(link.parent) in refused_programs(layout)
+    os.chown(link.parent, 0, -1)
+    real.chmod(0o666)
+    assert f"{real} (owner 0, mode 666)" in refused_programs(layout)
+    real.chmod(0o755)
+    for name in ("config", "loader"):
+        (tmp_path / "theirs" / name).touch()
+        os.chown(tmp_path / "theirs" / name, 65534, -1)
+    config, loader = tmp_path / "theirs/config", tmp_path / "theirs/loader"
+    assert str(config) in refused_programs(replace(layout, config=(config,)))
+    assert str(loader) in refused_programs(replace(layout, loader=loader))
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path / "theirs" / "missing")])
+    module._check_programs(layout)
+    link.parent.chmod(0o1777)  # nobody may replace files of others there, but make new ones
+    assert "missing" in refused_programs(layout)
 
 
 @root_only
@@ -194,8 +301,14 @@ def test_systemd_accepts_the_units_and_rates_them_ok(tmp_path):
     python = tmp_path / "bin of 100% $HOME" / "python"
     python.parent.mkdir()
     shutil.copy("/bin/true", python)
-    layout = Layout(python, (tmp_path / "a b.py",), LAYOUT.socket, Path("/srv/pool"), "/bin/true")
-    for one in (layout, Layout(python, (), LAYOUT.socket, LAYOUT.state)):
+    layout = Layout(python, (tmp_path / "a b.py",), LAYOUT.socket, Path("/srv/my pool"),
+                    Path("/bin/true"))  # fmt: skip
+    odd = Path("/var/lib/100% of it")
+    for one in (
+        layout,
+        replace(layout, state=odd),
+        Layout(python, (), LAYOUT.socket, LAYOUT.state),
+    ):
         units = written(tmp_path, "systemd", one)
         done = subprocess.run(
             ["systemd-analyze", "verify", units["gpupool.service"], units["gpupool.socket"]],
@@ -208,6 +321,18 @@ def test_systemd_accepts_the_units_and_rates_them_ok(tmp_path):
          units["gpupool.service"]], capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert rated.returncode == 0, rated.stdout[-300:]
+
+
+def test_folder_of_the_journal_may_have_any_name():
+    files = MANAGERS["systemd"].files(replace(LAYOUT, state=Path("/var/lib/100% of it")))
+    texts = {file.path.name: file.text for file in files}
+    assert 'd "/var/lib/100%% of it" 0700 root root -\n' in texts["gpupool.conf"]
+    assert '\nStateDirectory="100%% of it"\n' in texts["gpupool.service"]
+
+
+def test_unit_lets_the_broker_write_temporary_files():
+    unit = MANAGERS["systemd"].files(LAYOUT)[-1].text
+    assert "\nReadWritePaths=-/tmp -/var/tmp\n" in unit
 
 
 def test_scripts_run_the_broker_whatever_is_in_its_path(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
+from traitlets.config.loader import PyFileConfigLoader
 
 from jupyter_gpupool import starting
 from jupyter_gpupool.config import load_settings
@@ -76,3 +77,25 @@ def test_server_with_the_example_starts_a_broker_of_its_user():
     """The section is handed over as JSON; the broker reads the function from the same file."""
     section = {"GPUPool": {"hub_groups": len, "idle_timeout": 5}}
     assert starting._section(section) == {"idle_timeout": 5}
+
+
+def test_example_for_the_hub_keeps_what_other_files_add(tmp_path):
+    token, file = tmp_path / "token", tmp_path / "jupyterhub_config.py"
+    token.write_text("s3cret\n")
+    text = (EXAMPLE.parent / "jupyterhub" / "jupyterhub_config.py").read_text()
+    file.write_text(text.replace("/etc/gpupool/hub-token", str(token)))
+    before = tmp_path / "tljh.py"  # it loads the files of an admin last
+    before.write_text(
+        "c = get_config()\n"
+        'c.JupyterHub.services = [{"name": "cull-idle"}]\n'
+        'c.JupyterHub.load_roles = [{"name": "idle-culler"}]\n'
+        'c.JupyterHub.load_groups = {"admins": {"users": []}}\n'
+        f"load_subconfig({str(file)!r})\n"
+    )
+    hub = PyFileConfigLoader(before.name, str(tmp_path)).load_config().JupyterHub
+    assert [one["name"] for one in hub.services] == ["cull-idle", "gpupool"]
+    assert [one["name"] for one in hub.load_roles] == ["idle-culler", "gpupool", "gpu-course"]
+    assert [*hub.load_groups] == ["admins", "research"]
+    alone = PyFileConfigLoader(file.name, str(tmp_path)).load_config().JupyterHub
+    (service,) = alone.services.get_value([])
+    assert service == {"name": "gpupool", "api_token": "s3cret"}

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -175,6 +176,19 @@ async def test_device_is_unguarded_without_room_for_the_page(emulated, monkeypat
     async with emulated("1x1GiB,context=16MiB").started(guard=True) as (_, (device,)):
         assert (device.tier, device.can_suspend) == ("unguarded", True)
         assert device.tier_reason.startswith("The guard cannot be used. [Errno 20]")
+
+
+def test_folders_for_temporary_files_may_be_read_only(monkeypatch, place):
+    def none():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)  # each is tried, and the answer kept
+    folder = guard_frame._folder()
+    assert folder.parent == place
+    folder.rmdir()
+    monkeypatch.setattr(guard_frame, "_SHM", place / "none")
+    with pytest.raises(OSError, match="No usable temporary"):
+        guard_frame._folder()
 
 
 async def test_leftovers_of_a_killed_broker_are_removed(emulated, place):

@@ -110,6 +110,7 @@ class Hub:
         scopes = ["admin:users", "admin:servers", "access:servers", "admin:groups"]
         (self.folder / "hub.py").write_text(f"""
 c = get_config()
+c.JupyterHub.load_roles, c.JupyterHub.load_groups = [], {{}}
 load_subconfig({str(self.folder / "example.py")!r})
 next(r for r in c.JupyterHub.load_roles if r["name"] == "gpu-course")["users"] = {course!r}
 c.JupyterHub.load_groups["research"]["users"] = []

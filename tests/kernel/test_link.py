@@ -4,14 +4,19 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import pytest
 from scripted_broker import ScriptedBroker
 
+from jupyter_gpupool import client as client_module
 from jupyter_gpupool.client import Client
 from jupyter_gpupool.errors import BrokerUnavailable
+from jupyter_gpupool.kernel import link as link_module
+from jupyter_gpupool.kernel import revive
 from jupyter_gpupool.kernel.link import SessionLink
+from jupyter_gpupool.protocol import decode, encode
 
 
 @pytest.fixture
@@ -132,3 +137,31 @@ def test_exception_in_the_agent_does_not_end_the_connection(
     finally:
         link.close()
     assert link_threads() == []
+
+
+def test_hello_waits_in_the_queue_of_the_machine_s_socket(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service manager listens while the broker starts: another attempt would only fill it."""
+    broker.die()
+    monkeypatch.setattr(revive, "is_machine_path", lambda _: True)
+    monkeypatch.setattr(client_module, "is_machine_path", lambda _: True, raising=False)
+    for module in (client_module, link_module):
+        monkeypatch.setattr(module, "CALL_TIMEOUT", 0.01)
+    with socket.socket(socket.AF_UNIX) as given:
+        given.bind(str(broker.path))
+        given.listen()
+        link = SessionLink(broker.path, "s1", "token")
+        link.start()
+        wait = link.wait("h", "cell", lambda: None)
+        connection, _ = given.accept()
+        with connection:
+            hello = decode(connection.recv(65536))
+            connection.settimeout(0.3)
+            with pytest.raises(TimeoutError):  # it is still open; a slow machine changes nothing
+                connection.recv(1)
+            assert not link.given_up(wait)
+            connection.sendall(encode({**broker._on_hello(hello), "type": "ok", "id": hello["id"]}))
+            connection.settimeout(60)
+            assert decode(connection.recv(65536))["hold"] == "h"
+            link.close()

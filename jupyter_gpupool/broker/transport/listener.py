@@ -118,10 +118,15 @@ class Claim:
         return self.bind()
 
     def close(self) -> None:
-        """Remove the socket's file, if it still is ours, and release the lock."""
+        """Remove the socket's file, if it still is ours, and release the lock.
+
+        The machine's stays: without it, a kernel that starts before the next broker would start a
+        broker of its user.
+        """
         try:
             found = os.lstat(self.path)
-            if self._given is None and (found.st_dev, found.st_ino) == self._bound:
+            mine = self._given is None and not self.machine_wide
+            if mine and (found.st_dev, found.st_ino) == self._bound:
                 self.path.unlink()
         except OSError:
             pass  # somebody removed it before us

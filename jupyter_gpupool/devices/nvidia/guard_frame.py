@@ -17,7 +17,7 @@ import secrets
 import shutil
 import tempfile
 from pathlib import Path
-from typing import AsyncIterator, Callable, Mapping
+from typing import AsyncIterator, Callable, Iterator, Mapping
 
 from ... import procfs
 from ...errors import Code, GPUPoolError
@@ -199,7 +199,7 @@ def _folder() -> Path:
         If no folder has room.
     """
     problem: OSError | None = None
-    for place in (_SHM, Path(tempfile.gettempdir())):
+    for place in _places():
         try:
             _sweep(place)
             folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))
@@ -216,6 +216,13 @@ def _folder() -> Path:
         return folder
     assert problem is not None
     raise problem
+
+
+def _places() -> Iterator[Path]:
+    yield _SHM
+    # Only now: this raises where no folder for temporary files may be written, as under a service
+    # manager that protects the file system.
+    yield Path(tempfile.gettempdir())
 
 
 def _sweep(place: Path) -> None:

@@ -1,0 +1,57 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Whether only root can change what a path leads to: each folder and each link on the way."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Iterator
+
+#: The system follows no more links than this (path_resolution(7)).
+_MOST_LINKS = 40
+
+
+def changeable(path: Path) -> str:
+    """Return the place at which a user who is not root can change ``path``, in words; "" if none.
+
+    A missing end of the path counts as what somebody could make there.
+    """
+    steps = [*_steps(path)]
+    for number, at in enumerate(steps):
+        try:
+            found = at.lstat()
+        except OSError:
+            return ""  # its folder was looked at before
+        last = number + 1 == len(steps) or not os.path.lexists(steps[number + 1])
+        # In a sticky folder nobody replaces the files of root; but anybody makes new ones.
+        sticky = bool(found.st_mode & stat.S_ISVTX) and not last
+        by_group = found.st_mode & stat.S_IWGRP and found.st_gid != 0
+        writable = bool(by_group or found.st_mode & stat.S_IWOTH) and not sticky
+        if stat.S_ISLNK(found.st_mode):
+            writable = False  # a link's own mode means nothing
+        if found.st_uid != 0 or writable:
+            return f"{at} (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
+def _steps(path: Path) -> Iterator[Path]:
+    """Yield what the system looks at to find ``path``: folders, links and their targets."""
+    at, links = Path("/"), 0
+    yield at
+    left = [*reversed(path.absolute().parts[1:])]
+    while left:
+        name = left.pop()
+        if name == "..":
+            at = at.parent
+            continue
+        at /= name
+        yield at
+        if at.is_symlink():
+            links += 1
+            if links > _MOST_LINKS:
+                return
+            target = at.readlink()
+            left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+            at = Path("/") if target.is_absolute() else at.parent
