@@ -128,8 +128,9 @@ def test_a_broker_ends_although_a_program_is_silent(broker, runs, monkeypatch):
         thread.join(60)
 
 
-def test_a_kernel_that_starts_counts_as_running_and_can_be_ended(broker, runs):
-    runs(BECOMES)
+def test_a_kernel_that_starts_counts_as_running_and_can_be_ended(broker, runs, tmp_path):
+    gate = tmp_path / "gate"  # its start lasts until all orders are answered
+    runs(f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n{BECOMES}")
 
     async def run():
         start = asyncio.ensure_future(broker.perform(order("start")))
@@ -139,6 +140,7 @@ def test_a_kernel_that_starts_counts_as_running_and_can_be_ended(broker, runs):
             broker, order("poll"), order("signal", signal=2), order("signal", signal=9),
             order("start"),
         )  # fmt: skip
+        gate.touch()
         found = [await start, *rest]
         return found, await perform(broker, order("poll"))
 
