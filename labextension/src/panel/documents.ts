@@ -36,12 +36,28 @@ interface IHasKernel {
   readonly context?: IHasKernel;
 }
 
+/** What some shells have beside what all must have. */
+interface ITellsLayout {
+  readonly layoutModified?: ISignal<unknown, unknown>;
+}
+
 export class Documents implements IDocuments {
   constructor(private readonly _app: JupyterFrontEnd) {
     const { sessions } = _app.serviceManager;
     sessions.runningChanged.connect(() => this._changed.emit());
     // Not every shell knows which widget is in front.
     _app.shell.currentChanged?.connect(() => this._changed.emit());
+    // A document that is not in front can be closed, too. Only JupyterLab's shell tells this, and
+    // tells each resize as well.
+    const shell: JupyterFrontEnd.IShell & ITellsLayout = _app.shell;
+    let open = this._open();
+    shell.layoutModified?.connect(() => {
+      const before = open;
+      open = this._open();
+      if (open !== before) {
+        this._changed.emit();
+      }
+    });
   }
 
   get changed(): ISignal<Documents, void> {
@@ -90,6 +106,11 @@ export class Documents implements IDocuments {
       }
     }
     return null;
+  }
+
+  /** The kernels of all open documents, as one text. */
+  private _open(): string {
+    return [...this._app.shell.widgets('main')].map(kernelOf).join();
   }
 
   /** The widget in which it is open. */

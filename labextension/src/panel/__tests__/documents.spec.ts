@@ -19,10 +19,12 @@ function made(widgets: IFakeWidget[], running: object[], commands: string[] = []
   const executed: unknown[] = [];
   const source = {};
   const runningChanged = new Signal<object, void>(source);
+  const layoutModified = new Signal<object, void>(source);
   const app = {
     serviceManager: { sessions: { runningChanged, running: () => running } },
     shell: {
       currentWidget: widgets[0] ?? null,
+      layoutModified,
       widgets: () => widgets,
       activateById: (id: string) => activated.push(id)
     },
@@ -34,7 +36,8 @@ function made(widgets: IFakeWidget[], running: object[], commands: string[] = []
       }
     }
   } as unknown as JupyterFrontEnd;
-  return { documents: new Documents(app), activated, executed, runningChanged };
+  const documents = new Documents(app);
+  return { documents, activated, executed, runningChanged, layoutModified };
 }
 
 describe('Documents', () => {
@@ -75,6 +78,19 @@ describe('Documents', () => {
     expect(made([{ id: 'w', context: runs('k') }], []).documents.active).toBe('k');
     expect(made([{ id: 'w' }], []).documents.active).toBeNull();
     expect(made([], []).documents.active).toBeNull();
+  });
+
+  it('tell that one behind others was closed, and no resize', () => {
+    const widgets = [{ id: 'launcher' }, { id: 'w', ...runs('k') }];
+    const { documents, layoutModified } = made(widgets, [session]);
+    const changed = jest.fn();
+    documents.changed.connect(changed);
+    layoutModified.emit();
+    expect(changed).not.toHaveBeenCalled();
+    widgets.pop();
+    layoutModified.emit();
+    expect(changed).toHaveBeenCalledTimes(1);
+    expect(documents.name('k')?.closed).toBe(true);
   });
 
   it('come to the front if they are open', () => {
