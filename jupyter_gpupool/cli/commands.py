@@ -364,10 +364,16 @@ class _Parser(argparse.ArgumentParser):
     """argparse with errors that fit on a line and name the most similar valid word."""
 
     def error(self, message: str) -> NoReturn:
-        wrong = re.match(r"argument .*: invalid choice: '([^']*)'", message)
+        wrong = re.match(r"argument (.+?): invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if wrong:
-            hint = did_you_mean(wrong[1], COMMANDS)
-            message = f"there is no command {wrong[1]!r}. {hint}".strip()
+            name, given, listed = wrong.groups()
+            choices = re.findall(r"[^\s,']+", listed)
+            if set(choices) >= set(COMMANDS):
+                message = f"there is no command {given!r}. {did_you_mean(given, COMMANDS)}"
+            else:
+                hint = did_you_mean(given, choices)
+                message = f"{name} takes {', '.join(choices)}, not {given!r}. {hint}"
+            message = message.strip()
         if not message.endswith((".", "?")):
             message += "."
         self.exit(2, f"{self.prog}: {message} See `{self.prog} --help`.\n")

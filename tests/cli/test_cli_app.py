@@ -42,6 +42,11 @@ def test_wrong_usage_is_explained(arguments, message, capsys):
         (["status", "--interval", "0"], "'0' is not a number of seconds from 0.1 to 3600"),
         (["status", "--interval", "soon"], "'soon' is not a number of seconds"),
         (["release"], "the following arguments are required: SESSION"),
+        (
+            ["install-service", "--manager", "systmd"],
+            "--manager takes systemd, openrc, runit, not 'systmd'. Did you mean 'systemd'?",
+        ),
+        (["cluster", "stat"], "ORDER takes status, drain, resume, "),
         (["wrap", "x", "--user", "--prefix", "y"], "not allowed with argument"),
     ],
 )
