@@ -21,7 +21,7 @@ from .broker_calls import BrokerCalls
 
 #: Seconds in which this machine's broker must have carried out an order.
 PATIENCE = 60.0
-#: Seconds for which the broker is asked to wait for an order, and more until it has answered.
+#: Seconds that the broker may wait for an order, and more until it has answered.
 WAIT, GRACE = 5.0, 10.0
 
 _LOG = logging.getLogger(__name__)

@@ -74,7 +74,7 @@ def test_without_the_ledger_only_this_machine_is_shown():
 
 
 class Link:
-    """A broker that counts what is asked."""
+    """A broker that counts the requests."""
 
     def __init__(self, *, clustered):
         self.clustered, self.asked = clustered, []
