@@ -111,9 +111,10 @@ static CUresult initialise(void)
     machine_device_file(true);
     for (int i = 0; i < driver.count; i++)
         machine_gpu_file(driver.device[i].physical);
-    if (fault_active(FAULT_INIT_SUFFICES, getpid(), -1, NULL))
-        return service_start();
-    return CUDA_SUCCESS;
+    /* Observed with 580.159.04: the restore thread is there, and a suspend frees 0 bytes. */
+    if (fault_active(FAULT_INIT_NOT_ENOUGH, getpid(), -1, NULL))
+        return CUDA_SUCCESS;
+    return service_start();
 }
 
 EXPORT CUresult cuInit(unsigned flags)

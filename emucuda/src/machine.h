@@ -58,7 +58,7 @@ enum fault_kind {
     FAULT_DEVICE_LOST,
     FAULT_NVML_MISSING_PIDS,
     FAULT_HANG,
-    /* Quirks: the other behaviour, where that of real drivers is not known yet. */
+    /* Quirks: the other behaviour, where that of all real drivers is not known. */
     FAULT_RESIDUE,
     FAULT_NVML_LESS,
     FAULT_NVML_WAITS,
@@ -68,7 +68,7 @@ enum fault_kind {
     FAULT_RESTORE_KEEPS_STATE,
     FAULT_RESTORE_MORE,
     FAULT_MIGRATION_REFUSED,
-    FAULT_INIT_SUFFICES,
+    FAULT_INIT_NOT_ENOUGH,
     FAULT_LOCK_IGNORES_TIMEOUT,
     FAULT_NVML_HOST_PIDS,
     FAULT_CONTEXT_MORE,

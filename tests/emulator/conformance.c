@@ -321,13 +321,20 @@ static void case_state_machine(void)
     end(&c);
 }
 
-static void case_not_a_cuda_process(void)
+static void case_cuinit_is_enough(void)
 {
     struct child c = start(NULL);
     CHECK(thread_id(&c) < 0);
     IS(ask(&c, "init"), 0);
-    CHECK(thread_id(&c) < 0);
-    IS(op(&c, 'l', 1000), 3); /* cuInit alone leaves nothing to suspend */
+    CHECK(thread_id(&c) > 0); /* cuInit is enough, and a context is not needed */
+    IS(state(&c), 0);
+    IS(op(&c, 'l', 1000), 0);
+    IS(op(&c, 'c', 0), 0);
+    IS(state(&c), 2);
+    IS(op(&c, 'r', 0), 0);
+    IS(op(&c, 'u', 0), 0);
+    IS(ask(&c, "alloc 4"), 0);
+    IS(ask(&c, "verify"), 0);
     end(&c);
     CHECK(op(&c, 'l', 1000) != 0); /* gone */
 }
@@ -476,7 +483,7 @@ const struct test tests[] = {
     CASE(graph_memory), CASE(graph_memory_outlives), CASE(graph_out_of_memory), CASE(capture),
     CASE(capture_two_streams), CASE(capture_refusals), CASE(graph_memory_suspended), CASE(ipc), CASE(ipc_event), CASE(shared_vmm), CASE(shared_pool),
     CASE(exported_memory_is_not_suspended), CASE(mipmap), CASE(green_context), CASE(registered_memory), CASE(fork),
-    CASE(no_device_is_sticky), CASE(state_machine), CASE(not_a_cuda_process), CASE(lock_timeout),
+    CASE(no_device_is_sticky), CASE(state_machine), CASE(cuinit_is_enough), CASE(lock_timeout),
     CASE(calls_block), CASE(managed_memory), CASE(kill_suspended), CASE(migration),
     CASE(sync_while_locked), CASE(sync_while_suspended), CASE(stopped_target),
     CASE(restore_without_room), {NULL, NULL},
