@@ -140,6 +140,6 @@ EXPORT CUresult cuDriverGetVersion(int *version)
 {
     if (!version)
         return CUDA_ERROR_INVALID_VALUE;
-    *version = 13000;
+    *version = CUDA_VERSION;
     return CUDA_SUCCESS;
 }

@@ -22,7 +22,8 @@
 #define MAX_FAULTS 32
 #define MACHINE_MAGIC 0x67707570656d7531ull
 #define MACHINE_ABI 1u
-#define DRIVER_VERSION "580.95.05" /* the family whose behaviour is emulated */
+#define DRIVER_VERSION "580.159.04" /* the driver whose behaviour is emulated (tests/driver_records) */
+#define CUDA_VERSION 13000          /* its version of the API */
 #define MIB (1ull << 20)
 #define GRANULE (2 * MIB) /* size of a device page, as on the hardware */
 

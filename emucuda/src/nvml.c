@@ -57,14 +57,15 @@ EXPORT nvmlReturn nvmlInitWithFlags(unsigned flags)
 EXPORT nvmlReturn nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 EXPORT nvmlReturn nvmlInit(void) { return nvmlInitWithFlags(0); }
 
-/* An extra call is no error (tests/driver_records). */
+/* An extra call is an error since 580; before, it was none (tests/driver_records). */
 EXPORT nvmlReturn nvmlShutdown(void)
 {
     pthread_mutex_lock(&init_mutex);
-    if (!nvml_check() && !__atomic_sub_fetch(&references, 1, __ATOMIC_RELEASE))
+    nvmlReturn result = nvml_check();
+    if (!result && !__atomic_sub_fetch(&references, 1, __ATOMIC_RELEASE))
         machine_device_file(false);
     pthread_mutex_unlock(&init_mutex);
-    return NVML_SUCCESS;
+    return result;
 }
 
 EXPORT const char *nvmlErrorString(nvmlReturn code)
@@ -100,6 +101,7 @@ EXPORT const char *nvmlErrorString(nvmlReturn code)
         "System is not in ready state",
         "No supported GPUs were found",
         "Resource not in correct state to perform requested operation",
+        "Reset type is not supported for given device",
     };
     return code < 0 || code >= (int)(sizeof texts / sizeof *texts) ? "Unknown Error" : texts[code];
 }
@@ -129,7 +131,7 @@ EXPORT nvmlReturn nvmlSystemGetCudaDriverVersion_v2(int *version)
 {
     INITIALISED;
     REQUIRE(version);
-    *version = 13000;
+    *version = CUDA_VERSION;
     return NVML_SUCCESS;
 }
 

@@ -132,15 +132,16 @@ def test_a_forked_child_has_no_device_and_no_charge(watch):
     machine, look = watch
     child = machine.target()
     code = """
-    context(); p = ok(D.cuMemAlloc(100 << 20))
+    context(); p = ok(D.cuMemAlloc(100 << 20)); stream = ok(D.cuStreamCreate(0))
     r, w = os.pipe()
     if not os.fork():
         found = [int(D.cuInit(0)[0]), int(D.cuMemAlloc(4096)[0]), int(D.cuDeviceGetCount()[0])]
+        found.append(int(D.cuStreamGetFlags(stream)[0]))
         os.write(w, repr(found).encode()); os._exit(0)
     os.wait()
     _ = (eval(os.read(r, 100)), int(D.cuMemFree(p)[0]))
     """
-    assert child.do(dedent(code)) == ([3, 3, 3], 0)
+    assert child.do(dedent(code)) == ([3, 3, 3, 3], 0)
     assert look("used(0)") == 32 * MIB
 
 
