@@ -133,6 +133,7 @@ struct slot {
     uint64_t suspended_at;      /* CLOCK_MONOTONIC ns */
     uint64_t charged_at;        /* the first time; 0: never */
     uint32_t moving;            /* a checkpoint or restore is copying */
+    uint32_t asleep;            /* futex word: from the checkpoint to the unlock; NVML waits for its end */
     struct busy busy[MAX_DEVICES];
     struct request request;
     pthread_mutex_t callers; /* one checkpoint call at a time; outlives the slot's owner */
@@ -187,6 +188,7 @@ void machine_release(struct slot *slot, unsigned device, uint64_t bytes);
 uint64_t machine_free(unsigned device);
 uint64_t machine_capacity(void); /* bytes of one device that can be charged */
 void machine_wait_still(void); /* waits until no live process is being moved */
+void machine_wait_awake(void); /* waits until this process is not suspended */
 
 /* Utilisation: records and reads modelled kernel time. */
 void busy_record(struct slot *slot, unsigned device, uint64_t from, uint64_t until);

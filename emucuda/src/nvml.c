@@ -18,7 +18,10 @@ static pthread_mutex_t init_mutex = PTHREAD_MUTEX_INITIALIZER;
 
 nvmlReturn nvml_check(void)
 {
-    return __atomic_load_n(&references, __ATOMIC_ACQUIRE) > 0 ? NVML_SUCCESS : NVML_ERROR_UNINITIALIZED;
+    if (__atomic_load_n(&references, __ATOMIC_ACQUIRE) <= 0)
+        return NVML_ERROR_UNINITIALIZED;
+    machine_wait_awake();
+    return NVML_SUCCESS;
 }
 
 nvmlDevice nvml_handle(unsigned index) { return &devices[index]; }
@@ -41,6 +44,7 @@ EXPORT nvmlReturn nvmlInitWithFlags(unsigned flags)
     pthread_mutex_lock(&init_mutex);
     switch (machine_open()) {
     case MACHINE_OK:
+        machine_wait_awake();
         __atomic_add_fetch(&references, 1, __ATOMIC_RELEASE);
         machine_device_file(true);
         break;

@@ -273,6 +273,37 @@ async def test_work_begun_while_suspended_waits_and_is_done_once(machine, note):
         assert await process.do("digest", "a") == expected(size, 1, 5)
 
 
+async def test_nvml_of_a_suspended_process_answers_after_the_resume(machine, note):
+    """580.159.04 blocks it until the unlock. The test notes whether a locked process waits, too."""
+
+    async def blocks():
+        answer = asyncio.create_task(process.do("nvml"))
+        await asyncio.wait({answer}, timeout=1.0)
+        return answer, not answer.done()
+
+    async with bench(machine) as found, target("cuda-core", found.env) as process:
+        seen = await process.do("nvml")
+        step = {"pid": process.root.pid, "start_time": process.root.start_time}
+        answers = []
+        locks = await found.worker.call("lock", CALL, process=step, drain=LOCK)
+        assert locks["outcome"] == "ok", locks
+        try:
+            answer, waits_locked = await blocks()
+        finally:
+            await found.worker.call("unlock", CALL, process=step)
+        answers.append(await answer)
+
+        there = await found.suspend(process)
+        assert there.status == "suspended", there
+        answer, waits_suspended = await blocks()
+        back = await found.resume(process, there)
+        assert back.status == "resumed", back
+        answers.append(await answer)
+        note(waits_while_locked=waits_locked, waits_while_suspended=waits_suspended)
+        assert answers == [seen, seen]
+        assert await process.do("nvml") == seen
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 async def test_signal_to_a_suspended_process_leaves_nothing_behind(machine, name, note):
     """The test notes whether the process ends at once, and asserts that SIGKILL ends it."""
