@@ -64,29 +64,13 @@ def test_populated_mapping_is_whole_and_zero(size, how):
     assert (zero, error, threads) == (True, 7, 0)
 
 
-def free_huge_pages():
-    """Return the free blocks of 2 MiB and more in the zones above 4 GiB."""
-    rows = [line.split() for line in Path("/proc/buddyinfo").read_text().splitlines()]
-    return sum(
-        int(count) << place
-        for row in rows
-        if not row[3].startswith("DMA")
-        for place, count in enumerate(row[4 + 9 :])
-    )
-
-
-def test_huge_pages_are_taken_only_while_they_are_free():
-    """Making room for them can take longer than all small pages."""
-    policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if not policy.exists():
-        pytest.skip("this kernel has no transparent huge pages")
-    before = free_huge_pages()
-    _, _, huge, *_ = mapped(64 * MiB)
-    after = free_huge_pages()
-    if min(before, after) > 64:
-        assert huge
-    if max(before, after) == 0:
-        assert not huge
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="this kernel has no transparent huge pages",
+)
+def test_populated_mapping_may_have_huge_pages():
+    """Whether the kernel has some is another question: then its pages are small."""
+    assert mapped(64 * MiB)[2]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@
  *
  * The driver's checkpoint maps host memory for all of the process's device memory with one populated mmap()
  * (MAP_POPULATE), in pages of 4 KiB, and then copies; one thread does both. With 580.159.04 on an H200 the pages
- * take two thirds of the time. This mmap() stands before the C library's: it gives such a mapping huge pages, as
- * many as are free, and lets several threads populate it. All other mappings are as the C library makes them.
+ * take two thirds of the time. This mmap() stands before the C library's: it gives such a mapping huge pages
+ * where that is quick, and lets several threads populate it. All other mappings are as the C library makes them.
  *
  * Nothing else changes for the caller: the same bytes count for a control group, all zero, and an error while
  * populating is ignored, as mmap(2) says of MAP_POPULATE.
@@ -14,16 +14,14 @@
 #include "cuda_abi.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #ifndef MADV_POPULATE_WRITE
@@ -33,7 +31,8 @@
 #define POPULATED (MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE)
 #define LEAST (32ul << 20) /* smaller mappings gain nothing that a person would notice */
 #define HUGE (2ul << 20)
-#define HUGE_ORDER 9 /* of pages of 4 KiB */
+#define STEP (16ul << 20)
+#define SLOWEST 1u /* bytes per ns of each thread: a small page with its zeroes takes 2 to 4 us */
 #define THREADS 8
 #define STACK (256ul << 10)
 
@@ -44,35 +43,12 @@ static void *map_plainly(void *at, size_t bytes, int prot, int flags, int fd, of
     return (void *)syscall(SYS_mmap, at, bytes, prot, flags, fd, offset);
 }
 
-/* Bytes that are free now in blocks of a huge page or more; 0 if the kernel does not tell. To make more, it would
- * move or drop other pages, which can take longer than all small pages together. The zones below 4 GiB do not
- * count, as the kernel keeps most of them for others. */
-static size_t free_in_huge_pages(void)
+/* Of this thread alone: on a busy machine it may wait for a processor. */
+static uint64_t worked_ns(void)
 {
-    char text[8192];
-    int fd = open("/proc/buddyinfo", O_RDONLY | O_CLOEXEC);
-    ssize_t got = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
-    if (fd >= 0)
-        close(fd);
-    text[got > 0 ? got : 0] = 0;
-    size_t bytes = 0;
-    /* Node 0, zone   Normal   <free blocks of order 0>  <of order 1> ... */
-    for (char *at = strstr(text, "zone"); at; at = strstr(at, "zone")) {
-        at += strlen("zone");
-        at += strspn(at, " ");
-        bool low = !strncmp(at, "DMA", 3);
-        at += strcspn(at, " \n");
-        char *after;
-        for (int order = 0;; order++, at = after) {
-            at += strspn(at, " ");
-            size_t blocks = strtoul(at, &after, 10);
-            if (after == at)
-                break;
-            if (order >= HUGE_ORDER && !low)
-                bytes += blocks << (12 + order);
-        }
-    }
-    return bytes;
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
 struct part {
@@ -82,10 +58,23 @@ struct part {
     bool started;
 };
 
+/* In steps. Where no huge page is free, the kernel moves or drops other pages to make one, which can take longer
+ * than all small pages of a step: after a slow step the rest gets small pages. */
 static void *populate_part(void *with)
 {
     struct part *part = with;
-    madvise(part->begin, part->bytes, MADV_POPULATE_WRITE);
+    char *at = part->begin, *end = at + part->bytes;
+    size_t step = STEP;
+    while (at < end) {
+        size_t bytes = (size_t)(end - at) < step ? (size_t)(end - at) : step;
+        uint64_t begun = worked_ns();
+        madvise(at, bytes, MADV_POPULATE_WRITE);
+        at += bytes;
+        if (step == STEP && at < end && worked_ns() - begun > bytes / SLOWEST) {
+            madvise(at, (size_t)(end - at), MADV_NOHUGEPAGE);
+            step = SIZE_MAX;
+        }
+    }
     return NULL;
 }
 
@@ -139,9 +128,7 @@ EXPORT void *mmap(void *at, size_t bytes, int prot, int flags, int fd, off_t off
     if (found == MAP_FAILED)
         return found;
     int error = errno;
-    size_t huge = free_in_huge_pages() / 10 * 9 / HUGE * HUGE;
-    if (huge) /* refused by a kernel without huge pages: then small ones */
-        madvise(found, huge < bytes ? huge : bytes, MADV_HUGEPAGE);
+    madvise(found, bytes, MADV_HUGEPAGE); /* refused by a kernel without huge pages: then small ones */
     if (madvise(found, HUGE, MADV_POPULATE_WRITE) && errno == EINVAL) { /* an older kernel */
         munmap(found, bytes);
         return map_plainly(at, bytes, prot, flags, fd, offset);
