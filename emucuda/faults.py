@@ -28,6 +28,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "nvml-lag": ("pid", "device", "ms"),
     "suspend-keeps": ("pid", "device", "bytes"),
     "restore-keeps-state": ("pid", "code"),
+    "restore-hides-loss": ("pid",),
     "restore-more": ("pid", "device", "count", "bytes"),
     "migration-refused": ("pid", "count", "code"),
     "init-not-enough": ("pid",),
@@ -75,6 +76,8 @@ class Faults:
     ``nvml-lag``              NVML lists a suspended process unchanged for ``ms`` more
     ``suspend-keeps``         a suspended process keeps ``bytes``, and is listed (0: with none)
     ``restore-keeps-state``   a restore that fails leaves the process CHECKPOINTED
+    ``restore-hides-loss``    a restore that fails leaves the process CHECKPOINTED, and so do all
+                              later ones, with 304 (580.159.04)
     ``restore-more``          a restored process has ``bytes`` more than before
     ``migration-refused``     a restore onto another device fails (NOT_SUPPORTED) and can be
                               repeated

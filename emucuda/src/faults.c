@@ -36,6 +36,7 @@ static const char *const names[FAULT_KINDS] = {
     [FAULT_NVML_LAG] = "nvml-lag",
     [FAULT_SUSPEND_KEEPS] = "suspend-keeps",
     [FAULT_RESTORE_KEEPS_STATE] = "restore-keeps-state",
+    [FAULT_RESTORE_HIDES_LOSS] = "restore-hides-loss",
     [FAULT_RESTORE_MORE] = "restore-more",
     [FAULT_MIGRATION_REFUSED] = "migration-refused",
     [FAULT_INIT_NOT_ENOUGH] = "init-not-enough",

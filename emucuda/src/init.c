@@ -127,9 +127,9 @@ EXPORT CUresult cuInit(unsigned flags)
     if (driver_alive && !*driver_alive)
         return driver.initialised ? CUDA_ERROR_NOT_INITIALIZED : CUDA_ERROR_OPERATING_SYSTEM;
     pthread_mutex_lock(&once);
-    /* The first result, even "no device", is valid until the process ends. Only after a conflict
-     * with another machine in the state directory is cuInit tried again. */
-    if (init_result < 0 || init_result == CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)
+    /* "No device" is no last word: 580.159.04 looks again, also at CUDA_VISIBLE_DEVICES. Nor is a conflict with
+     * another machine in the state directory. */
+    if (init_result < 0 || init_result == CUDA_ERROR_SYSTEM_DRIVER_MISMATCH || init_result == CUDA_ERROR_NO_DEVICE)
         init_result = initialise();
     CUresult result = init_result;
     pthread_mutex_unlock(&once);

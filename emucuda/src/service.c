@@ -44,6 +44,7 @@ static CUresult do_lock(uint32_t timeout_ms)
     if (!gate_close(deadline))
         return CUDA_ERROR_NOT_READY;
     set_state(PROCESS_LOCKED);
+    asleep(true);
     return CUDA_SUCCESS;
 }
 
@@ -57,15 +58,15 @@ static CUresult do_checkpoint(void)
     if (!result) {
         machine_device_file(false); /* a suspended process does not use the device */
         set_state(PROCESS_CHECKPOINTED);
-        asleep(true);
     }
     return result;
 }
 
 static CUresult do_restore(const struct request *request)
 {
+    static bool lost; /* restore-hides-loss */
     bool fatal = false;
-    if (driver.suspend_state == PROCESS_FAILED)
+    if (lost || driver.suspend_state == PROCESS_FAILED)
         return CUDA_ERROR_OPERATING_SYSTEM; /* NVIDIA/cuda-checkpoint #44: 304 from then on */
     if (driver.suspend_state != PROCESS_CHECKPOINTED)
         return CUDA_ERROR_ILLEGAL_STATE;
@@ -77,6 +78,9 @@ static CUresult do_restore(const struct request *request)
         for (int i = 0; i < driver.count; i++)
             machine_gpu_file(driver.device[i].physical);
         set_state(PROCESS_LOCKED);
+    } else if (fatal && fault_active(FAULT_RESTORE_HIDES_LOSS, getpid(), -1, NULL)) {
+        lost = true;
+        machine_device_file(false);
     } else if (fatal) {
         set_state(PROCESS_FAILED);
         asleep(false);

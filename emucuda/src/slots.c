@@ -195,8 +195,8 @@ void machine_wait_still(void)
     }
 }
 
-/* Observed with 580.159.04: each NVML call of a suspended process blocks in the driver until the process is restored
- * and unlocked, and then returns normally. As with CUDA calls, a signal does not end this wait. */
+/* Observed with 580.159.04: each NVML call of a locked or suspended process blocks in the driver until the process is
+ * unlocked, and then returns normally. As with CUDA calls, a signal does not end this wait. */
 void machine_wait_awake(void)
 {
     pid_t pid = getpid();

@@ -279,7 +279,7 @@ async def test_failed_restore_that_keeps_the_state_can_be_repeated(emulated):
         machine.faults.set("restore-failed", device=0)
         outcome = await back(service, target, first, first, need)
         assert (outcome.status, outcome.stay) == ("refused", False)
-        assert "has its state still" in outcome.message
+        assert "did not resume process" in outcome.message
         assert await service.driver_state(target.root, session=SESSION) == "checkpointed"
         await resumed(service, target, second, first, need)
         assert await target.do("digest", 1) == digest

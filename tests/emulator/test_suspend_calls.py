@@ -109,14 +109,14 @@ def test_memory_contents_survive_a_suspend(pair):
 
 
 def test_nvml_of_a_suspended_process_waits_for_the_unlock(pair):
-    """Observed on 580.159.04 for a suspended process; whether it also waits while locked is not."""
+    """Observed on 580.159.04: it waits from the lock on."""
     _, target, worker, _ = pair
     count = "_ = n.nvmlDeviceGetCount()"
     assert target.do("import pynvml as n; n.nvmlInit();" + count) == 2
     worker.do(f"p = Process({target.pid}); p.lock(5000)")
-    assert target.do(count) == 2
-    worker.do("p.checkpoint()")
     target.send(count)
+    assert target.hangs(0.1)
+    worker.do("p.checkpoint()")
     assert target.hangs(0.1)
     assert worker.do(count) == 2  # those of other processes do not wait
     worker.do("p.restore()")
