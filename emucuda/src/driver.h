@@ -187,7 +187,7 @@ bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the call
         if (!(condition))                           \
             return CUDA_ERROR_INVALID_HANDLE;       \
     } while (0)
-/* Most calls with a stream, but not copies, launches, waits and allocations. */
+/* For most calls with a stream, but not copies, kernel launches, allocations, synchronise calls and cuStreamQuery. */
 #define REQUIRE_STREAM(stream) REQUIRE_HANDLE(!stream_bad(stream))
 
 /* ---- context.c ---- */
