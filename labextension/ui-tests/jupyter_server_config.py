@@ -2,7 +2,13 @@
 # Distributed under the terms of the Modified BSD License.
 """The server of the browser tests. It takes all protection off: for tests only."""
 
+from jupyter_client import launcher
 from jupyterlab.galata import configure_jupyter_server
+
+from tests.broker import forks
+
+# Kernels are forked, as in the tests in Python: a start of one costs a fifth.
+launcher.Popen = forks.kernels
 
 c = get_config()  # noqa: F821
 configure_jupyter_server(c)
