@@ -28,9 +28,10 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "nvml-lag": ("pid", "device", "ms"),
     "suspend-keeps": ("pid", "device", "bytes"),
     "restore-keeps-state": ("pid", "code"),
+    "restore-hides-loss": ("pid",),
     "restore-more": ("pid", "device", "count", "bytes"),
     "migration-refused": ("pid", "count", "code"),
-    "init-suffices": ("pid",),
+    "init-not-enough": ("pid",),
     "lock-ignores-timeout": ("pid",),
     "nvml-host-pids": ("pid", "device", "number"),
     "context-more": ("pid", "device", "bytes"),
@@ -64,7 +65,7 @@ class Faults:
     ``hang``                a checkpoint call never returns
     ======================  ====================================================================
 
-    Quirks are no failures. Each changes one behaviour that is not known of real drivers yet. A
+    Quirks are no failures. Each changes one behaviour that is not known of all real drivers. A
     program is ready for real drivers if it works with either behaviour.
 
     ========================  ==================================================================
@@ -75,10 +76,12 @@ class Faults:
     ``nvml-lag``              NVML lists a suspended process unchanged for ``ms`` more
     ``suspend-keeps``         a suspended process keeps ``bytes``, and is listed (0: with none)
     ``restore-keeps-state``   a restore that fails leaves the process CHECKPOINTED
+    ``restore-hides-loss``    a restore that fails leaves the process CHECKPOINTED, and so do all
+                              later ones, with 304 (580.159.04)
     ``restore-more``          a restored process has ``bytes`` more than before
     ``migration-refused``     a restore onto another device fails (NOT_SUPPORTED) and can be
                               repeated
-    ``init-suffices``         a process that has only called cuInit can be suspended
+    ``init-not-enough``       a process that has only called cuInit cannot be suspended
     ``lock-ignores-timeout``  a lock waits for running work, whatever its time-out, until this
                               quirk is cleared
     ``nvml-host-pids``        NVML lists processes by numbers of another PID namespace, as in a

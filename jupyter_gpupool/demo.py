@@ -99,6 +99,8 @@ def private_broker(emulate: str) -> Iterator[Path]:
             "emulate": emulate,
             "idle_timeout": 3600.0,
             "sample_interval": 0.5,
+            # A slice of the demo must fit in host memory, and its state is small.
+            "host_memory": "100%",
         }
     }
     # Also as a file: with the same configuration the notebooks get no notice of a difference.

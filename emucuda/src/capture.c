@@ -360,6 +360,7 @@ EXPORT CUresult cuStreamGetCaptureInfo_v3(CUstream stream, int *status, uint64_t
 {
     static __thread CUgraphNode last; /* the result points here */
     REQUIRE(status);
+    REQUIRE_STREAM(stream);
     CHECKED;
     struct stream *s;
     pthread_mutex_lock(&driver.lock);

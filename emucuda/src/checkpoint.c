@@ -60,7 +60,7 @@ static CUresult ask(int pid, struct slot *slot, const struct request *wanted, ui
     struct request *r = &slot->request;
     CUresult result = CUDA_ERROR_OPERATING_SYSTEM;
     if (!__atomic_load_n(&slot->service_tid, __ATOMIC_ACQUIRE))
-        return CUDA_ERROR_NOT_INITIALIZED; /* cuInit alone: nothing to suspend */
+        return CUDA_ERROR_NOT_INITIALIZED; /* init-not-enough: nothing to suspend */
     /* One call at a time. The request of a caller that died here still completes. */
     if (pthread_mutex_lock(&slot->callers) == EOWNERDEAD)
         pthread_mutex_consistent(&slot->callers);

@@ -314,9 +314,8 @@ EXPORT CUresult cuCtxGetCurrent(CUcontext *out)
 
 EXPORT CUresult cuCtxGetDevice_v2(CUdevice *out, CUcontext c)
 {
+    REQUIRE(out);
     CONTEXT(c);
-    if (!out)
-        return CUDA_ERROR_INVALID_VALUE;
     *out = c->device;
     return CUDA_SUCCESS;
 }

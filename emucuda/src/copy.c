@@ -128,10 +128,10 @@ EXPORT CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t
                                       void *attributes, size_t *indices, size_t attribute_count,
                                       CUstream stream)
 {
+    REQUIRE(attribute_count); /* every copy needs some */
     CHECKED;
     (void)attributes;
     (void)indices;
-    (void)attribute_count;
     for (size_t i = 0; i < count; i++) {
         CUresult result = copy(to[i], from[i], sizes[i], stream, false);
         if (result)
@@ -246,6 +246,7 @@ CUresult fill_now(const CUDA_MEMSET_NODE_PARAMS *p, CUstream stream) { return fi
 static CUresult fill(uint64_t to, size_t pitch, unsigned value, unsigned unit, size_t width, size_t rows,
                      CUstream stream, bool wait)
 {
+    REQUIRE_STREAM(stream);
     GATED;
     CUresult result;
     CUDA_MEMSET_NODE_PARAMS p = {to, pitch, value, unit, width, rows};

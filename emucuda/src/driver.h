@@ -187,6 +187,8 @@ bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the call
         if (!(condition))                           \
             return CUDA_ERROR_INVALID_HANDLE;       \
     } while (0)
+/* For most calls with a stream, but not copies, kernel launches, allocations, synchronise calls and cuStreamQuery. */
+#define REQUIRE_STREAM(stream) REQUIRE_HANDLE(!stream_bad(stream))
 
 /* ---- context.c ---- */
 CUresult context_current(struct context **out);
@@ -262,6 +264,7 @@ void event_unshare(struct event *event);
 
 /* ---- stream.c ---- */
 struct event *event_new(struct context *context, unsigned flags);
+bool stream_bad(CUstream handle); /* without the lock: the handle of no stream, nor of a default one */
 CUresult stream_resolve(CUstream handle, struct stream **out);
 struct stream *stream_new(struct context *context, unsigned flags, int priority);
 /* Appends `duration` ns of work; returns when it will be done. */

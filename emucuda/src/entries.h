@@ -5,10 +5,9 @@
  *
  * NAME is the public name, SINCE the version (1000 x major + 10 x minor) that introduced this
  * form of the call, SYMBOL what implements it, PER_THREAD its per-thread-stream variant. The
- * versions are those that NVIDIA's libraries use (tests/driver_records); for later calls, those
- * of NVIDIA's cudaTypedefs.h. The two differ: cuGraphInstantiate is never
- * cuGraphInstantiateWithFlags. A static table rather than dlsym(): a library of the same SONAME
- * may precede this one.
+ * versions are those that NVIDIA's libraries use (tests/driver_records). Those of NVIDIA's
+ * cudaTypedefs.h differ: cuGraphInstantiate is never cuGraphInstantiateWithFlags. A static table
+ * rather than dlsym(): a library of the same SONAME may precede this one.
  */
 #ifndef ENTRY1
 #define ENTRY1(NAME, SINCE, SYMBOL) ENTRY(NAME, SINCE, SYMBOL, SYMBOL)
@@ -87,7 +86,6 @@
     ENTRY1("cuFuncGetAttribute", 2020, cuFuncGetAttribute)
     ENTRY1("cuFuncGetModule", 11000, cuFuncGetModule)
     ENTRY1("cuFuncGetName", 12030, cuFuncGetName)
-    ENTRY1("cuFuncGetParamCount", 13020, cuFuncGetParamCount)
     ENTRY1("cuFuncGetParamInfo", 12040, cuFuncGetParamInfo)
     ENTRY1("cuFuncIsLoaded", 12040, cuFuncIsLoaded)
     ENTRY1("cuFuncLoad", 12040, cuFuncLoad)
@@ -135,7 +133,6 @@
     ENTRY1("cuKernelGetFunction", 12000, cuKernelGetFunction)
     ENTRY1("cuKernelGetLibrary", 12050, cuKernelGetLibrary)
     ENTRY1("cuKernelGetName", 12030, cuKernelGetName)
-    ENTRY1("cuKernelGetParamCount", 13020, cuKernelGetParamCount)
     ENTRY1("cuKernelGetParamInfo", 12040, cuKernelGetParamInfo)
     ENTRY1("cuKernelSetAttribute", 12000, cuKernelSetAttribute)
     ENTRY("cuLaunchCooperativeKernel", 9000, cuLaunchCooperativeKernel, cuLaunchCooperativeKernel_ptsz)
@@ -205,7 +202,7 @@
     ENTRY("cuMemcpy3D", 3020, cuMemcpy3D_v2, cuMemcpy3D_v2_ptds)
     ENTRY("cuMemcpy3DAsync", 3020, cuMemcpy3DAsync_v2, cuMemcpy3DAsync_v2_ptsz)
     ENTRY("cuMemcpyAsync", 4000, cuMemcpyAsync, cuMemcpyAsync_ptsz)
-    ENTRY1("cuMemcpyBatchAsync", 13000, cuMemcpyBatchAsync_v2)
+    ENTRY("cuMemcpyBatchAsync", 13000, cuMemcpyBatchAsync_v2, cuMemcpyBatchAsync_v2_ptsz)
     ENTRY("cuMemcpyDtoD", 3020, cuMemcpyDtoD_v2, cuMemcpyDtoD_v2_ptds)
     ENTRY("cuMemcpyDtoDAsync", 3020, cuMemcpyDtoDAsync_v2, cuMemcpyDtoDAsync_v2_ptsz)
     ENTRY("cuMemcpyDtoH", 3020, cuMemcpyDtoH_v2, cuMemcpyDtoH_v2_ptds)

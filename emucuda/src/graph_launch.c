@@ -78,6 +78,7 @@ EXPORT CUresult cuGraphInstantiate(CUgraphExec *out, CUgraph g, CUgraphNode *nod
 
 EXPORT CUresult cuGraphUpload(CUgraphExec e, CUstream stream)
 {
+    REQUIRE_STREAM(stream);
     GATED;
     struct stream *s;
     if (executable_bad(e))
@@ -182,6 +183,7 @@ static CUresult prepare(struct executable *e)
 
 EXPORT CUresult cuGraphLaunch(CUgraphExec e, CUstream stream)
 {
+    REQUIRE_STREAM(stream);
     GATED;
     CUresult result;
     if (executable_bad(e))

@@ -111,9 +111,10 @@ static CUresult initialise(void)
     machine_device_file(true);
     for (int i = 0; i < driver.count; i++)
         machine_gpu_file(driver.device[i].physical);
-    if (fault_active(FAULT_INIT_SUFFICES, getpid(), -1, NULL))
-        return service_start();
-    return CUDA_SUCCESS;
+    /* Observed with 580.159.04: the restore thread is there, and a suspend frees 0 bytes. */
+    if (fault_active(FAULT_INIT_NOT_ENOUGH, getpid(), -1, NULL))
+        return CUDA_SUCCESS;
+    return service_start();
 }
 
 EXPORT CUresult cuInit(unsigned flags)
@@ -126,9 +127,9 @@ EXPORT CUresult cuInit(unsigned flags)
     if (driver_alive && !*driver_alive)
         return driver.initialised ? CUDA_ERROR_NOT_INITIALIZED : CUDA_ERROR_OPERATING_SYSTEM;
     pthread_mutex_lock(&once);
-    /* The first result, even "no device", is valid until the process ends. Only after a conflict
-     * with another machine in the state directory is cuInit tried again. */
-    if (init_result < 0 || init_result == CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)
+    /* "No device" is no last word: 580.159.04 looks again, also at CUDA_VISIBLE_DEVICES. Nor is a conflict with
+     * another machine in the state directory. */
+    if (init_result < 0 || init_result == CUDA_ERROR_SYSTEM_DRIVER_MISMATCH || init_result == CUDA_ERROR_NO_DEVICE)
         init_result = initialise();
     CUresult result = init_result;
     pthread_mutex_unlock(&once);
@@ -139,6 +140,6 @@ EXPORT CUresult cuDriverGetVersion(int *version)
 {
     if (!version)
         return CUDA_ERROR_INVALID_VALUE;
-    *version = 13000;
+    *version = CUDA_VERSION;
     return CUDA_SUCCESS;
 }

@@ -22,8 +22,9 @@ static bool link_bad(const struct link *l) { return !l || l->magic != MAGIC_LINK
 EXPORT CUresult cuLinkCreate_v2(unsigned count, int *options, void **values, struct link **out)
 {
     (void)count, (void)options, (void)values;
-    REQUIRE(out);
     GATED;
+    if (!out)
+        return CUDA_ERROR_INVALID_VALUE;
     struct link *l = calloc(1, sizeof *l);
     if (l)
         l->text = calloc(1, 1);
@@ -40,6 +41,7 @@ EXPORT CUresult cuLinkAddData_v2(struct link *l, int type, void *data, size_t si
                                  int *options, void **values)
 {
     (void)name, (void)count, (void)options, (void)values;
+    REQUIRE_HANDLE(l);
     REQUIRE(!link_bad(l) && data && size);
     GATED;
     if (type != INPUT_PTX || !memcmp(data, "\x7f" "ELF", size < 4 ? size : 4))
@@ -59,6 +61,7 @@ EXPORT CUresult cuLinkAddData_v2(struct link *l, int type, void *data, size_t si
 EXPORT CUresult cuLinkAddFile_v2(struct link *l, int type, const char *path, unsigned count, int *options,
                                  void **values)
 {
+    REQUIRE_HANDLE(l);
     REQUIRE(!link_bad(l) && path);
     FILE *file = fopen(path, "re");
     char *text = NULL;
@@ -75,6 +78,7 @@ EXPORT CUresult cuLinkAddFile_v2(struct link *l, int type, const char *path, uns
 
 EXPORT CUresult cuLinkComplete(struct link *l, void **out, size_t *size)
 {
+    REQUIRE_HANDLE(l);
     REQUIRE(!link_bad(l) && out);
     GATED;
     *out = l->text;
@@ -85,6 +89,7 @@ EXPORT CUresult cuLinkComplete(struct link *l, void **out, size_t *size)
 
 EXPORT CUresult cuLinkDestroy(struct link *l)
 {
+    REQUIRE_HANDLE(l);
     REQUIRE(!link_bad(l));
     GATED;
     l->magic = 0;

@@ -22,7 +22,8 @@
 #define MAX_FAULTS 32
 #define MACHINE_MAGIC 0x67707570656d7531ull
 #define MACHINE_ABI 1u
-#define DRIVER_VERSION "580.95.05" /* the family whose behaviour is emulated */
+#define DRIVER_VERSION "580.159.04" /* the driver whose behaviour is emulated (tests/driver_records) */
+#define CUDA_VERSION 13000          /* its version of the API */
 #define MIB (1ull << 20)
 #define GRANULE (2 * MIB) /* size of a device page, as on the hardware */
 
@@ -58,7 +59,7 @@ enum fault_kind {
     FAULT_DEVICE_LOST,
     FAULT_NVML_MISSING_PIDS,
     FAULT_HANG,
-    /* Quirks: the other behaviour, where that of real drivers is not known yet. */
+    /* Quirks: the other behaviour, where that of all real drivers is not known. */
     FAULT_RESIDUE,
     FAULT_NVML_LESS,
     FAULT_NVML_WAITS,
@@ -66,9 +67,10 @@ enum fault_kind {
     FAULT_NVML_LAG,
     FAULT_SUSPEND_KEEPS,
     FAULT_RESTORE_KEEPS_STATE,
+    FAULT_RESTORE_HIDES_LOSS,
     FAULT_RESTORE_MORE,
     FAULT_MIGRATION_REFUSED,
-    FAULT_INIT_SUFFICES,
+    FAULT_INIT_NOT_ENOUGH,
     FAULT_LOCK_IGNORES_TIMEOUT,
     FAULT_NVML_HOST_PIDS,
     FAULT_CONTEXT_MORE,
@@ -132,6 +134,7 @@ struct slot {
     uint64_t suspended_at;      /* CLOCK_MONOTONIC ns */
     uint64_t charged_at;        /* the first time; 0: never */
     uint32_t moving;            /* a checkpoint or restore is copying */
+    uint32_t asleep;            /* futex word: from the checkpoint to the unlock; NVML waits for its end */
     struct busy busy[MAX_DEVICES];
     struct request request;
     pthread_mutex_t callers; /* one checkpoint call at a time; outlives the slot's owner */
@@ -186,6 +189,7 @@ void machine_release(struct slot *slot, unsigned device, uint64_t bytes);
 uint64_t machine_free(unsigned device);
 uint64_t machine_capacity(void); /* bytes of one device that can be charged */
 void machine_wait_still(void); /* waits until no live process is being moved */
+void machine_wait_awake(void); /* waits until this process is not suspended */
 
 /* Utilisation: records and reads modelled kernel time. */
 void busy_record(struct slot *slot, unsigned device, uint64_t from, uint64_t until);

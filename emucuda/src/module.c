@@ -384,14 +384,18 @@ EXPORT CUresult cuFuncGetModule(CUmodule *out, CUfunction f)
 EXPORT CUresult cuKernelGetName(const char **name, CUkernel k)
 {
     REQUIRE(name && k);
+    REQUIRE_HANDLE(!kernel_bad(k));
     CHECKED;
-    if (kernel_bad(k))
-        return CUDA_ERROR_INVALID_HANDLE;
     *name = k->name;
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuFuncGetName(const char **name, CUfunction f) { return cuKernelGetName(name, f); }
+EXPORT CUresult cuFuncGetName(const char **name, CUfunction f)
+{
+    REQUIRE(name && f);
+    CHECKED;
+    return cuKernelGetName(name, f);
+}
 
 EXPORT CUresult cuKernelGetParamInfo(CUkernel k, size_t index, size_t *offset, size_t *size)
 {
@@ -411,17 +415,6 @@ EXPORT CUresult cuFuncGetParamInfo(CUfunction f, size_t index, size_t *offset, s
 {
     return cuKernelGetParamInfo(f, index, offset, size);
 }
-
-EXPORT CUresult cuKernelGetParamCount(CUkernel k, size_t *count)
-{
-    CHECKED;
-    if (kernel_bad(k) || !count)
-        return CUDA_ERROR_INVALID_HANDLE;
-    *count = k->params;
-    return CUDA_SUCCESS;
-}
-
-EXPORT CUresult cuFuncGetParamCount(CUfunction f, size_t *count) { return cuKernelGetParamCount(f, count); }
 
 EXPORT CUresult cuFuncGetAttribute(int *value, int which, CUfunction f)
 {

@@ -18,7 +18,10 @@ static pthread_mutex_t init_mutex = PTHREAD_MUTEX_INITIALIZER;
 
 nvmlReturn nvml_check(void)
 {
-    return __atomic_load_n(&references, __ATOMIC_ACQUIRE) > 0 ? NVML_SUCCESS : NVML_ERROR_UNINITIALIZED;
+    if (__atomic_load_n(&references, __ATOMIC_ACQUIRE) <= 0)
+        return NVML_ERROR_UNINITIALIZED;
+    machine_wait_awake();
+    return NVML_SUCCESS;
 }
 
 nvmlDevice nvml_handle(unsigned index) { return &devices[index]; }
@@ -41,6 +44,7 @@ EXPORT nvmlReturn nvmlInitWithFlags(unsigned flags)
     pthread_mutex_lock(&init_mutex);
     switch (machine_open()) {
     case MACHINE_OK:
+        machine_wait_awake();
         __atomic_add_fetch(&references, 1, __ATOMIC_RELEASE);
         machine_device_file(true);
         break;
@@ -57,14 +61,15 @@ EXPORT nvmlReturn nvmlInitWithFlags(unsigned flags)
 EXPORT nvmlReturn nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 EXPORT nvmlReturn nvmlInit(void) { return nvmlInitWithFlags(0); }
 
-/* An extra call is no error (tests/driver_records). */
+/* An extra call is an error since 580; before, it was none (tests/driver_records). */
 EXPORT nvmlReturn nvmlShutdown(void)
 {
     pthread_mutex_lock(&init_mutex);
-    if (!nvml_check() && !__atomic_sub_fetch(&references, 1, __ATOMIC_RELEASE))
+    nvmlReturn result = nvml_check();
+    if (!result && !__atomic_sub_fetch(&references, 1, __ATOMIC_RELEASE))
         machine_device_file(false);
     pthread_mutex_unlock(&init_mutex);
-    return NVML_SUCCESS;
+    return result;
 }
 
 EXPORT const char *nvmlErrorString(nvmlReturn code)
@@ -100,6 +105,7 @@ EXPORT const char *nvmlErrorString(nvmlReturn code)
         "System is not in ready state",
         "No supported GPUs were found",
         "Resource not in correct state to perform requested operation",
+        "Reset type is not supported for given device",
     };
     return code < 0 || code >= (int)(sizeof texts / sizeof *texts) ? "Unknown Error" : texts[code];
 }
@@ -129,7 +135,7 @@ EXPORT nvmlReturn nvmlSystemGetCudaDriverVersion_v2(int *version)
 {
     INITIALISED;
     REQUIRE(version);
-    *version = 13000;
+    *version = CUDA_VERSION;
     return NVML_SUCCESS;
 }
 

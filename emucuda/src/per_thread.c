@@ -24,6 +24,8 @@ LAST(cuMemcpyPeerAsync, (CUdeviceptr t, CUcontext tc, CUdeviceptr f, CUcontext f
      t, tc, f, fc, n)
 LAST(cuMemcpy2DAsync_v2, (const CUDA_MEMCPY2D *p, CUstream stream), p)
 LAST(cuMemcpy3DAsync_v2, (const CUDA_MEMCPY3D *p, CUstream stream), p)
+LAST(cuMemcpyBatchAsync_v2, (CUdeviceptr *t, CUdeviceptr *f, size_t *sizes, size_t n, void *a, size_t *i, size_t na,
+                             CUstream stream), t, f, sizes, n, a, i, na)
 LAST(cuMemAllocAsync, (CUdeviceptr *p, size_t n, CUstream stream), p, n)
 LAST(cuMemAllocFromPoolAsync, (CUdeviceptr *p, size_t n, CUmemoryPool pool, CUstream stream), p, n, pool)
 LAST(cuMemFreeAsync, (CUdeviceptr p, CUstream stream), p)

@@ -444,6 +444,7 @@ EXPORT CUresult cuMemGetMemPool(CUmemoryPool *out, CUmemLocation *location, int 
 
 EXPORT CUresult cuMemSetMemPool(CUmemLocation *location, int type, CUmemoryPool pool)
 {
+    CHECKED;
     if (!location || type != MEM_ALLOCATION_PINNED || location->type != MEM_LOCATION_DEVICE)
         return CUDA_ERROR_NOT_SUPPORTED;
     return cuDeviceSetMemPool(location->id, pool);

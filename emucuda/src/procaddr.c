@@ -4,6 +4,7 @@
  * cuGetProcAddress in both its forms.
  */
 #include "cuda_abi.h"
+#include "machine.h"
 
 #include <stdbool.h>
 #include <string.h>
@@ -31,6 +32,10 @@ static const struct entry {
     {"cuGetProcAddress", 12000, (void (*)(void))cuGetProcAddress_v2, (void (*)(void))cuGetProcAddress_v2},
 };
 
+/* Since 580 the driver refuses a version above its own, for any name. This comparison is signed: -1, which
+ * means the newest, passes. */
+static bool refused(int version, uint64_t flags) { return flags > FLAGS || version > CUDA_VERSION; }
+
 /* The address of a name at a version, or NULL. NVIDIA's libraries compare versions unsigned, and
  * have the variants for per-thread streams since CUDA 7 (tests/driver_records). */
 static void *lookup(const char *name, int version, uint64_t flags, int *status)
@@ -57,7 +62,7 @@ static void *lookup(const char *name, int version, uint64_t flags, int *status)
 EXPORT CUresult cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status)
 {
     int found;
-    if (flags > FLAGS)
+    if (refused(version, flags))
         return CUDA_ERROR_INVALID_VALUE;
     *out = lookup(name, version, flags, &found);
     if (status)
@@ -69,7 +74,7 @@ EXPORT CUresult cuGetProcAddress_v2(const char *name, void **out, int version, u
 EXPORT CUresult cuGetProcAddress(const char *name, void **out, int version, uint64_t flags)
 {
     int found;
-    if (flags > FLAGS)
+    if (refused(version, flags))
         return CUDA_ERROR_INVALID_VALUE;
     void *address = lookup(name, version, flags, &found);
     if (!address)

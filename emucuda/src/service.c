@@ -17,6 +17,13 @@ static void set_state(uint32_t state)
     __atomic_store_n(&driver.slot->state, state, __ATOMIC_RELEASE);
 }
 
+/* Whether the process's own NVML calls block. Not while it is only locked: not known of a real driver. */
+static void asleep(bool on)
+{
+    __atomic_store_n(&driver.slot->asleep, on, __ATOMIC_RELEASE);
+    futex_wake(&driver.slot->asleep, true);
+}
+
 static void moving(bool on) { __atomic_store_n(&driver.slot->moving, on, __ATOMIC_RELEASE); }
 
 static CUresult do_lock(uint32_t timeout_ms)
@@ -37,6 +44,7 @@ static CUresult do_lock(uint32_t timeout_ms)
     if (!gate_close(deadline))
         return CUDA_ERROR_NOT_READY;
     set_state(PROCESS_LOCKED);
+    asleep(true);
     return CUDA_SUCCESS;
 }
 
@@ -56,8 +64,9 @@ static CUresult do_checkpoint(void)
 
 static CUresult do_restore(const struct request *request)
 {
+    static bool lost; /* restore-hides-loss */
     bool fatal = false;
-    if (driver.suspend_state == PROCESS_FAILED)
+    if (lost || driver.suspend_state == PROCESS_FAILED)
         return CUDA_ERROR_OPERATING_SYSTEM; /* NVIDIA/cuda-checkpoint #44: 304 from then on */
     if (driver.suspend_state != PROCESS_CHECKPOINTED)
         return CUDA_ERROR_ILLEGAL_STATE;
@@ -69,9 +78,13 @@ static CUresult do_restore(const struct request *request)
         for (int i = 0; i < driver.count; i++)
             machine_gpu_file(driver.device[i].physical);
         set_state(PROCESS_LOCKED);
-    } else if (fatal)
+    } else if (fatal && fault_active(FAULT_RESTORE_HIDES_LOSS, getpid(), -1, NULL)) {
+        lost = true;
+        machine_device_file(false);
+    } else if (fatal) {
         set_state(PROCESS_FAILED);
-    else
+        asleep(false);
+    } else
         machine_device_file(false);
     return result;
 }
@@ -81,6 +94,7 @@ static CUresult do_unlock(void)
     if (driver.suspend_state != PROCESS_LOCKED)
         return CUDA_ERROR_ILLEGAL_STATE;
     set_state(PROCESS_RUNNING);
+    asleep(false);
     gate_open();
     return CUDA_SUCCESS;
 }

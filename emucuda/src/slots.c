@@ -195,6 +195,19 @@ void machine_wait_still(void)
     }
 }
 
+/* Observed with 580.159.04: each NVML call of a locked or suspended process blocks in the driver until the process is
+ * unlocked, and then returns normally. As with CUDA calls, a signal does not end this wait. */
+void machine_wait_awake(void)
+{
+    pid_t pid = getpid();
+    for (unsigned i = 0; i < machine->slots; i++) {
+        const struct slot *s = &machine->slot[i];
+        while (__atomic_load_n(&s->pid, __ATOMIC_ACQUIRE) == pid && __atomic_load_n(&s->asleep, __ATOMIC_ACQUIRE) &&
+               slot_alive(s)) /* not left by this process before an execve() */
+            futex_wait(&s->asleep, 1, -1, true);
+    }
+}
+
 /* ---- utilisation ---- */
 
 void busy_record(struct slot *slot, unsigned device, uint64_t from, uint64_t until)

@@ -39,10 +39,28 @@ static bool stream_known(const struct stream *stream)
     return false;
 }
 
+static bool is_default(CUstream handle)
+{
+    return !handle || handle == STREAM_LEGACY || handle == STREAM_PER_THREAD;
+}
+
+bool stream_bad(CUstream handle)
+{
+    if (is_default(handle))
+        return false;
+    /* Without the lock, which the child of a fork() may have inherited from a thread that it does not have. */
+    if (driver_check())
+        return !driver.initialised;
+    pthread_mutex_lock(&driver.lock);
+    bool known = stream_known(handle);
+    pthread_mutex_unlock(&driver.lock);
+    return !known;
+}
+
 /* With the lock held. */
 CUresult stream_resolve(CUstream handle, struct stream **out)
 {
-    if (!handle || handle == STREAM_LEGACY || handle == STREAM_PER_THREAD) {
+    if (is_default(handle)) {
         struct context *c;
         CUresult result = context_current(&c);
         if (result)
@@ -126,6 +144,7 @@ EXPORT CUresult cuStreamCreate(CUstream *out, unsigned flags)
 EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
 {
     REQUIRE_HANDLE(stream);
+    REQUIRE_STREAM(stream);
     GATED;
     pthread_mutex_lock(&driver.lock);
     CUresult result = CUDA_ERROR_INVALID_HANDLE;
@@ -192,6 +211,7 @@ EXPORT CUresult cuStreamQuery(CUstream stream)
 EXPORT CUresult cuStreamGetFlags(CUstream stream, unsigned *flags)
 {
     REQUIRE(flags);
+    REQUIRE_STREAM(stream);
     CHECKED;
     WITH_STREAM(stream, *flags = s->flags);
 }
@@ -199,6 +219,7 @@ EXPORT CUresult cuStreamGetFlags(CUstream stream, unsigned *flags)
 EXPORT CUresult cuStreamGetPriority(CUstream stream, int *priority)
 {
     REQUIRE(priority);
+    REQUIRE_STREAM(stream);
     CHECKED;
     WITH_STREAM(stream, *priority = s->priority);
 }
@@ -206,6 +227,7 @@ EXPORT CUresult cuStreamGetPriority(CUstream stream, int *priority)
 EXPORT CUresult cuStreamGetId(CUstream stream, unsigned long long *id)
 {
     REQUIRE(id);
+    REQUIRE_STREAM(stream);
     CHECKED;
     WITH_STREAM(stream, *id = s->id);
 }
@@ -213,12 +235,14 @@ EXPORT CUresult cuStreamGetId(CUstream stream, unsigned long long *id)
 EXPORT CUresult cuStreamGetCtx(CUstream stream, CUcontext *context)
 {
     REQUIRE(context);
+    REQUIRE_STREAM(stream);
     CHECKED;
     WITH_STREAM(stream, *context = s->context);
 }
 
 EXPORT CUresult cuStreamGetCtx_v2(CUstream stream, CUcontext *context, void **green)
 {
+    REQUIRE_STREAM(stream);
     if (green)
         *green = NULL;
     return cuStreamGetCtx(stream, context);
@@ -226,6 +250,8 @@ EXPORT CUresult cuStreamGetCtx_v2(CUstream stream, CUcontext *context, void **gr
 
 EXPORT CUresult cuStreamGetDevice(CUstream stream, CUdevice *device)
 {
+    REQUIRE(device);
+    REQUIRE_STREAM(stream);
     CHECKED;
     WITH_STREAM(stream, *device = s->context->device);
 }
@@ -247,21 +273,21 @@ CUresult host_now(CUstream stream, void (*function)(void *), void *data)
 
 EXPORT CUresult cuLaunchHostFunc(CUstream stream, void (*function)(void *), void *data)
 {
+    REQUIRE(function);
+    REQUIRE_STREAM(stream);
     GATED;
     CUresult result;
-    if (!function)
-        return CUDA_ERROR_INVALID_VALUE;
     return capture_host(stream, function, data, &result) ? result : host_now(stream, function, data);
 }
 
 EXPORT CUresult cuStreamAddCallback(CUstream stream, void (*function)(CUstream, CUresult, void *),
                                     void *data, unsigned flags)
 {
+    REQUIRE(function && !flags);
+    REQUIRE_STREAM(stream);
     GATED;
     struct stream *s;
     CUresult refused;
-    if (!function || flags)
-        return CUDA_ERROR_INVALID_VALUE;
     if (capture_refuses(stream, NULL, &refused))
         return refused;
     pthread_mutex_lock(&driver.lock);
@@ -326,6 +352,7 @@ EXPORT CUresult cuEventDestroy_v2(CUevent e)
 
 EXPORT CUresult cuEventRecordWithFlags(CUevent e, CUstream stream, unsigned flags)
 {
+    REQUIRE_STREAM(stream);
     GATED;
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
@@ -373,9 +400,8 @@ EXPORT CUresult cuEventSynchronize(CUevent e)
 
 EXPORT CUresult cuEventElapsedTime_v2(float *ms, CUevent start, CUevent end)
 {
+    REQUIRE_HANDLE(ms && start);
     GATED;
-    if (!ms)
-        return CUDA_ERROR_INVALID_VALUE;
     if (event_bad(start) || event_bad(end) || !start->recorded || !end->recorded ||
         (start->flags | end->flags) & EVENT_DISABLE_TIMING)
         return CUDA_ERROR_INVALID_HANDLE;
@@ -388,12 +414,12 @@ EXPORT CUresult cuEventElapsedTime_v2(float *ms, CUevent start, CUevent end)
 
 EXPORT CUresult cuEventElapsedTime(float *ms, CUevent a, CUevent b)
 {
-    REQUIRE_HANDLE(ms && a);
     return cuEventElapsedTime_v2(ms, a, b);
 }
 
 EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent e, unsigned flags)
 {
+    REQUIRE_STREAM(stream);
     GATED;
     (void)flags;
     if (event_bad(e))

@@ -136,6 +136,8 @@ class LiveSession:
     not_landed: int = 0
     #: Its suspended processes, children first; empty once they are resumed.
     frozen: tuple[ProcessId, ...] = ()
+    #: Restores in a row that the driver refused, with room and with the state still there.
+    unrestored: int = 0
     #: Why its state could never be suspended where it runs, and its user's notice while host
     #: memory is short there; "" if there is none.
     host_limit: str = ""

@@ -171,6 +171,6 @@ def nvml(path: Path) -> Mapping[str, str]:
     code = [head, '#include "nvml/entries.S"']
     for i, (name, wrapped) in enumerate(names.items()):
         code.append(f"{'NVML_WRAP' if wrapped else 'NVML_ENTRY'} {name}, {i}")
-    code += ["    .data", "    .balign 8", "    .globl nvml_real", "nvml_real:"]
-    code += [f"    .quad .Llazy{i}" for i in range(len(names))]
+    code += ["    .bss", "    .balign 8", "    .globl nvml_real", "nvml_real:"]
+    code += [f"    .zero {8 * len(names)}"]
     return {"nvml_gen.h": "\n".join(listed) + "\n", "nvml_gen.S": "\n".join(code) + "\n"}

@@ -57,9 +57,10 @@ SESSION_AT = UUID_AT + UUID_BYTES * DEVICES
 ROOM_AT = SESSION_AT + 64
 VAIN_AT = ROOM_AT + 8 * DEVICES
 VAIN_UNTIL_AT = VAIN_AT + 8 * DEVICES
-_SLOT = struct.Struct(f"<IIQIIII{DEVICES}Q{DEVICES}QII{DEVICES}QQ")
+_SLOT = struct.Struct(f"<IIQIIII{DEVICES}Q{DEVICES}QII{DEVICES}QQI")
 SEES_AT = 32 + 8 * (2 * DEVICES + 1)
 LANDING_AT = SEES_AT + 8 * DEVICES
+NVML_AT = LANDING_AT + 8
 
 
 def device_name(uuid: str) -> int:
@@ -81,7 +82,8 @@ class Slot:
     """One process of the session. ``used`` and ``context`` are bytes by device.
 
     ``sees`` has, for each device of the session, the name of the device that the process sees
-    instead, see :func:`device_name`. ``at`` is the place of the slot in the page.
+    instead, see :func:`device_name`. ``nvml`` counts calls for which a suspend waits, and which are
+    no use of a device. ``at`` is the place of the slot in the page.
     """
 
     pid: int
@@ -95,6 +97,7 @@ class Slot:
     captures: int = 0
     sees: tuple[int, ...] = ()
     landing: int = LANDING_NONE
+    nvml: int = 0
     at: int = 0
 
 
@@ -314,7 +317,7 @@ class Page:
                     Slot(
                         pid, start, inflight, waiting, flags, pins,
                         tuple(rest[:DEVICES]), tuple(rest[DEVICES : 2 * DEVICES]),
-                        rest[2 * DEVICES], tuple(rest[2 * DEVICES + 2 : -1]), rest[-1],
+                        rest[2 * DEVICES], tuple(rest[2 * DEVICES + 2 : -2]), rest[-2], rest[-1],
                         place,
                     )
                 )  # fmt: skip

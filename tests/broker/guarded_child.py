@@ -216,6 +216,36 @@ def do_sync(_):
     call("cuCtxSynchronize")
 
 
+def do_nvml(_):
+    """Ask NVML on the main thread, as a cell does."""
+    import pynvml
+
+    ctypes.CDLL("libnvidia-ml.so.1").gpupool_guard  # noqa: B018 - not the driver's own
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetCount()
+
+
+def do_poll(_):
+    """From now on, a thread that asks NVML, as a collector of metrics does."""
+    import pynvml
+
+    state = THREADS["poll"] = {"answers": 0}
+
+    def poll():
+        while True:
+            pynvml.nvmlDeviceGetUtilizationRates(handle)
+            state["answers"] += 1
+            threading.Event().wait(0.005)
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    threading.Thread(target=poll, daemon=True).start()
+
+
+def do_polled(_):
+    return THREADS["poll"]["answers"]
+
+
 def do_storm(command):
     """Make short calls in a thread until told to stop."""
     context = ctypes.c_void_p()

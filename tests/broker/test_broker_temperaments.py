@@ -262,6 +262,22 @@ def test_restore_that_fails_and_keeps_the_state_is_retried(ready, made):
     assert not broker.rows("lost")
 
 
+def test_state_that_can_never_be_restored_counts_as_lost(ready, made):
+    """restore-hides-loss: the driver says that it has the state, and refuses it for good."""
+    broker = ready(("restore-hides-loss", {}))
+    one = made(broker, "one")
+    one.attach()
+    one.do("alloc", bytes=64 * MiB, byte=1)
+    away(one)
+    broker.faults.set("restore-failed", pid=one.process.pid, count=1)
+    one.do("ask", hold="cell")
+    (row,) = wait_until(lambda: broker.rows("lost"), "the loss", 60)
+    assert row["reason"].startswith("The driver refused 4 times"), row
+    assert "tries again" not in row["reason"]
+    other = made(broker, "other")  # its GPUs are for others again
+    other.attach()
+
+
 def test_kernel_that_cannot_move_waits_for_its_gpu(ready, made):
     """migration-refused, although the self-test could move: the reason names the old GPU."""
     broker = ready()

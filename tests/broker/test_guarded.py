@@ -124,6 +124,37 @@ def test_idle_kernel_is_preempted_and_returns_with_its_bytes(broker, program):
     assert third.state() in ("detached", "idle")
 
 
+def test_nvml_call_of_a_suspended_kernel_brings_it_back(broker, program):
+    """The driver would block the call until a resume, for which nothing else asks."""
+    p = program()
+    devices = p.do("nvml")  # without a slice
+    assert p.state() == "detached"
+    p.begin(64 * MiB, byte=7)
+    p.wait_state("idle")
+    p.server.call("release", session=p.session)
+    p.wait_state("detached")
+    assert p.status()["suspended_bytes"] >= 64 * MiB
+    assert p.do("nvml") == devices
+    assert p.status()["resumes"] == 1
+    p.wait_state("idle")
+    assert p.do("check") == 64 * MiB
+
+
+def test_thread_that_polls_nvml_keeps_and_fetches_no_slice(broker, program):
+    p = program()
+    p.begin(64 * MiB, byte=7)
+    p.do("poll")
+    wait_until(lambda: p.do("polled"), "the first answer")
+    p.wait_state("idle")  # the thread is no use of the device
+    p.server.call("release", session=p.session)
+    p.wait_state("detached")
+    before = p.do("polled")
+    assert p.status()["waiting"] == 0
+    assert p.do("check") == 64 * MiB
+    assert p.status()["resumes"] == 1
+    wait_until(lambda: p.do("polled") > before + 1, "the thread goes on after the resume")
+
+
 def test_call_waits_while_the_other_kernels_are_busy(broker, program):
     first, second = program(), program()
     first.begin(MiB)

@@ -255,6 +255,7 @@ def test_resume_before_a_gpus_file_is_closed_returns_the_gpu(broker, one):
     uuid = broker.session(one.session)["device"]
     one.do("drop", hold="cell")
     env = {**environment(broker.folder), **without_guard({**os.environ, **one.env})}
+    env["EMUCUDA_FAULTS"] = "init-not-enough"
     with subprocess.Popen(
         [sys.executable, "-c", INITIALISED],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,

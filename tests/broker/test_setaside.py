@@ -33,7 +33,6 @@ def parts():
 def driver(broker):
     """The broker, on a driver that can suspend processes after cuInit alone."""
     broker.disturbed = True
-    broker.faults.set("init-suffices")
     return broker
 
 
@@ -186,6 +185,8 @@ def test_pause_names_the_suspend_that_it_waits_for(driver, kernel):
 
 
 def test_pause_waits_for_a_kernel_the_driver_cannot_suspend(broker, kernel):
+    broker.disturbed = True
+    broker.faults.set("init-not-enough")
     k = kernel(memory=BIG)
     seen = k.do("ask")
     maintain(broker, "pause")

@@ -279,7 +279,7 @@ async def test_failed_restore_that_keeps_the_state_can_be_repeated(emulated):
         machine.faults.set("restore-failed", device=0)
         outcome = await back(service, target, first, first, need)
         assert (outcome.status, outcome.stay) == ("refused", False)
-        assert "has its state still" in outcome.message
+        assert "did not resume process" in outcome.message
         assert await service.driver_state(target.root, session=SESSION) == "checkpointed"
         await resumed(service, target, second, first, need)
         assert await target.do("digest", 1) == digest
@@ -559,18 +559,18 @@ async def test_lock_that_fails_after_its_whole_time_counts_as_late(emulated, cod
 # ------------------------------------------------------------------ cuInit alone
 
 
-@pytest.mark.parametrize("suffices", [False, True])
-async def test_process_that_only_called_cuinit_is_suspended(emulated, suffices):
-    """init-suffices: it has no state, whether or not the driver suspends it."""
+@pytest.mark.parametrize("enough", [True, False])
+async def test_process_that_only_called_cuinit_is_suspended(emulated, enough):
+    """init-not-enough: it has no state, whether or not the driver suspends it."""
     machine = emulated(ONE)
-    if suffices:
-        machine.faults.set("init-suffices")
+    if not enough:
+        machine.faults.set("init-not-enough")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
         await target.do("init")
         outcome = await service.suspend(target.root, [uuid], session=SESSION)
         assert outcome.cuda is True
-        if not suffices:
+        if not enough:
             assert outcome.status == "nothing"
             return
         assert (outcome.status, outcome.freed) == ("suspended", {uuid: 0})

@@ -11,8 +11,9 @@ libraries that the dynamic loader finds.
 Nothing is loaded in this process. Every question is put in a child of its own, which loads the
 library, asks and ends: a crash is an answer ("signal 11"), a hang is an error.
 
-``records/`` has the records of drivers that are available without a GPU: those of Debian's non-free
-packages libcuda1 and libnvidia-ml1. ``tests/emulator/test_records.py`` compares the emulated driver
+``records/`` has the records of drivers that are available without a GPU, from Debian's non-free
+packages libcuda1 and libnvidia-ml1, and that of 580.159.04, made with ``--anywhere`` on a machine
+with an H200. ``tests/emulator/test_records.py`` compares the emulated driver
 with them, and ``tests/guard/test_real_drivers.py`` the guard. ``tests/gpu/test_records.py`` records
 the driver of a GPU machine, and compares the emulated one with it.
 
@@ -28,6 +29,9 @@ The record is a dict that JSON can hold:
     listed has the answer ``"others"``.
 ``procaddr``
     Name: what cuGetProcAddress_v2 gives for it, from which version on. See ``procaddr.forms``.
+``procaddr_refused_from``
+    The version from which on cuGetProcAddress_v2 refuses every name and all flags: result 1, and
+    it writes neither the address nor the status. None: it accepts any version.
 ``procaddr_older_form_differs``
     Questions to cuGetProcAddress, of four arguments, with another answer than that of the newer.
 ``never_given``

@@ -19,14 +19,34 @@ DEFAULT, LEGACY, PER_THREAD = FLAGS = range(3)
 #: The answer for a form that only later versions have.
 MISSING = "0/2"
 
+#: Result, address and status where the driver refuses the version and writes nothing.
+_REFUSED = (1, UNTOUCHED, UNTOUCHED)
 
-def forms(path: str, functions: list[str], names: list[str], flags: int) -> dict[str, str]:
+
+def refused_from(path: str) -> int | None:
+    """Return the first of VERSIONS that cuGetProcAddress_v2 refuses; None: it accepts all."""
+    call = ctypes.CDLL(path).cuGetProcAddress_v2
+    out, status = ctypes.c_void_p(), ctypes.c_int()
+    for version in VERSIONS:
+        out.value, status.value = UNTOUCHED, UNTOUCHED
+        result = call(
+            b"cuInit", ctypes.byref(out), version, ctypes.c_uint64(), ctypes.byref(status)
+        )
+        if (result, out.value, status.value) == _REFUSED:
+            return version
+    return None
+
+
+def forms(
+    path: str, functions: list[str], names: list[str], flags: int, refused: int | None
+) -> dict[str, str]:
     """Return, by name, what cuGetProcAddress_v2 gives with ``flags`` from which version on.
 
     ``"2000:~ 3020:~_v2"`` is: the exported function of that very name from version 2000 on, that
     with _v2 from 3020 on, and before 2000 no address, CUDA_SUCCESS and status 2 ("a later version
     has it"). Another answer is written as RESULT/STATUS, and an address that is none of the
-    exported ones as "not-exported". Names that are unknown at every version are left out.
+    exported ones as "not-exported". Names that are unknown at every version are left out, and so is
+    the refusal of all versions from ``refused`` on.
     """
     library = ctypes.CDLL(path)
     call = library.cuGetProcAddress_v2
@@ -37,6 +57,8 @@ def forms(path: str, functions: list[str], names: list[str], flags: int) -> dict
     for name in names:
         text, last, changes = name.encode(), (0, None, 2), []
         for version in VERSIONS:
+            if version == refused:
+                last = _REFUSED
             out.value, status.value = UNTOUCHED, UNTOUCHED
             answer = (call(text, out_, version, flags_, status_), out.value, status.value)
             if answer != last:

@@ -38,7 +38,10 @@ def record(
     strings = ask(libraries.names_in, cuda, "cu", "cudbg")
     functions = ask(libraries.exported, cuda, strings)
     names = sorted({*strings, *map(libraries.base, functions)})
-    tables = [ask(procaddr.forms, cuda, functions, names, flags) for flags in procaddr.FLAGS]
+    refused = ask(procaddr.refused_from, cuda)
+    tables = [
+        ask(procaddr.forms, cuda, functions, names, flags, refused) for flags in procaddr.FLAGS
+    ]
     nvml_functions = ask(libraries.exported, nvml, ask(libraries.names_in, nvml, "nvml"))
     return {
         "driver": libraries.driver_version(cuda),
@@ -48,6 +51,7 @@ def record(
         "arguments": questions.answers(cuda, questions.of_cuda(missing)),
         "calls": calls.calls(cuda, functions, "cuInit" if missing else "") if every else {},
         "procaddr": procaddr.together(tables),
+        "procaddr_refused_from": refused,
         "procaddr_older_form_differs": ask(procaddr.older_form, cuda, list(tables[0])),
         "never_given": sorted(set(functions) - procaddr.given(tables)),
         "nvml_errors": errors.without_commonest(ask(errors.nvml_errors, nvml, errors.CODES)),
@@ -66,6 +70,11 @@ def functions(found: dict[str, Any]) -> set[str]:
         {name: procaddr.entry(table, name, flags) for name in table} for flags in procaddr.FLAGS
     ]
     return procaddr.given(tables) | set(found["never_given"])
+
+
+def without_device(found: dict[str, Any]) -> bool:
+    """Return whether a record has the answers of a driver that found no device."""
+    return found["device"] is False
 
 
 def records() -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ SLICE = 256 * MiB
 
 MOODS = {
     "a list that lacks contexts and is late": "nvml-less bytes=20MiB; nvml-late ms=300",
-    "a list that does not forget": "nvml-lag ms=3600000; init-suffices",
+    "a list that does not forget": "nvml-lag ms=3600000; init-not-enough",
     "something is kept": "suspend-keeps bytes=1MiB; restore-more bytes=2MiB",
     "nvml waits, and nobody is moved": "nvml-waits; migration-refused",
 }

@@ -51,29 +51,36 @@ class Reason:
         )
 
 
-_HANDLE = "The driver reads an invalid handle before it checks that it is initialised."
+_HANDLE = "The driver follows an invalid handle before it checks that it is initialised."
 _AFTER = "A failed cuInit leaves the driver half initialised: calls check their handle."
+_LINKER = "The emulated linker refuses a bad handle, and the driver crashes."
 
-#: Known differences from the newest record. A test checks that each exists.
+#: Known differences from the newest record, and from the newest one made without a device. A test
+#: checks that each exists.
 REASONS = (
-    Reason("The emulated driver is one of CUDA 13.", "arguments", "cuDriverGetVersion after.*"),
-    Reason("Codes of later drivers.", "cuda_errors", "36|226|721|916", [1, 1]),
+    Reason(
+        "The record made without a device is of CUDA 12.5.",
+        "arguments",
+        "cuDriverGetVersion after.*",
+        [0, 12050],
+        [0, 13000],
+    ),
     Reason("A driver without devices needs no thread.", "arguments", "threads .*"),
+    Reason(
+        "Since 580 a call of nvmlShutdown too many is an error.",
+        "nvml_arguments",
+        r"nvmlInit.*nvmlShutdown\(\)",
+    ),
     Reason(
         "cuMemAlloc of 32-bit addresses is not emulated.",
         "arguments",
         "cuGetProcAddress v.: 'cuMemAlloc' at (2000|3019)",
     ),
     Reason(
-        "Forms of later drivers.",
-        "procaddr",
-        r"(cuCtxGetDevice|cuCtxSynchronize|cuEventElapsedTime), flags \d, from (12080|13000)",
-    ),
-    Reason(
-        "The manual of CUDA 13 allows null parameters.",
-        "calls: .*",
-        "cuCtxCreate_v4( 2)?",
-        "signal 11",
+        "These calls check the number of the process before they check for cuInit.",
+        "calls: before init, zero",
+        "cuCheckpointProcess(Checkpoint|Lock|Restore|Unlock)",
+        "304",
         "3",
     ),
     Reason(
@@ -84,20 +91,6 @@ REASONS = (
         "3",
     ),
     Reason(
-        _HANDLE,
-        "calls: before init, buffer.*",
-        r"cuStreamGetCtx(_v2)?(_ptsz)?( \d)?",
-        "400",
-    ),
-    Reason(
-        _HANDLE,
-        "calls: .*buffer.*",
-        r"(cuFuncGetName|cuKernelGetName)( \d)?",
-        "0",
-        "3",
-    ),
-    Reason(_HANDLE, "calls: .*buffer.*", r"cuFuncGetParamInfo( \d)?", "1", "3"),
-    Reason(
         "The driver reads an IPC handle before it checks that it is initialised.",
         "calls: before init, buffer but for one",
         "cuIpcOpenMemHandle(_v2)? 2",
@@ -107,7 +100,7 @@ REASONS = (
     Reason(
         _AFTER,
         "calls: after a failed init, buffer",
-        r"cu(Event|Graph|Launch|Mem(Alloc|Free|set)|Stream)\w+",
+        r"cu(Launch|Mem(Alloc|Free)|Stream)\w+",
         "400",
         "3",
     ),
@@ -121,16 +114,12 @@ REASONS = (
     Reason(
         _AFTER,
         "calls: after a failed init, (zero|buffer)",
-        "(cuLaunchHostFunc|cuStreamAddCallback)(_ptsz)?|cuArrayDestroy|cuMipmappedArrayDestroy"
-        "|cuThreadExchangeStreamCaptureMode",
+        "cuArrayDestroy|cuMipmappedArrayDestroy|cuThreadExchangeStreamCaptureMode",
         None,
         "3",
     ),
-    Reason(
-        "The emulated linker checks its handle before anything else, and never follows a bad one.",
-        "calls: .*",
-        r"cuLink\w+( \d)?",
-    ),
+    Reason(_LINKER, "calls: .*", r"(cuLinkAdd\w+|cuLinkComplete)( \d)?", "signal 11", "1"),
+    Reason(_LINKER, "calls: .*", r"cuLinkDestroy( \d)?", "signal 6", "1"),
 )
 
 
@@ -148,11 +137,41 @@ def differences(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Diff
             if answers[0] != answers[1]:
                 yield Difference(section, code, *answers)
     yield from _procaddr(real, emulated)
-    for section, common in {
-        "calls": functions(real) & functions(emulated),
-        "nvml_calls": {*real["nvml_functions"]} & {*emulated["nvml_functions"]},
-    }.items():
+    for section, common in _common(real, emulated):
         yield from _calls(section, real[section], emulated[section], common)
+
+
+def differences_without_device(
+    real: dict[str, Any], newest: dict[str, Any], emulated: dict[str, Any]
+) -> Iterator[Difference]:
+    """Yield the questions that only a record made without a device answers, and differently.
+
+    ``newest`` is the record of a later driver, which had a device. Its answers before cuInit count
+    also after a failed cuInit where they differ from those of ``real``.
+    """
+    for section in ("arguments", "nvml_arguments"):
+        for question in real[section].keys() - newest[section].keys():
+            answers = real[section][question], emulated[section][question]
+            if answers[0] != answers[1]:
+                yield Difference(section, question, *answers)
+    for section, common in _common(real, emulated):
+        older, later, here = (calls.lookup(one[section]) for one in (real, newest, emulated))
+        for kind in sorted(kind for kind in real[section] if kind.startswith(calls.AFTER)):
+            before = kind.replace(calls.AFTER, calls.BEFORE)
+            for name in sorted(common):
+                if not calls.asked(name, kind, anywhere=False):
+                    continue
+                one = older(kind, name)
+                if calls.asked(name, before) and later(before, name) != older(before, name):
+                    one = later(before, name)
+                if one != here(kind, name):
+                    yield Difference(f"{section}: {kind}", name, one, here(kind, name))
+
+
+def _common(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[tuple[str, set[str]]]:
+    """Yield the sections of calls with the functions that both records have."""
+    yield "calls", functions(real) & functions(emulated)
+    yield "nvml_calls", {*real["nvml_functions"]} & {*emulated["nvml_functions"]}
 
 
 def _calls(
@@ -188,6 +207,6 @@ def _procaddr(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Differ
                 if other != (procaddr.MISSING if lacking else one):
                     question = f"{name}, flags {flags}, from {version}"
                     yield Difference("procaddr", question, one, other)
-    if real["procaddr_older_form_differs"] != emulated["procaddr_older_form_differs"]:
-        texts = [record["procaddr_older_form_differs"] for record in (real, emulated)]
-        yield Difference("procaddr", "older form", *texts)
+    for key in ("procaddr_refused_from", "procaddr_older_form_differs"):
+        if real[key] != emulated[key]:
+            yield Difference("procaddr", key, real[key], emulated[key])

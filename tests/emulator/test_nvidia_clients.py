@@ -85,6 +85,7 @@ def test_each_entry_is_reachable_by_its_symbol(emulated):
     assert address("cuMemAlloc", 2000, 0) == (0, None, 2)  # too old a version
     assert address("cuNoSuchThing", 13000, 0) == (0, None, 1)
     assert address("", 13000, 0) == (0, None, 1)
+    assert address("cuMemAlloc", 13010, 0) == (1, None, -1)  # above the driver's own version
     assert address("cuMemAlloc", 13000, 4)[0] == 1
     """
     emulated().run(dedent(code), ";".join(",".join(entry) for entry in entries))
@@ -285,7 +286,7 @@ def test_nvidia_ml_py_reads_the_emulated_machine(emulated):
     nvmlDeviceGetCount()
     nvmlShutdown()
     assert fails(nvmlDeviceGetCount) == NVML_ERROR_UNINITIALIZED
-    nvmlShutdown()  # one too many is no error
+    assert fails(nvmlShutdown) == NVML_ERROR_UNINITIALIZED  # one too many
     print("good")
     """
     assert emulated("2x1GiB,reserved=100MiB").run(dedent(code)) == "good"

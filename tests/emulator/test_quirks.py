@@ -146,8 +146,12 @@ def test_a_restore_onto_another_device_may_be_refused(trio, code, says):
     trio.resume()
 
 
-def test_a_process_after_cuinit_may_be_suspended(trio):
-    trio.faults.set("init-suffices")
+def test_cuinit_may_not_be_enough_for_a_suspend(trio):
+    trio.faults.set("init-not-enough")
+    trio.target = trio.machine.target()
+    trio.target.do("ok(D.cuInit(0))")
+    assert "CUDA_ERROR_NOT_INITIALIZED" in trio.call("lock", 1)
+    trio.faults.clear()
     trio.target = trio.machine.target()
     trio.target.do("ok(D.cuInit(0))")
     assert trio.ask(f"Process({trio.target.pid}).restore_thread_id") > 0

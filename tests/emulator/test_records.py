@@ -12,21 +12,8 @@ import pytest
 
 from emucuda import library_dir
 from tests.driver_records import calls, child, libraries, procaddr, process
-from tests.driver_records.record import RECORDS, functions, records, written
+from tests.driver_records.record import RECORDS, functions, records, without_device, written
 from tests.emulator import parity
-
-#: Functions of later drivers, which the newest record does not have.
-LATER = {
-    "cuCheckpointProcessCheckpoint", "cuCheckpointProcessGetRestoreThreadId",
-    "cuCheckpointProcessGetState", "cuCheckpointProcessLock", "cuCheckpointProcessRestore",
-    "cuCheckpointProcessUnlock", "cuCtxGetDevice_v2", "cuCtxSynchronize_v2",
-    "cuEventElapsedTime_v2", "cuFuncGetParamCount", "cuKernelGetParamCount",
-    "cuMemGetDefaultMemPool", "cuMemGetMemPool", "cuMemSetMemPool", "cuMemcpyBatchAsync_v2",
-    "cuStreamGetDevice", "cuStreamGetDevice_ptsz",
-}  # fmt: skip
-NVML_LATER = {
-    "nvmlDeviceGetMemoryLimits_v1", "nvmlDeviceGetTemperatureV", "nvmlDeviceSetMemoryLimits_v1",
-}  # fmt: skip
 
 
 def _record(*options, **variables):
@@ -42,6 +29,11 @@ def newest():
 
 
 @pytest.fixture(scope="module")
+def newest_without_device():
+    return [record for record in records() if without_device(record)][-1]
+
+
+@pytest.fixture(scope="module")
 def alone(libraries):
     """The record of the emulated driver without a machine."""
     return _record()
@@ -51,8 +43,9 @@ def _excused(found):
     return [difference for difference in found if any(r.covers(difference) for r in parity.REASONS)]
 
 
-def test_without_a_machine_it_answers_like_nvidia(newest, alone):
+def test_without_a_machine_it_answers_like_nvidia(newest, newest_without_device, alone):
     found = list(parity.differences(newest, alone))
+    found += parity.differences_without_device(newest_without_device, newest, alone)
     excused = _excused(found)
     assert [str(difference) for difference in found if difference not in excused] == []
     # A reason without a difference would hide a later difference.
@@ -64,9 +57,11 @@ def test_a_record_does_not_differ_from_itself(newest):
     assert list(parity.differences(newest, newest)) == []
 
 
-def test_functions_newer_than_the_records_are_listed(newest, alone):
-    assert functions(alone) - functions(newest) == LATER
-    assert {*alone["nvml_functions"]} - {*newest["nvml_functions"]} == NVML_LATER
+def test_it_has_no_function_that_nvidia_lacks(newest, alone):
+    """It claims the version of the newest record, and clients look for functions by the version."""
+    assert alone["cuda"] == newest["cuda"]
+    assert functions(alone) <= functions(newest)
+    assert {*alone["nvml_functions"]} <= {*newest["nvml_functions"]}
     common = functions(alone) & functions(newest)
     assert len(common) > 250
     assert len(alone["procaddr"].keys() & newest["procaddr"].keys()) > 200
@@ -78,33 +73,51 @@ def test_a_machine_does_not_change_names_and_errors(newest, emulated):
     assert [str(d) for d in found if d not in _excused(found)] == []
 
 
-def test_records_come_from_drivers_without_a_device():
+def test_records_say_whether_there_was_a_device():
     found = records()
-    assert len(found) >= 3
+    assert [record["device"] for record in found] == [False, False, False, None]
     assert len({record["driver"] for record in found}) == len(found)
     for record in found:
-        assert record["device"] is False
+        assert without_device(record) == any(calls.AFTER in kind for kind in record["calls"])
         assert record["driver"].split(".")[0].isdigit()
         path = RECORDS / f"nvidia-{record['driver']}.json"
         assert path.read_text() == written(record)
         assert path.stat().st_size < 80_000
 
 
+def _forms_are_only_added(older, newer):
+    for name in older["procaddr"]:
+        for flags in procaddr.FLAGS:
+            text = procaddr.entry(older["procaddr"], name, flags)
+            assert procaddr.entry(newer["procaddr"], name, flags).startswith(text)
+
+
 @pytest.mark.parametrize("oldest", [0, 1])
-def test_older_drivers_agree_with_the_newest_record(oldest, newest):
+def test_drivers_without_a_device_agree(oldest, newest_without_device):
     """Answers to arguments are the same; later drivers only add forms of a name."""
-    older = records()[oldest]
-    differ = {k for k in newest["arguments"] if newest["arguments"][k] != older["arguments"][k]}
+    older, newer = records()[oldest], newest_without_device
+    differ = {k for k in newer["arguments"] if newer["arguments"][k] != older["arguments"][k]}
     assert differ <= {
         "cuDriverGetVersion after a failed cuInit",
         "after a failed cuInit, in a forked child: cuInit(0), then a count",
         "threads before and after a failed cuInit",
     }
-    assert newest["nvml_arguments"] == older["nvml_arguments"]
-    for name in older["procaddr"]:
-        for flags in procaddr.FLAGS:
-            text = procaddr.entry(older["procaddr"], name, flags)
-            assert procaddr.entry(newest["procaddr"], name, flags).startswith(text)
+    assert newer["nvml_arguments"] == older["nvml_arguments"]
+    _forms_are_only_added(older, newer)
+
+
+def test_newest_driver_refuses_versions_above_its_own(newest, newest_without_device):
+    older = newest_without_device
+    differ = {k for k in newest["arguments"] if newest["arguments"][k] != older["arguments"][k]}
+    assert {k.rpartition(" at ")[2] for k in differ} == {"99000", "2147483647"}
+    assert all(newest["arguments"][k] == [1, *["untouched"] * (1 + ("v2" in k))] for k in differ)
+    assert newest["procaddr_refused_from"] == newest["cuda"] + procaddr.VERSIONS.step
+    assert older["procaddr_refused_from"] is None
+    differ = {
+        k for k, answer in newest["nvml_arguments"].items() if answer != older["nvml_arguments"][k]
+    }
+    assert differ == {"nvmlShutdown before nvmlInit"}
+    _forms_are_only_added(older, newest)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +130,7 @@ def test_older_drivers_agree_with_the_newest_record(oldest, newest):
         ("procaddr", lambda r: r["procaddr"].update({"cuInit": "2010:~"})),
         ("procaddr", lambda r: r["procaddr"].update({"cuCtxCreate": "2000:~ 3020:~_v2"})),
         ("procaddr", lambda r: r["procaddr_older_form_differs"].append("cuInit 2000 0")),
+        ("procaddr", lambda r: r.update({"procaddr_refused_from": None})),
         ("calls: before init, zero", lambda r: r["calls"]["before init, zero"]["1"].clear()),
         (
             "calls: before init, buffer but for one",
@@ -132,6 +146,45 @@ def test_a_changed_answer_is_a_difference(section, change, newest):
     other = copy.deepcopy(newest)
     change(other)
     assert section in {difference.section for difference in parity.differences(newest, other)}
+
+
+@pytest.mark.parametrize(
+    ("section", "change"),
+    [
+        ("arguments", lambda r: r["arguments"].update({"cuInit(0) at first": [999]})),
+        (
+            "nvml_arguments",
+            lambda r: r["nvml_arguments"].update(
+                {"nvmlInitWithFlags(0x0), nvmlShutdown()": [0, 0]}
+            ),
+        ),
+        (
+            "calls: after a failed init, zero",
+            lambda r: r["calls"]["after a failed init, zero"].clear(),
+        ),
+    ],
+)
+def test_a_changed_answer_without_a_device_is_a_difference(
+    section, change, newest, newest_without_device
+):
+    other = copy.deepcopy(newest_without_device)
+
+    def sections():
+        found = parity.differences_without_device(newest_without_device, newest, other)
+        return [difference.section for difference in found].count(section)
+
+    before = sections()
+    change(other)
+    assert sections() > before
+
+
+def test_checks_before_cuinit_also_precede_a_failed_one(newest, newest_without_device):
+    """What the later driver checks before cuInit it checks then, too."""
+    older = newest_without_device
+    found = parity.differences_without_device(older, newest, older)
+    real = {difference.question: difference.real for difference in found}
+    assert (real["cuCtxGetDevice"], real["cuKernelGetName"]) == ("1", "400")
+    assert "cuInit" not in real  # it was not asked where there was a device
 
 
 # ---------------------------------------------------------------------- the recorder

@@ -108,6 +108,28 @@ def test_memory_contents_survive_a_suspend(pair):
     assert target.do("_ = digest()") == digest
 
 
+def test_nvml_of_a_suspended_process_waits_for_the_unlock(pair):
+    """Observed on 580.159.04: it waits from the lock on."""
+    _, target, worker, _ = pair
+    count = "_ = n.nvmlDeviceGetCount()"
+    assert target.do("import pynvml as n; n.nvmlInit();" + count) == 2
+    worker.do(f"p = Process({target.pid}); p.lock(5000)")
+    target.send(count)
+    assert target.hangs(0.1)
+    worker.do("p.checkpoint()")
+    assert target.hangs(0.1)
+    assert worker.do(count) == 2  # those of other processes do not wait
+    worker.do("p.restore()")
+    assert target.hangs(0.1)
+    worker.do("p.unlock()")
+    assert target.reply() == 2
+    worker.do(f"suspend({target.pid})")
+    target.send("n.nvmlInit()")
+    assert target.hangs(0.1)
+    worker.do(f"resume({target.pid})")
+    assert target.reply() is None
+
+
 def test_the_copy_is_memory_of_the_target(pair):
     _, target, worker, _ = pair
     target.do("big = ok(D.cuMemAlloc(256 << 20)); put(big, bytes_of(200 << 20))")

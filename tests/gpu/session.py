@@ -304,7 +304,7 @@ def stage(machine: Machine, request: pytest.FixtureRequest, **config: Any) -> It
 
     The broker waits for nothing that is not needed: GPU time is short, and other tests measure.
     """
-    config = {"quiet_after": QUIET, "max_swap_overhead": 0, "host_memory": "32GiB", **config}
+    config = {"quiet_after": QUIET, "max_swap_overhead": 0, "host_memory": "90%", **config}
     folder = Path(tempfile.mkdtemp(prefix="gp"))  # sockets need a short path
     failed = request.session.testsfailed
     try:

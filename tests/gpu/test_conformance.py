@@ -30,9 +30,6 @@ EMULATED = {"version", "kernel", "state_machine"}
 #: Seconds for a case. The program waits 60 s for an answer, which a driver gives in a second.
 BOUND = 30
 
-#: This case suspends ten processes.
-BOUNDS = {"calls_block": 75}
-
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
@@ -55,7 +52,7 @@ def test_real_driver_passes_the_conformance_case(program, machine, case, note):
         text=True,
         start_new_session=True,
     )
-    bound, late = BOUNDS.get(case, BOUND), False
+    bound, late = BOUND, False
     try:
         out, _ = process.communicate(timeout=bound)
     except subprocess.TimeoutExpired:

@@ -99,7 +99,7 @@ async def test_memory_figures_of_a_device_add_up(machine, note):
 async def test_samples_during_a_copy_lose_no_device(machine, note):
     """NVML may answer only after the copy: samples then wait, and no device counts as lost."""
     # Emulated, each copy has its sample at any size, and hashing the bytes takes the time.
-    size = machine.bytes((8 if machine.real else 2) * GiB)
+    size = machine.bytes(2 * GiB)
     async with bench(machine) as found, target("cuda-core", found.env) as process:
         await process.do("put", "x", size, 3)
 
@@ -124,6 +124,19 @@ async def test_samples_during_a_copy_lose_no_device(machine, note):
 # ------------------------------------------------------------------ kinds of processes
 
 
+async def stateless(found, process, outcome):
+    """Check the suspend of a process without a context: it freed nothing, or did not happen."""
+    if outcome.status == "suspended":
+        assert outcome.freed == {found.uuid: 0}, outcome
+        assert await found.state(process) == "checkpointed"
+        back = await found.resume(process, outcome)
+        assert back.status == "resumed", back
+        assert await found.state(process) == "running"
+    else:
+        assert (outcome.status, outcome.freed) == ("nothing", {}), outcome
+        assert await found.state(process) == "none"
+
+
 async def test_process_without_cuda_has_nothing_to_suspend(machine, note):
     async with bench(machine) as found, target("cuda-core", machine.env, start=False) as process:
         outcome = await found.suspend(process)
@@ -132,13 +145,23 @@ async def test_process_without_cuda_has_nothing_to_suspend(machine, note):
         note(suspend=speeds(outcome))
 
 
-async def test_process_that_only_uses_nvml_has_nothing_to_suspend(machine, note):
+async def test_process_that_only_uses_nvml_is_unharmed_by_a_suspend(machine, note):
+    """580.159.04 suspends it like a process that has called cuInit; the emulated driver does not.
+
+    A session with such a process stays on the devices that it sees, which is safe.
+    """
     async with bench(machine) as found, target("cuda-core", machine.env, start=False) as process:
-        assert await process.do("nvml") >= 1
+        seen = await process.do("nvml")
+        assert seen >= 1
         outcome = await found.suspend(process)
-        note(cuda=outcome.cuda, thread=await found.ask("thread", process.root))
-        assert (outcome.status, outcome.cuda) == ("nothing", False), outcome
-        assert await process.do("pid") == process.pid
+        note(
+            status=outcome.status,
+            cuda=outcome.cuda,
+            suspend=speeds(outcome),
+            thread=await found.ask("thread", process.root),
+        )
+        await stateless(found, process, outcome)
+        assert await process.do("nvml") == seen
 
 
 async def test_process_that_only_called_cuinit_has_no_state(machine, note):
@@ -149,9 +172,8 @@ async def test_process_that_only_called_cuinit_has_no_state(machine, note):
             thread=await found.ask("thread", process.root),
         )
         outcome = await found.suspend(process)
-        note(status=outcome.status, cuda=outcome.cuda, message=outcome.message)
-        assert outcome.status == "nothing", outcome
-        assert await found.state(process) == "none"
+        note(status=outcome.status, cuda=outcome.cuda, suspend=speeds(outcome))
+        await stateless(found, process, outcome)
         # It then makes its context undisturbed.
         await process.do("start")
         await process.do("put", "a", 4 * MiB, 1)
@@ -249,6 +271,37 @@ async def test_work_begun_while_suspended_waits_and_is_done_once(machine, note):
             answer.cancel()
             await asyncio.wait({answer})
         assert await process.do("digest", "a") == expected(size, 1, 5)
+
+
+async def test_nvml_of_a_suspended_process_answers_after_the_resume(machine, note):
+    """580.159.04 blocks it until the unlock. The test notes whether a locked process waits, too."""
+
+    async def blocks():
+        answer = asyncio.create_task(process.do("nvml"))
+        await asyncio.wait({answer}, timeout=1.0)
+        return answer, not answer.done()
+
+    async with bench(machine) as found, target("cuda-core", found.env) as process:
+        seen = await process.do("nvml")
+        step = {"pid": process.root.pid, "start_time": process.root.start_time}
+        answers = []
+        locks = await found.worker.call("lock", CALL, process=step, drain=LOCK)
+        assert locks["outcome"] == "ok", locks
+        try:
+            answer, waits_locked = await blocks()
+        finally:
+            await found.worker.call("unlock", CALL, process=step)
+        answers.append(await answer)
+
+        there = await found.suspend(process)
+        assert there.status == "suspended", there
+        answer, waits_suspended = await blocks()
+        back = await found.resume(process, there)
+        assert back.status == "resumed", back
+        answers.append(await answer)
+        note(waits_while_locked=waits_locked, waits_while_suspended=waits_suspended)
+        assert answers == [seen, seen]
+        assert await process.do("nvml") == seen
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

@@ -97,3 +97,79 @@ def test_notebook_gets_its_bytes_back_after_a_neighbour(pooled, notebook, neighb
         assert await notebook.digest("next") == expected(large, 9, 1)
 
     pooled.play(scenario())
+
+
+NVML = """
+import pynvml
+pynvml.nvmlInit()
+print(pynvml.nvmlDeviceGetCount(), pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
+"""
+
+#: PyTorch counts by NVML, and keeps the number.
+TORCH_NVML = (
+    NVML
+    + """
+if torch.version.cuda:
+    torch.cuda._cached_device_count = None
+    assert torch.cuda.device_count() == pynvml.nvmlDeviceGetCount()
+"""
+)
+
+#: Asks NVML in a thread, as a collector of metrics does.
+POLL = """
+import threading
+import pynvml
+pynvml.nvmlInit()
+polled, handle = [0], pynvml.nvmlDeviceGetHandleByIndex(0)
+def poll():
+    while True:
+        pynvml.nvmlDeviceGetUtilizationRates(handle)
+        polled[0] += 1
+        time.sleep(0.02)
+threading.Thread(target=poll, daemon=True).start()
+"""
+
+
+@workloads("cuda-core", "torch")
+def test_nvml_in_a_suspended_notebook_brings_it_back(pooled, notebook, neighbour, note):
+    """The driver blocks NVML in a suspended process, so the guard asks for the slice first."""
+    size = pooled.machine.bytes(SMALL)
+    cell = TORCH_NVML if notebook.workload == "torch" else NVML
+
+    async def scenario():
+        without = await notebook.cell(cell)
+        assert notebook.session["state"] == "detached"  # the question needs no slice
+        await notebook.begin()
+        await notebook.put("small", size, 8)
+        assert await notebook.cell(cell) == without
+        await notebook.release()
+        await pooled.taken(neighbour)
+        with measured(note, "answer_seconds"):
+            assert await notebook.cell(cell) == without
+        session = notebook.session
+        assert (session["resumes"], session["granted_bytes"]) == (1, pooled.most), session
+        assert await notebook.digest("small") == expected(size, 8)
+
+    pooled.play(scenario())
+
+
+@workloads("cuda-core")
+def test_thread_that_polls_nvml_lets_its_notebook_be_suspended(pooled, notebook, neighbour, note):
+    size = pooled.machine.bytes(SMALL)
+
+    async def scenario():
+        await notebook.begin()
+        await notebook.put("small", size, 8)
+        await notebook.cell(POLL)
+        with measured(note, "suspend_seconds"):
+            await notebook.release()
+        await pooled.taken(neighbour)
+        before = int(await notebook.cell("print(polled[0])"))
+        session = notebook.session
+        note(polled=before)
+        assert (session["state"], session["resumes"]) == ("detached", 0), session
+        assert await notebook.digest("small") == expected(size, 8)
+        assert notebook.session["resumes"] == 1
+        await notebook.cell(f"while polled[0] < {before + 2}: time.sleep(0.02)")
+
+    pooled.play(scenario())

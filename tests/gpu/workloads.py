@@ -337,8 +337,9 @@ class Jax:
         self._step = jax.jit(lambda array, step: array + step, donate_argnums=0)
 
     def put(self, name: str, size: int, first: int) -> None:
-        self._arrays[name] = self._make(np.uint32(first), size // 4)
-        self.sync()
+        made = self._make(np.uint32(first), size // 4)
+        made.block_until_ready()  # raises for an array without memory, which is then not kept
+        self._arrays[name] = made
 
     def work(self, name: str, step: int) -> None:
         self._arrays[name] = self._step(self._arrays[name], np.uint32(step))

@@ -525,6 +525,27 @@ def test_total_memory_is_the_limit_before_any_lease(session, process):
     assert session.broker.messages == []
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "whole"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True", True),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments: True", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:native", False),
+    ],
+)
+def test_total_never_grows_for_expandable_segments(session, process, name, text, whole):
+    """PyTorch reserves addresses by the first figure, and crashes at a block beyond them."""
+    session.grant(session.uuids, each=256 * MIB, limit=512 * MIB)
+    child = process(**{name: text})
+    size = 1024 * MIB if whole else 512 * MIB
+    assert child.do("_ = total(), info()[1]") == (size, 512 * MIB)
+    session.page.set_gate(2)
+    session.page.set_grant([0, 0], 512 * MIB, 1)
+    assert child.do("_ = total()") == size
+    assert session.broker.messages == []
+
+
 def test_free_memory_is_what_the_session_can_still_take(session, process):
     session.grant(session.uuids, each=256 * MIB, limit=512 * MIB)
     child = process()

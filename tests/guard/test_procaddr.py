@@ -92,7 +92,7 @@ def test_callers_get_the_guards_functions(emulated):
         ("cuInit", 13000, PER_THREAD, "cuInit"),
         ("cuGetProcAddress", 11030, 0, "cuGetProcAddress"),
         ("cuGetProcAddress", 12000, 0, "cuGetProcAddress_v2"),
-        ("cuGetProcAddress", 13020, 0, "cuGetProcAddress_v2"),
+        ("cuGetProcAddress", -1, 0, "cuGetProcAddress_v2"),
     ],
 )
 def test_version_and_flags_choose_the_form(emulated, name, version, flags, symbol):
@@ -113,6 +113,14 @@ def test_missing_name_is_answered_as_by_the_driver(emulated, odd):
     assert (
         emulated.do("_ = C.cuGetProcAddress_v2(None, None, 13000, ctypes.c_uint64(4), None)") == 1
     )
+
+
+@pytest.mark.parametrize("name", ["cuInit", "cuMemAlloc", "cuNoSuchCall"])
+def test_version_above_the_drivers_is_refused_as_by_the_driver(emulated, name):
+    """The form with a status leaves the pointer and the status unchanged, as the older one does."""
+    for version in (13010, 2**31 - 1):
+        for options in ("", ", with_status=False", ", form=C.cuGetProcAddress", ", flags=2"):
+            assert emulated.do(f"_ = get({name!r}, {version}{options})") == (1, 77, 77)
 
 
 def test_form_before_cuda_12_has_four_arguments(odd):

@@ -42,6 +42,7 @@ def driver(record):
     table = record["procaddr"]
     return {
         "cuda": record["cuda"],
+        "refused": record["procaddr_refused_from"],
         "exports": sorted(functions(record)),
         "nvml": record["nvml_functions"],
         "answers": {
@@ -111,9 +112,10 @@ def _source(driver, inner):
             for since, form in steps:
                 at = f"inner_{form}" if inner and form not in own else form
                 lines.append(f'{{"{base}", {side}, {since}, (void *){at}}},')
+    # Without a bound every version is below it. NVIDIA's comparison is signed: -1 passes.
+    lines.append(f"{{0}}}};\nenum {{ NEWEST = {(driver['refused'] or 2**31) - 1} }};")
     lines.append(
-        """{0}};
-static int find(const char *name, unsigned version, unsigned side, void **out)
+        """static int find(const char *name, unsigned version, unsigned side, void **out)
 {
     int status = 1;
     for (int i = 0; all[i].name; i++)
@@ -128,7 +130,7 @@ int cuGetProcAddress_v2(const char *name, void **out, int version, unsigned long
                         int *status)
 {
     int found;
-    if (flags > 3)
+    if (flags > 3 || version > NEWEST)
         return 1;
     *out = NULL;
     found = find(name, (unsigned)version, flags >> 1 & 1, out);
@@ -138,7 +140,7 @@ int cuGetProcAddress_v2(const char *name, void **out, int version, unsigned long
 }
 int cuGetProcAddress(const char *name, void **out, int version, unsigned long long flags)
 {
-    if (flags > 3)
+    if (flags > 3 || version > NEWEST)
         return 1;
     return find(name, (unsigned)version, flags >> 1 & 1, out) ? 500 : 0;
 }"""
@@ -162,16 +164,22 @@ print(json.dumps([ask(*question) for question in questions]))
 """
 
 
+#: Versions that every name is asked for; the last two are newer than any recorded driver.
+ANY = (0, -1, 13000, 13010, 2**31 - 1)
+
+
 def _questions(driver, names):
     """Yield each question with NVIDIA's answer."""
     for name in names:
         for flags in (0, 1, 2, 3):
             steps = driver["answers"].get(name, [[], []])[flags >> 1]
-            for version in {0, -1, 13000, *(v for since, _ in steps for v in (since - 1, since))}:
+            for version in {*ANY, *(v for since, _ in steps for v in (since - 1, since))}:
                 form = [form for since, form in steps if since <= version % 2**32][-1:]
                 missing = 2 if steps else 1
                 for five, with_status in ((True, True), (True, False), (False, False)):
-                    if form:
+                    if driver["refused"] and version >= driver["refused"]:
+                        answer = [1, 77, 77]
+                    elif form:
                         answer = [0, form[0], 0 if with_status else 77]
                     else:
                         answer = (

@@ -88,6 +88,19 @@ static int asked(int which, int device)
     return value;
 }
 
+/* Asked once, as NVIDIA's runtime does: behind a guard the driver's answer can change. */
+static size_t memory_of(int d)
+{
+    static size_t known[64];
+    size_t bytes = 0;
+    if (d >= (int)(sizeof known / sizeof *known))
+        return drv.cuDeviceTotalMem(&bytes, d) ? 0 : bytes;
+    bytes = __atomic_load_n(&known[d], __ATOMIC_RELAXED);
+    if (!bytes && !drv.cuDeviceTotalMem(&bytes, d))
+        __atomic_store_n(&known[d], bytes, __ATOMIC_RELAXED);
+    return bytes;
+}
+
 static cudaError properties(struct cudaDeviceProp *p, int d)
 {
     STARTED;
@@ -96,7 +109,7 @@ static cudaError properties(struct cudaDeviceProp *p, int d)
     memset(p, 0, sizeof *p);
     drv.cuDeviceGetName(p->name, (int)sizeof p->name, d);
     drv.cuDeviceGetUuid(&p->uuid, d);
-    drv.cuDeviceTotalMem(&p->totalGlobalMem, d);
+    p->totalGlobalMem = memory_of(d);
 #define IS(field, number) p->field = (__typeof__(p->field))asked(number, d)
     IS(maxThreadsPerBlock, 1); IS(maxThreadsDim[0], 2); IS(maxThreadsDim[1], 3); IS(maxThreadsDim[2], 4);
     IS(maxGridSize[0], 5); IS(maxGridSize[1], 6); IS(maxGridSize[2], 7);

@@ -42,6 +42,10 @@ RECORDING = "it records a CUDA graph"
 #: suspended, and only the guard keeps a running cell from that.
 UNGUARDED = "it runs without the guard, which would hold its CUDA calls back while it is suspended"
 
+#: Restores in a row that the driver refuses, with room, until the state counts as lost; they take
+#: seven seconds. 580.159.04 says CHECKPOINTED of a process that it can never restore again.
+MOST_REFUSALS = 4
+
 #: Seconds to wait for memory of a process that has just ended, and between two checks.
 ROOM_WAIT, ROOM_POLL = 1.0, 0.05
 
@@ -143,21 +147,33 @@ class DeviceActions:
             self._pages.moved(session, session.frozen, moves)
             self._pages.no_longer_aside(session)
             session.frozen = ()
+            session.unrestored = 0
             return e.AttachDone(
                 now=now, session=name, epoch=epoch,
                 seconds=outcome.driver_seconds, waited=outcome.waited,
             )  # fmt: skip
         if outcome.status == "gone":
             return e.SessionEnded(now=now, session=name, reason="its process has ended")
-        lost = outcome.status in ("failed", "hung")
-        if lost or (outcome.status == "refused" and not outcome.stay):
+        lost, message = outcome.status in ("failed", "hung"), outcome.message
+        refused = outcome.status == "refused" and not outcome.stay
+        if refused:
+            session.unrestored += 1
+            if session.unrestored >= MOST_REFUSALS:
+                lost = True
+                message = (
+                    f"The driver refused {session.unrestored} times to restore its GPU state, "
+                    f"although there was room: it is lost. {message}"
+                )
+            else:
+                message += " The driver has its state still; the pool tries again."
+        if lost or refused:
             for uuid in dict.fromkeys(piece.device for piece in action.slices):
                 self._start("", self._examine(uuid))
         return e.AttachFailed(
             now=now,
             session=name,
             epoch=epoch,
-            message=outcome.message or "The driver did not resume it.",
+            message=message or "The driver did not resume it.",
             lost=lost,
             stay=outcome.stay,
         )

@@ -59,13 +59,13 @@ async def drain(
     while True:
         reading = read()
         slots = [slot for slot in reading.slots if pid in (None, slot.pid)] if reading else []
-        if not any(slot.inflight for slot in slots):
+        if not any(slot.inflight or slot.nvml for slot in slots):
             pids = [slot.pid for slot in slots] if pid is None else [pid]
             if await quiesce(pids, max(patience, LONGEST)):
                 return ""
             return "a thread that was about to call CUDA got no processor"
         if loop.time() >= give_up:
-            return f"a CUDA call did not return within {patience:g} s"
+            return f"a CUDA or NVML call did not return within {patience:g} s"
         await asyncio.sleep(DRAIN_POLL)
 
 

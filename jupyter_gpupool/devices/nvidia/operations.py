@@ -440,8 +440,7 @@ class Operation:
         if untouched:
             return self._resumed(
                 "refused",
-                f"The driver did not resume process {process.pid} ({answer.message}), and has its "
-                "state still; the pool tries again.",
+                f"The driver did not resume process {process.pid}: {answer.message}",
             )
         return self._resumed(
             "hung" if answer.outcome == "hung" else "failed",

@@ -92,7 +92,7 @@ CUresult gate_pass(void)
             return CUDA_SUCCESS;
         /* The end of the process frees everything, so a suspended kernel shuts down without a lease.
          * Frameworks know this answer from a driver that was unloaded first. */
-        if (__atomic_load_n(&ending, __ATOMIC_ACQUIRE) || polite_finalizing())
+        if (gate_ends())
             return CUDA_ERROR_DEINITIALIZED;
         CUresult error = landing_aside()   ? broker_attach() /* with the slice the process is restored */
                          : landing_moves() ? landing_wait()
@@ -115,6 +115,16 @@ static void end(void)
 void gate_at_exit(void)
 {
     atexit(end);
+}
+
+bool gate_ends(void)
+{
+    return __atomic_load_n(&ending, __ATOMIC_ACQUIRE) || polite_finalizing();
+}
+
+bool gate_inside(void)
+{
+    return inside.depth > 0;
 }
 
 /* ---- calls that the process owes the driver: noted calls, and contexts that threads have made current */

@@ -94,6 +94,10 @@ bool gate_lets(bool use);
 CUresult gate_pass(void);
 /* Once, at the first call of a session's process. */
 void gate_at_exit(void);
+/* Whether the process is ending, so that nobody may wait for a lease. */
+bool gate_ends(void);
+/* Whether this thread is inside a call that a suspend waits for. */
+bool gate_inside(void);
 /* Whether the lease is gone or about to go; false in a pause. */
 bool gate_closed(void);
 /* Around a wait for the broker inside a counted call, so that a suspend need not wait for the call. */
@@ -244,6 +248,7 @@ void gate_fork(enum fork_when when);
 void cached_fork(enum fork_when when);
 void current_fork(enum fork_when when);
 void landing_fork(enum fork_when when);
+void nvml_calls_fork(enum fork_when when);
 void guard_at_fork(void); /* registers them */
 
 /* ---- bytes (charge.c) */

@@ -8,6 +8,9 @@
 #include "counting.h"
 #include "wraps.h"
 
+#include <stdlib.h>
+#include <string.h>
+
 CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
 {
     struct slice_memory m;
@@ -55,12 +58,37 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
     return CUDA_SUCCESS;
 }
 
+/* PyTorch's expandable segments reserve addresses for 9/8 of what cuDeviceTotalMem says first. If the slice grows, a
+ * block larger than that ends the process by SIGSEGV (alloc_block of its allocator; seen with 2.6 and 2.11). So a
+ * process with that setting gets the device's figure, the only one that never grows. */
+static bool keeps_the_total(void)
+{
+    static const char *const names[] = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"};
+    for (int i = 0; i < 2; i++) {
+        const char *at = getenv(names[i]);
+        at = at ? strstr(at, "expandable_segments") : NULL;
+        if (!at)
+            continue;
+        at += strlen("expandable_segments");
+        at += strspn(at, " :");
+        if (!strncmp(at, "True", 4))
+            return true;
+    }
+    return false;
+}
+
 CUresult wrap_cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
 {
+    static uint64_t reals[PAGE_DEVICES]; /* the driver's answers */
     struct slice_memory m;
     size_t real = 0;
     if (guard_blocked() && bytes) {
         struct here h = here_of_device(device);
+        uint64_t known = h.ordinal < 0 ? 0 : __atomic_load_n(&reals[h.ordinal], __ATOMIC_RELAXED);
+        if (known && keeps_the_total()) {
+            *bytes = known;
+            return CUDA_SUCCESS;
+        }
         if (h.ordinal >= 0 && slice_memory(guard_page, h.ordinal, UINT64_MAX, UINT64_MAX, &m)) {
             *bytes = m.total;
             return CUDA_SUCCESS;
@@ -74,7 +102,9 @@ CUresult wrap_cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
     guard_leave();
     if (!result) {
         *bytes = real;
-        if (ordinal >= 0 && slice_memory(guard_page, ordinal, real, real, &m))
+        if (ordinal >= 0)
+            __atomic_store_n(&reals[ordinal], real, __ATOMIC_RELAXED);
+        if (ordinal >= 0 && !keeps_the_total() && slice_memory(guard_page, ordinal, real, real, &m))
             *bytes = m.total;
     }
     return result;

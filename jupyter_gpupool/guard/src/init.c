@@ -213,8 +213,8 @@ static void init_fork(enum fork_when when)
 }
 
 static void (*const parts[])(enum fork_when when) = {
-    init_fork, landing_fork, procaddr_fork, real_fork, cached_fork, wait_fork, page_fork, gate_fork,
-    current_fork,
+    init_fork, landing_fork, nvml_calls_fork, procaddr_fork, real_fork, cached_fork, wait_fork, page_fork,
+    gate_fork, current_fork,
 };
 #define PARTS (sizeof parts / sizeof *parts)
 

@@ -239,7 +239,7 @@ __attribute__((destructor)) static void give_back(void)
      * slot while this process lives. It is reaped afterwards. */
     if (__atomic_load_n(&users, __ATOMIC_SEQ_CST) == (guard_slot_user ? 1 : 0) &&
         !__atomic_load_n(&s->inflight, __ATOMIC_SEQ_CST) && !__atomic_load_n(&s->first, __ATOMIC_SEQ_CST) &&
-        !__atomic_load_n(&s->waiting, __ATOMIC_SEQ_CST))
+        !__atomic_load_n(&s->waiting, __ATOMIC_SEQ_CST) && !__atomic_load_n(&s->nvml, __ATOMIC_SEQ_CST))
         clear(s);
 }
 

@@ -14,6 +14,7 @@
 #ifndef GPUPOOL_GUARD_PAGE_H
 #define GPUPOOL_GUARD_PAGE_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #define PAGE_MAGIC 0x47505047u /* "GPPG" */
@@ -76,7 +77,9 @@ struct page_slot {
     uint32_t first;                 /* 1: one more call inside, of the process's first thread */
     uint64_t sees[PAGE_DEVICES];
     uint64_t landing;
-    uint64_t unused[2];
+    uint32_t nvml; /* NVML calls of the process's main thread: a suspend waits for them, but they are no use */
+    uint32_t unused;
+    uint64_t unused_too;
 };
 
 struct page {
@@ -105,6 +108,23 @@ struct page {
     uint8_t unused_too[4096 - 72 - 24 * PAGE_DEVICES - PAGE_DEVICES * PAGE_UUID - 64];
     struct page_slot slot[PAGE_SLOTS];
 };
+
+/* The gate is closed, and a process had a context, so the driver has suspended all of the session's processes or is
+ * about to: even those that have called only cuInit or NVML. A session that has never had a slice has no such
+ * process. */
+static inline bool page_suspends(const struct page *page)
+{
+    if (__atomic_load_n(&page->gate, __ATOMIC_SEQ_CST) != GATE_CLOSED)
+        return false;
+    for (int i = 0; i < PAGE_SLOTS; i++) {
+        const struct page_slot *s = &page->slot[i];
+        if (__atomic_load_n(&s->state, __ATOMIC_ACQUIRE) == SLOT_LIVE &&
+            (__atomic_load_n(&s->flags, __ATOMIC_ACQUIRE) & SLOT_CONTEXT ||
+             __atomic_load_n(&s->landing, __ATOMIC_SEQ_CST) == LANDING_ASIDE))
+            return true;
+    }
+    return false;
+}
 
 /* A number for a device's UUID (FNV-1a), none of those above. */
 static inline uint64_t page_name(const char *uuid)

@@ -1,10 +1,10 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * NVML's functions (x86-64, System V ABI), for the generated list of them. Until the first call
- * each jump leads to ENTRY's lazy half, which loads the driver's library and jumps again.
+ * NVML's functions (x86-64, System V ABI), for the generated list of them. Each jumps to the driver's own, unless
+ * facade.c has to load that first, or to ask the guard whether the call must wait.
  */
-    .hidden nvml_load, nvml_real
+    .hidden nvml_enter, nvml_leave, nvml_real, nvml_slow
     .text
 
 .macro NVML_ENTRY name, index
@@ -13,12 +13,11 @@
     .balign 16
 \name:
     endbr64
+    movl $\index, %r11d
+    cmpb $0, nvml_slow(%rip)
+    jne nvml_through
     jmp *(nvml_real + 8 * \index)(%rip)
     .size \name, . - \name
-.Llazy\index:
-    endbr64
-    movl $\index, %r11d
-    jmp nvml_lazy
 .endm
 
 /* Only the C function uses its place in nvml_real. */
@@ -28,14 +27,13 @@
     .balign 16
     .hidden wrap_\name
 \name:
-.Llazy\index:
     endbr64
     jmp wrap_\name
     .size \name, . - \name
 .endm
 
-    .type nvml_lazy, @function
-nvml_lazy:
+    .type nvml_through, @function
+nvml_through:
     .cfi_startproc
     pushq %rbp
     .cfi_def_cfa_offset 16
@@ -60,7 +58,9 @@ nvml_lazy:
     movups %xmm5, 144(%rsp)
     movups %xmm6, 160(%rsp)
     movups %xmm7, 176(%rsp)
-    call nvml_load
+    movl %r11d, %edi
+    call nvml_enter
+    movl %eax, %r10d
     movq 0(%rsp), %rdi
     movq 8(%rsp), %rsi
     movq 16(%rsp), %rdx
@@ -77,9 +77,33 @@ nvml_lazy:
     movups 144(%rsp), %xmm5
     movups 160(%rsp), %xmm6
     movups 176(%rsp), %xmm7
+    .cfi_remember_state
+    cmpl $-1, %r10d
+    je 1f
+    jg 2f
+    /* Not counted: as if the caller had called the driver. */
     leave
     .cfi_def_cfa %rsp, 8
     leaq nvml_real(%rip), %r10
     jmp *(%r10, %r11, 8)
+1:  /* Counted. No function of NVML has more than six arguments; two more are copied for one that may come. */
+    .cfi_restore_state
+    .cfi_remember_state
+    pushq 24(%rbp)
+    pushq 16(%rbp)
+    leaq nvml_real(%rip), %r10
+    call *(%r10, %r11, 8)
+    movq %rax, 0(%rsp)
+    call nvml_leave
+    movq 0(%rsp), %rax
+    leave
+    .cfi_def_cfa %rsp, 8
+    ret
+2:  /* The driver is not called: this is the result. */
+    .cfi_restore_state
+    movl %r10d, %eax
+    leave
+    .cfi_def_cfa %rsp, 8
+    ret
     .cfi_endproc
-    .size nvml_lazy, . - nvml_lazy
+    .size nvml_through, . - nvml_through

@@ -3,11 +3,13 @@
  *
  * NVML as a session sees it: of its own devices the memory of its slice, everything else as it is.
  * Not preloaded; a program that asks for NVML finds it by LD_LIBRARY_PATH. The driver's own is
- * opened at the first call. Without a page this library only passes on.
+ * opened at the first call. Without a page this library only passes on. Calls of a suspended process's main thread
+ * wait for its slice, by the guard's gate (../nvml_calls.c).
  */
 #define NVML_NAMES
 #include "../find.h"
 #include "../info.h"
+#include "calls.h"
 #include "nvml_gen.h"
 
 #include <dlfcn.h>
@@ -22,7 +24,16 @@
 #define SONAME "libnvidia-ml.so.1"
 #define UUID_BYTES 96
 
-enum { NVML_SUCCESS = 0, NVML_ERROR_LIBRARY_NOT_FOUND = 12, NVML_ERROR_FUNCTION_NOT_FOUND = 13 };
+enum {
+    NVML_SUCCESS = 0,
+    NVML_ERROR_UNINITIALIZED = 1,
+    NVML_ERROR_LIBRARY_NOT_FOUND = 12,
+    NVML_ERROR_FUNCTION_NOT_FOUND = 13,
+    NVML_ERROR_NOT_READY = 27, /* "System is not in ready state" */
+};
+
+/* What nvml_enter() answers, if it is no result for the caller. nvml/entries.S has the same numbers. */
+enum { GO_ON = -2, GO_ON_COUNTED = -1 };
 
 typedef void *device;
 
@@ -38,9 +49,18 @@ struct memory_v2 {
 __attribute__((visibility("default"))) extern const char gpupool_guard[];
 const char gpupool_guard[] = FIND_MARK " nvml";
 
-extern void *nvml_real[]; /* nvml_gen.S: at first each leads to nvml_load */
+#define HIDDEN __attribute__((visibility("hidden")))
+
+extern HIDDEN void *nvml_real[]; /* nvml_gen.S: filled by nvml_load() */
+/* The byte that entry points test: not zero until the driver is loaded, nor if the process has the guard. */
+HIDDEN uint8_t nvml_slow = 1;
 static const struct page *page;
 static bool loaded;
+
+static struct {
+    int (*enter)(const struct page *seen, bool waits);
+    void (*leave)(void);
+} guard;
 
 static int no_function(void) { return NVML_ERROR_FUNCTION_NOT_FOUND; }
 static int no_library(void) { return NVML_ERROR_LIBRARY_NOT_FOUND; }
@@ -61,8 +81,17 @@ static void find_page(void)
     close(fd);
 }
 
+/* Preloaded, so its names are global. */
+static void find_guard(void)
+{
+    *(void **)&guard.enter = dlsym(RTLD_DEFAULT, "gpupool_nvml_enter");
+    *(void **)&guard.leave = dlsym(RTLD_DEFAULT, "gpupool_nvml_leave");
+    if (!guard.enter || !guard.leave)
+        __atomic_store_n(&nvml_slow, 0, __ATOMIC_RELEASE);
+}
+
 /* Threads that get here at the same time find and write the same. */
-__attribute__((visibility("hidden"))) void nvml_load(void)
+static void load(void)
 {
     if (__atomic_load_n(&loaded, __ATOMIC_ACQUIRE))
         return;
@@ -72,7 +101,48 @@ __attribute__((visibility("hidden"))) void nvml_load(void)
         __atomic_store_n(&nvml_real[i], found ? found : (void *)no_function, __ATOMIC_RELEASE);
     }
     find_page();
+    find_guard();
     __atomic_store_n(&loaded, true, __ATOMIC_RELEASE);
+}
+
+/* They last as long as their caller wants, so a suspend must not wait for them. */
+static bool waits_for_events(int index)
+{
+    return index == N_nvmlEventSetWait || index == N_nvmlEventSetWait_v2 || index == N_nvmlEventSetWait_v3 ||
+           index == N_nvmlSystemEventSetWait;
+}
+
+HIDDEN void nvml_leave(void)
+{
+    guard.leave();
+}
+
+/* Before the driver's function: GO_ON; GO_ON_COUNTED, with nvml_leave() after it; or the result of the call. */
+HIDDEN int nvml_enter(int index)
+{
+    load();
+    /* A shutdown while suspended is left out: it often runs at the end of the process, which ends NVML anyway. */
+    bool waits = index != N_nvmlShutdown;
+    switch (guard.enter && guard.leave ? guard.enter(page, waits) : NVML_CALL_PASSES) {
+    case NVML_CALL_COUNTED:
+        if (!waits_for_events(index))
+            return GO_ON_COUNTED;
+        nvml_leave();
+        return GO_ON;
+    case NVML_CALL_FAILS:
+        return NVML_ERROR_NOT_READY;
+    case NVML_CALL_ENDS:
+        return waits ? NVML_ERROR_UNINITIALIZED : NVML_SUCCESS;
+    default:
+        return GO_ON;
+    }
+}
+
+static int left(int entered, int result)
+{
+    if (entered == GO_ON_COUNTED)
+        nvml_leave();
+    return result;
 }
 
 /* Ordinal of the device in the session; -1: not one of its devices. */
@@ -103,17 +173,21 @@ static bool slice(device d, unsigned long long real_total, struct memory *out)
 
 int wrap_nvmlDeviceGetMemoryInfo(device d, struct memory *out)
 {
-    nvml_load();
+    int entered = nvml_enter(N_nvmlDeviceGetMemoryInfo);
+    if (entered >= 0)
+        return entered;
     int result = ((int (*)(device, struct memory *))nvml_real[N_nvmlDeviceGetMemoryInfo])(d, out);
     if (!result)
         slice(d, out->total, out);
-    return result;
+    return left(entered, result);
 }
 
 int wrap_nvmlDeviceGetMemoryInfo_v2(device d, struct memory_v2 *out)
 {
     struct memory m;
-    nvml_load();
+    int entered = nvml_enter(N_nvmlDeviceGetMemoryInfo_v2);
+    if (entered >= 0)
+        return entered;
     int result = ((int (*)(device, struct memory_v2 *))nvml_real[N_nvmlDeviceGetMemoryInfo_v2])(d, out);
     if (!result && slice(d, out->total, &m)) {
         out->total = m.total;
@@ -121,13 +195,13 @@ int wrap_nvmlDeviceGetMemoryInfo_v2(device d, struct memory_v2 *out)
         out->free = m.free;
         out->reserved = 0; /* the driver's own memory, which is not in the slice */
     }
-    return result;
+    return left(entered, result);
 }
 
-/* The one function that returns no number, so it must not return an error number. */
+/* The one function that returns no number, so it must not return an error number. It needs no device. */
 const char *wrap_nvmlErrorString(int code)
 {
-    nvml_load();
+    load();
     void *real = nvml_real[N_nvmlErrorString];
     if (real != (void *)no_library && real != (void *)no_function)
         return ((const char *(*)(int))real)(code);

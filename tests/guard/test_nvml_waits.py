@@ -1,0 +1,249 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""NVML calls of a suspended process: the main thread waits for the slice, as in a CUDA call."""
+
+import os
+import signal
+import sys
+
+import pytest
+from suspender import Suspender
+
+from jupyter_gpupool.guard import build
+from jupyter_gpupool.guard import page as pages
+from tests.emulated import Faults
+
+#: The second thread polls NVML; `polls` counts its answers.
+NVML = """
+import pynvml as n
+polls = 0
+def poll():
+    global polls
+    while True:
+        n.nvmlDeviceGetCount()
+        polls += 1
+        time.sleep(0.001)
+"""
+COUNT = "_ = n.nvmlDeviceGetCount()"
+MEMORY = "_ = n.nvmlDeviceGetMemoryInfo(n.nvmlDeviceGetHandleByIndex(0)).total >> 20"
+
+
+@pytest.fixture
+def session(guard_dir, make_session):
+    for name in ("libnvidia-ml.so.1", "libnvidia-ml.so"):
+        if not (guard_dir / name).is_symlink():
+            (guard_dir / name).symlink_to(build.DEFAULT_OUT / "libnvidia-ml.so.1")
+    return make_session()
+
+
+def with_context(session):
+    child = session.child()
+    assert child.do(NVML + "n.nvmlInit(); _ = context()") == 0
+    return child
+
+
+def counted(session):
+    """Return for each process how many NVML calls a suspend would wait for."""
+    return [slot.nvml for slot in session.slots()]
+
+
+@pytest.mark.parametrize("code", [COUNT, MEMORY, "n.nvmlInit()"])
+def test_call_of_the_main_thread_asks_for_the_slice_and_waits(session, until, code):
+    child = with_context(session)
+    want = child.do(code)
+    session.page.set_gate(pages.CLOSED)
+    child.send(code)
+    session.broker.asked(1)
+    (message,) = session.broker.messages
+    assert (message["type"], message["pid"], message["tid"]) == ("attach", child.pid, child.pid)
+    until(lambda: session.page.read().waiting == 1)
+    assert counted(session) == [0]  # a suspend need not wait for it
+    session.page.set_gate(pages.UNUSED)
+    assert child.reply() == want
+    until(lambda: session.page.read().waiting == 0)
+    assert counted(session) == [0]
+
+
+def test_suspended_process_is_resumed_for_its_nvml_call(session, until):
+    """Without the wait at the gate the call would block in the driver, and ask nobody."""
+    child, suspender = with_context(session), Suspender(session, 1)
+    suspender.suspend([child.pid], until)
+    child.send(COUNT)
+    session.broker.asked(1)
+    assert not child.answers(0.1)
+    suspender.resume([child.pid], until, used=False)
+    assert child.reply() == 2
+
+
+def test_other_threads_wait_in_the_driver_and_ask_for_nothing(session, until):
+    child, suspender = with_context(session), Suspender(session, 1)
+    child.do("threading.Thread(target=poll, daemon=True).start()")
+    until(lambda: child.do("_ = polls"))
+    session.page.set_gate(pages.UNUSED)
+    until(lambda: child.do("_ = polls") > 5)
+    assert session.page.gate() == pages.UNUSED
+    suspender.suspend([child.pid], until)
+    before = child.do("_ = polls")
+    assert child.do("time.sleep(0.1); _ = polls") <= before + 1
+    assert session.broker.messages == []
+    assert session.page.read().waiting == 0
+    suspender.resume([child.pid], until, used=False)
+    until(lambda: child.do("_ = polls") > before + 1)
+
+
+def test_nvml_is_no_use_of_the_device(session):
+    child = with_context(session)
+    session.page.set_gate(pages.UNUSED)
+    assert child.do(COUNT) == 2
+    assert child.do(MEMORY) == 1024
+    reading = session.page.read()
+    assert (reading.gate, reading.inflight) == (pages.UNUSED, 0)
+    session.page.set_gate(pages.PAUSED, pause_until=1 << 62)  # the process runs in a pause
+    assert child.do(COUNT) == 2
+    assert session.broker.messages == []
+
+
+def test_calls_inside_are_counted_for_a_suspend_only(session, until):
+    """nvml-waits holds the call inside the driver while another process is suspended."""
+    child, other = with_context(session), session.child()
+    assert other.do("_ = context()") == 0
+    other.do("C.cuMemsetD8_v2(ctypes.c_uint64(alloc(16 << 20)), 1, ctypes.c_size_t(16 << 20))")
+    suspender = Suspender(session, 1, open_gate=False)
+    faults = Faults(session.folder / "machine")
+    faults.set("nvml-waits")
+    faults.set("slow-copies", bandwidth="32MiB/s")
+    child.do("h = n.nvmlDeviceGetHandleByIndex(0)")
+    suspender.worker.send(f"_ = suspend([{other.pid}])")
+    child.send("""
+took = 0
+while took < 0.1:  # until a call has waited for the copy
+    took = -time.monotonic()
+    n.nvmlDeviceGetName(h)
+    took += time.monotonic()
+_ = True
+""")
+    until(lambda: 1 in counted(session))
+    assert session.page.read().inflight == 0
+    assert child.reply() is True
+    assert not any(counted(session))
+    suspender.worker.reply()
+
+
+def test_session_without_a_context_answers_without_a_slice(session):
+    """torch.cuda.device_count() works in a kernel that has never had a slice."""
+    session.page.set_gate(pages.CLOSED)
+    child = session.child()
+    assert child.do(NVML + "n.nvmlInit();" + COUNT) == 2
+    assert session.slots() == ()
+    assert child.do("C.cuInit(0);" + COUNT) == 2
+    assert session.broker.messages == []
+
+
+def test_process_without_cuda_waits_if_its_session_is_suspended(session):
+    """The driver suspends every process of the session that has opened the device."""
+    nvml_only, other = session.child(), with_context(session)
+    assert nvml_only.do(NVML + "n.nvmlInit();" + COUNT) == 2
+    assert [slot.pid for slot in session.slots()] == [other.pid]
+    session.page.set_gate(pages.CLOSED)
+    nvml_only.send(COUNT)
+    session.broker.asked(1)
+    session.page.set_gate(pages.UNUSED)
+    assert nvml_only.reply() == 2
+    # A killed process has nothing that could be suspended.
+    session.page.set_gate(pages.CLOSED)
+    other.kill()
+    assert nvml_only.do(COUNT) == 2
+    assert len(session.broker.messages) == 1
+
+
+def test_interrupt_ends_the_wait(session):
+    child = with_context(session)
+    session.page.set_gate(pages.CLOSED)
+    child.do("L, results = ctypes.CDLL('libnvidia-ml.so.1'), []; c = ctypes.byref(ctypes.c_uint())")
+    # In one step of the interpreter, so the exception comes after the result is stored.
+    child.send("results.extend(map(L.nvmlDeviceGetCount_v2, [c]))")
+    session.broker.asked(1)
+    session.broker.stop()  # an interrupt withdraws nothing that the broker may be doing
+    os.kill(child.pid, signal.SIGINT)
+    assert child.reply()[:2] == ("raised", "KeyboardInterrupt")
+    assert child.do("_ = results") == [27]  # NVML_ERROR_NOT_READY
+    session.page.set_gate(pages.UNUSED)
+    assert child.do(COUNT) == 2
+
+
+def test_other_threads_of_the_interpreter_run_during_the_wait(session, until):
+    child = with_context(session)
+    child.do("L = ctypes.PyDLL('libnvidia-ml.so.1'); c = ctypes.c_uint(); ran = 0")
+    child.do(
+        """
+def run():
+    global ran
+    while True:
+        ran += 1
+        os.utime(MARK)
+        time.sleep(0.01)
+""".replace("MARK", repr(str(session.page_path.with_name("mark"))))
+    )
+    mark = session.page_path.with_name("mark")
+    mark.touch()
+    child.do("threading.Thread(target=run, daemon=True).start()")
+    session.page.set_gate(pages.CLOSED)
+    child.send("_ = L.nvmlDeviceGetCount_v2(ctypes.byref(c))")
+    session.broker.asked(1)
+    before = mark.stat().st_mtime_ns
+    until(lambda: mark.stat().st_mtime_ns > before)
+    session.page.set_gate(pages.UNUSED)
+    assert child.reply() == 0
+
+
+def test_suspended_process_ends_without_waiting(session):
+    child = with_context(session)
+    child.do("import atexit; atexit.register(n.nvmlShutdown)")
+    session.page.set_gate(pages.CLOSED)
+    assert child.do("n.nvmlShutdown(); _ = 1") == 1
+    assert child.end() == 0
+    assert session.broker.messages == []
+
+
+def test_wait_for_events_holds_up_no_suspend(session, until):
+    child, suspender = with_context(session), Suspender(session, 1)
+    child.do("s = n.nvmlEventSetCreate()")
+    child.send("""
+try:
+    n.nvmlEventSetWait_v2(s, 1000)
+except n.NVMLError_Timeout:
+    _ = "timeout"
+""")
+    suspender.suspend([child.pid], until)
+    assert counted(session) == [0]
+    suspender.resume([child.pid], until, used=False)
+    assert child.reply() == "timeout"
+
+
+def test_child_of_a_fork_is_a_process_of_its_own(session):
+    child = with_context(session)
+    session.page.set_gate(pages.CLOSED)
+    code = """
+import pynvml as n
+r, w = os.pipe()
+pid = os.fork()
+if not pid:
+    try:
+        os.write(w, b"%d" % n.nvmlDeviceGetCount())
+    finally:
+        os._exit(0)
+_ = pid
+"""
+    pid = child.do(code)
+    session.broker.asked(1)
+    assert session.broker.messages[0]["pid"] == pid
+    session.page.set_gate(pages.UNUSED)
+    assert child.do("_ = os.read(r, 9)") == b"2"
+    child.do("os.waitpid(pid, 0)")
+
+
+def test_guard_that_is_not_preloaded_holds_nothing_back(session):
+    with_context(session)
+    session.page.set_gate(pages.CLOSED)
+    code = "import pynvml as n; n.nvmlInit(); print(n.nvmlDeviceGetCount())"
+    assert session.run(sys.executable, "-c", code, LD_PRELOAD=None).stdout.strip() == "2"
