@@ -14,9 +14,7 @@ export default typescript.config(
   prettier,
   {
     languageOptions: {
-      parserOptions: {
-        project: ['./tsconfig.test.json', './ui-tests/tsconfig.json']
-      }
+      parserOptions: { project: './tsconfig.test.json' }
     },
     plugins: { 'react-hooks': hooks },
     rules: {

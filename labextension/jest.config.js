@@ -37,12 +37,12 @@ module.exports = {
     '\\.svg$': '<rootDir>/jest.svg.js'
   },
   transform: {
-    '^.+\\.(t|j)sx?$': [
+    '/node_modules/.*\\.m?js$': '<rootDir>/jest.modules.js',
+    '\\.tsx?$': [
       'ts-jest',
       {
         tsconfig: {
           ...require('./tsconfig.test.json').compilerOptions,
-          allowJs: true,
           jsx: 'react',
           esModuleInterop: true,
           moduleResolution: 'node',

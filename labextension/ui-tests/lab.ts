@@ -219,7 +219,9 @@ export class Lab {
     const answers = await Promise.all(
       sessions.map(({ id }) => request.delete(`${this._site.url}/api/sessions/${id}`))
     );
-    expect(answers.map(answer => answer.status())).toEqual(sessions.map(() => 204));
+    // 404: what the test itself has shut down was still on the list.
+    const codes = answers.map(answer => answer.status());
+    expect(codes.filter(code => ![204, 404].includes(code))).toEqual([]);
   }
 
   get statusItem(): Locator {
