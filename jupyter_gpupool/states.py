@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, Mapping, get_args
 
 #: ``attaching`` and ``detaching`` are states and not flags because a driver call cannot be
 #: cancelled. The table of transitions is in ``pool/transitions.py``.
@@ -30,3 +30,21 @@ MOVING: frozenset[State] = frozenset({"attaching", "detaching"})
 AttachPolicy = Literal["lazy", "cell", "manual"]
 
 POLICIES: tuple[AttachPolicy, ...] = get_args(AttachPolicy)
+
+_WORDS: Mapping[str, str] = {
+    "detached": "no GPU",
+    "queued": "waits",
+    "attaching": "gets a GPU",
+    "active": "in use",
+    "detaching": "gives it back",
+}
+
+
+def in_words(session: Mapping[str, Any]) -> str:
+    """Return the state of a session of ``status`` as all lists for people show it."""
+    state = str(session.get("state", ""))
+    if state == "detached" and session.get("suspended_bytes"):
+        return "in host memory"
+    if state == "queued" and session.get("preempted"):
+        return "preempted"
+    return _WORDS.get(state, state)

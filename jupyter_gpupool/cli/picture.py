@@ -11,6 +11,7 @@ import unicodedata
 from dataclasses import dataclass
 from typing import Any, Iterable, Mapping, Sequence
 
+from ..states import in_words
 from ..units import (
     format_bytes,
     format_clock,
@@ -284,15 +285,10 @@ def _used(rows: Sequence[Sequence[str]], column: int) -> bool:
 
 
 def _row(session: Snapshot, letters: Mapping[str, str], now: float) -> tuple[str, ...]:
-    state = str(session["state"])
-    if state == "queued" and session.get("preempted"):
-        state = "preempted"
-    if state == "detached" and session.get("suspended_bytes"):
-        state = "suspended"
+    state = in_words(session)
     idle = idle_of(session, now)
     if state == "idle" and idle is not None:
         state = f"idle {format_seconds(idle)}{_leaving(session, now)}"
-    waited = session.get("wait_seconds_total") or 0
     return (
         letters.get(session["id"], " "),
         _short(session["id"]),
@@ -302,7 +298,8 @@ def _row(session: Snapshot, letters: Mapping[str, str], now: float) -> tuple[str
         _granted(session) or "-",
         _uses(session) if session.get("granted_bytes") else "",
         _size(session.get("suspended_bytes")),
-        format_seconds(waited) if waited >= 0.5 else "",
+        # In the same steps as the list of those that wait, or one wait had two times.
+        format_waited(session.get("wait_seconds_total") or 0.0),
         _left(session),
         str(session.get("label") or ""),
     )

@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable, Mapping, Sequence
 
-from ..units import format_bytes, format_seconds, idle_of
+from ..states import in_words
+from ..units import format_bytes, format_seconds, format_waited, idle_of
 from .picture import Style, columns, printable
 
 Snapshot = Mapping[str, Any]
@@ -53,9 +54,6 @@ def rows(snapshot: Snapshot) -> list[TopRow]:
 
 
 def _row(session: Snapshot, now: float, place: Mapping[str, int]) -> TopRow:
-    state = str(session["state"])
-    if state == "detached":
-        state = "in host memory" if session.get("suspended_bytes") else "no slice"
     counted, busy = session.get("counted_seconds"), session.get("busy_seconds")
     share = unused = None
     if counted is not None and busy is not None and counted >= LEAST:
@@ -68,7 +66,7 @@ def _row(session: Snapshot, now: float, place: Mapping[str, int]) -> TopRow:
         owner=printable(str(session["owner"])),
         name=printable(str(session.get("label") or "")),
         gpus=",".join(str(place.get(uuid, "?")) for uuid in session.get("devices") or ()),
-        state={"queued": "waits", "active": "in use"}.get(state, state),
+        state=in_words(session),
         priority=str(session.get("priority") or ""),
         slice=int(session.get("granted_bytes") or 0),
         used=used if session.get("granted_bytes") else None,
@@ -113,6 +111,11 @@ def _kept(row: TopRow) -> str:
     return "" if row.kept is None else format_seconds(row.kept)
 
 
+def _waits(row: TopRow) -> str:
+    """Return how long it has waited, in the steps of all other places."""
+    return "" if row.waits is None else format_waited(row.waits)
+
+
 #: Title, the column that it sorts by ("" if none), text, and whether it is a figure.
 _COLUMNS: tuple[tuple[str, str, Callable[[TopRow], str], bool], ...] = (
     ("SESSION", "", lambda row: row.id[:12], False),
@@ -126,7 +129,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[TopRow], str], bool], ...] = (
     ("UNUSED", "unused", lambda row: _time(row.unused), True),
     ("IDLE", "idle", lambda row: _time(row.idle), True),
     ("KEPT", "", _kept, True),
-    ("WAITS", "waits", lambda row: _time(row.waits), True),
+    ("WAITS", "waits", _waits, True),
 )
 
 

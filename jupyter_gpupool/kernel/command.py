@@ -16,6 +16,10 @@ from ..units import parse_bytes, parse_seconds
 #: The subcommands with their example and text in ``%gpu help``.
 SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("%gpu", "what this kernel has, asks for and waits for"),
+    "details": (
+        "%gpu details",
+        "the same with its priority class, when it gets its slice, and whether the guard is on",
+    ),
     "memory": (
         "%gpu 12GiB, or %gpu memory 12GiB --limit 20GiB",
         "ask for this much device memory, now and from now on",
@@ -37,7 +41,7 @@ SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
 #: Names of the options of ``memory``.
 OPTIONS = ("limit", "devices", "priority", "compute")
 
-_WITHOUT_ARGUMENTS = ("status", "attach", "release", "why", "pool", "help")
+_WITHOUT_ARGUMENTS = ("status", "details", "attach", "release", "why", "pool", "help")
 _GPU_LINE = re.compile(r"^(\?{0,2}%{1,2}gpu\?{0,2}(\s|$)|%gpu\?)")
 _HEADER = re.compile(r"^%%gpu(\s+[^?]*)?$")
 

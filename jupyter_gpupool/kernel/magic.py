@@ -60,6 +60,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         %gpu devices 2
         %gpu compute 50           a share of compute time, in per cent
         %gpu attach / %gpu release / %gpu keep 10m
+        %gpu details              the same with what is seldom needed
         %gpu why                  why it waits, or who may take its slice
         %gpu pool                 the whole pool
         %%gpu 16GiB               16 GiB for this cell only (first line of a cell)
@@ -94,8 +95,8 @@ class GPUMagics(Magics):  # type: ignore[misc]
                     next_step="Then restart the kernel.",
                 )
             raise GPUPoolError(_NOT_POOLED, code=Code.NOT_POOLED)
-        if command.name == "status":
-            self._status(self.link)
+        if command.name in ("status", "details"):
+            self._status(self.link, details=command.name == "details")
         elif command.name == "pool":
             display(PoolDisplay(self.link.call("status"), self.link.session))
         elif command.name == "why":
@@ -112,22 +113,24 @@ class GPUMagics(Magics):  # type: ignore[misc]
             print(answer.get("note") or f"The GPU slice is kept for {seconds}, even when idle.")
         else:  # memory, devices, compute, priority: the request
             answer = self.link.call("request", **command.fields)
-            print(_request_text(answer, self.gate.guard.on))
+            print(_request_text(answer, self.gate.guard.on, command.fields))
             self.gate.request_changed()
 
-    def _status(self, link: SessionLink) -> None:
+    def _status(self, link: SessionLink, *, details: bool) -> None:
         try:
             snapshot = link.call("status")
         except BrokerUnavailable as error:
             # The agent's own figures are still true; the error explains the missing ones.
             known = {"devices": list(link.devices.values())}
             session = {**_own_view(link), **self._guarded({})}
-            display(SessionDisplay(session, known, problem=str(no_broker(link, error))))
+            problem = str(no_broker(link, error))
+            display(SessionDisplay(session, known, problem, details=details))
             return
         own = next((s for s in snapshot.get("sessions", ()) if s.get("id") == link.session), None)
         caps = self.gate.caps.problem if self.gate is not None else ""
         session = {"kept_until": link.kept_until, **(own or _own_view(link))}
-        display(SessionDisplay({**session, **self._guarded(snapshot)}, snapshot, problem=caps))
+        session = {**session, **self._guarded(snapshot)}
+        display(SessionDisplay(session, snapshot, caps, details=details))
 
     def _guarded(self, snapshot: Mapping[str, Any]) -> dict[str, Any]:
         """Return the figures of the guard and its page, for the view of this session."""
@@ -188,10 +191,13 @@ def _attached_text(link: SessionLink, slices: Sequence[Slice]) -> str:
     where = device_names(uuids, known)
     if stays(uuids, known):
         return f"Attached: {size} on {where}. {STAYS}"
-    return f"Attached: {size} on {where}. It is kept until it is idle too long."
+    return (
+        f"Attached: {size} on {where}. It stays until it is idle too long, or is idle while "
+        "another kernel waits."
+    )
 
 
-def _request_text(answer: Any, guarded: bool) -> str:
+def _request_text(answer: Any, guarded: bool, asked: Mapping[str, Any]) -> str:
     request = answer.get("request") or {}
     parts = []
     if isinstance(request.get("memory"), int):
@@ -203,7 +209,7 @@ def _request_text(answer: Any, guarded: bool) -> str:
         parts.append(f"on each of {request['devices']} devices")
     if isinstance(request.get("compute"), int) and request["compute"] != 100:
         parts.append(f"{request['compute']} % of the compute time")
-    if request.get("priority"):
+    if request.get("priority") and "priority" in asked:
         parts.append(f"in class {request['priority']}")
     text = "Asked for " + ", ".join(parts) + "." if parts else "The request is changed."
     note = answer.get("note") or ""

@@ -8,6 +8,7 @@ import html
 import time
 from typing import Any, Mapping, Sequence
 
+from ..states import in_words
 from ..units import (
     format_bytes,
     format_clock,
@@ -30,8 +31,8 @@ _STATES = {
     "detached": "no slice now; the next cell that needs one gets it",
     "queued": "waiting for a slice",
     "attaching": "getting its slice",
-    "active": "attached, in use",
-    "idle": "attached, idle",
+    "active": "in use",
+    "idle": "idle",
     "detaching": "giving its slice back",
     "ended": "ended",
 }
@@ -87,12 +88,17 @@ class _Display:
 
 
 class SessionDisplay(_Display):
-    """``%gpu``: one session, from its entry in the status snapshot."""
+    """``%gpu``: one session, from its entry in the status snapshot; ``details``: all of it."""
 
     def __init__(
-        self, session: Mapping[str, Any], snapshot: Mapping[str, Any] | None, problem: str = ""
+        self,
+        session: Mapping[str, Any],
+        snapshot: Mapping[str, Any] | None,
+        problem: str = "",
+        *,
+        details: bool = False,
     ) -> None:
-        self._rows = session_rows(session, snapshot or {})
+        self._rows = session_rows(session, snapshot or {}, details=details)
         self._problem = problem
 
     def text(self) -> str:
@@ -104,8 +110,13 @@ class SessionDisplay(_Display):
         return _rows_html(self._rows) + note
 
 
-def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows that describe ``session``, without rows for unknown values."""
+def session_rows(
+    session: Mapping[str, Any], snapshot: Mapping[str, Any], *, details: bool = False
+) -> list[tuple[str, str]]:
+    """Return the rows that describe ``session``, without rows for unknown values.
+
+    ``details``: also how it gets its slice, its priority class, and whether the guard is on.
+    """
     state = str(session.get("state", "detached"))
     text = _STATES.get(state, state)
     if state == "detached":
@@ -127,7 +138,7 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
         rows.append(("in host memory", format_bytes(figures.used)))
     request = session.get("request") or {}
     if isinstance(request.get("memory"), int):
-        rows.append(("asks for", _request(request, bool(session.get("guard")))))
+        rows.append(("asks for", _request(request, bool(session.get("guard")), details)))
     if figures is not None and figures.waiting:
         threads = "1 thread waits" if figures.waiting == 1 else f"{figures.waiting} threads wait"
         rows.append(("CUDA calls", f"{threads} for the slice"))
@@ -149,9 +160,9 @@ def session_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> lis
         rows += _leaving_rows(session, snapshot)
     if session.get("standing"):
         rows.append(("share", " ".join(session["standing"])))
-    if session.get("attach"):
+    if details and session.get("attach"):
         rows.append(("attaches", _ATTACH.get(str(session["attach"]), str(session["attach"]))))
-    if "guard" in session:
+    if details and "guard" in session:
         rows.append(("guard", _GUARD if session["guard"] else f"off: {session['guard_reason']}"))
     if snapshot.get("emulated") or any(
         d.get("emulated") and d.get("uuid") in (session.get("devices") or ())
@@ -217,7 +228,7 @@ def stays(devices: Sequence[str], snapshot: Mapping[str, Any]) -> bool:
     return any(known.get(uuid, {}).get("can_suspend") is False for uuid in devices)
 
 
-def _request(request: Mapping[str, Any], guarded: bool) -> str:
+def _request(request: Mapping[str, Any], guarded: bool, details: bool = True) -> str:
     text = format_bytes(request["memory"])
     limit = request.get("limit")
     if isinstance(limit, int) and limit > request["memory"]:
@@ -228,7 +239,7 @@ def _request(request: Mapping[str, Any], guarded: bool) -> str:
         text += f", on each of {request['devices']} devices"
     if isinstance(request.get("compute"), int) and request["compute"] != 100:
         text += f", {request['compute']} % of the compute time"
-    if request.get("priority"):
+    if details and request.get("priority"):
         text += f", class {request['priority']}"
     return text
 
@@ -304,7 +315,7 @@ def _session_row(session: Mapping[str, Any], own: str, snapshot: Mapping[str, An
     return [
         "this kernel" if mine else str(session.get("label") or session.get("id", "")),
         str(session.get("owner", "")),
-        str(session.get("state", "")),
+        in_words(session),
         _size(session.get("granted_bytes")),
         device_names([device], snapshot) if device else "",
         str(session.get("queue_position") or ""),
@@ -333,7 +344,7 @@ class HelpDisplay(_Display):
 
     def __init__(self, request: Mapping[str, Any], guarded: bool = False) -> None:
         self._rows = [*SUBCOMMANDS.values(), ("%%gpu 16GiB", "this much for one cell only")]
-        asks = _request(request, guarded) if request.get("memory") else ""
+        asks = _request(request, guarded, details=False) if request.get("memory") else ""
         self._now = f"This kernel asks for {asks}." if asks else ""
 
     def text(self) -> str:

@@ -321,7 +321,7 @@ def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str
         yield f"Other kernels wait for {here}, and no rule lets them take this slice."
     elif not found.obstacle and s.state == "idle" and (found.taken_from or 0) < math.inf:
         yield (
-            f"No kernel waits for {here}. One that does may take the slice "
+            f"No kernel waits for {here}. If one asks for it, it may take the slice "
             f"{_when(found.taken_from or 0, facts.now)}, while it is idle."
         )
     else:

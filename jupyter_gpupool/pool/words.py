@@ -431,7 +431,8 @@ def taken_reason(s: Session) -> str:
     if s.state != "detached" or not s.suspended:
         return ""
     why = next((text for _, _, new, text, _ in reversed(s.story) if new == "detaching"), "")
-    return "" if why in ("idle", "release") else why
+    # The clause is of the moment of the move, and people read it when nobody may wait any more.
+    return "" if why in ("idle", "release") else why.replace(" waits for ", " waited for ")
 
 
 _ROOM = "as soon as there is room"

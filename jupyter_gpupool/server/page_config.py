@@ -3,7 +3,8 @@
 """What JupyterLab's pages know before their first request: whether there is a GPU.
 
 JupyterLab and Notebook write ``page_config_data`` of the server's settings into each page, where
-``PageConfig.getOption("gpupool")`` is ``{"found": bool, "reason": str}`` as JSON.
+``PageConfig.getOption("gpupool")`` is
+``{"found": bool, "reason": str, "emulated": bool}`` as JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -
             emulation.check(str(machine))
         except emulation.EmulatorError as error:
             return _none(str(error))
-        return _some()
+        return _some(emulated=True)
     if emulation.real_driver_present():
         return _some()
     return _none("No NVIDIA driver was found on this machine.")
@@ -45,7 +46,7 @@ def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -
 def told(view: Mapping[str, Any]) -> View:
     """Return what the broker has reported."""
     if view["devices"]:
-        return _some()
+        return _some(emulated=bool(view["emulated"]))
     return _none(view.get("problem") or "The GPU pool of this machine has no GPU.")
 
 
@@ -54,9 +55,9 @@ def show(settings: MutableMapping[str, Any], found: View) -> None:
     settings.setdefault("page_config_data", {})[_NAME] = found
 
 
-def _some() -> View:
-    return {"found": True, "reason": ""}
+def _some(*, emulated: bool = False) -> View:
+    return {"found": True, "reason": "", "emulated": emulated}
 
 
 def _none(reason: str) -> View:
-    return {"found": False, "reason": f"{reason} {_NEXT_STEP}"}
+    return {"found": False, "reason": f"{reason} {_NEXT_STEP}", "emulated": False}

@@ -13,7 +13,7 @@ import type { Signal } from '@lumino/signaling';
 import { logoIcon } from './icons';
 import { explain } from './tell';
 import { IPoolModel } from './tokens';
-import { bytes } from './words';
+import { bytes, part } from './words';
 
 /** Makes a notebook or a console with a pooled kernel, or says why it cannot. */
 export const NEW = 'gpupool:new';
@@ -46,30 +46,27 @@ export function explanation(trans: TranslationBundle, reason: string): string[] 
 
 type Pool = Pick<IPoolModel, 'found' | 'view' | 'broker'>;
 
-/** The text of a kernel's tile; JupyterLab shows the first two lines, and all as its tooltip. */
+/** The text of a kernel's tile, the most useful first; all of it is the tooltip. */
 export function tile(trans: TranslationBundle, name: string, model: Pool): string {
   if (!model.found.found) {
     return trans.__('%1: no GPU found. Choose it to see what to do.', name);
   }
-  const what = trans.__('a GPU slice while a cell uses CUDA, and none before');
-  const parts = [trans.__('%1: %2.', name, what)];
-  const { view } = model;
-  if (view && model.broker.status === 'up') {
+  const what = trans.__('a GPU while cells use CUDA');
+  // The first line is read in the tile, the others in its tooltip.
+  const first = [trans.__('%1: %2.', name, what)];
+  const more: string[] = [];
+  const view = model.broker.status === 'up' ? model.view : null;
+  if (view) {
     const free = view.devices.map(device => device.memory_free ?? 0);
     const all = view.devices.reduce((sum, one) => sum + one.memory_capacity, 0);
-    parts.push(
-      trans.__(
-        '%1 of %2 is free now, at most %3 on one GPU.',
-        bytes(free.reduce((sum, one) => sum + one, 0)),
-        bytes(all),
-        bytes(Math.max(0, ...free))
-      )
-    );
-    if (view.emulated) {
-      parts.push(trans.__('EMULATED: no real GPU is used.'));
-    }
+    const sum = free.reduce((some, one) => some + one, 0);
+    first.push(trans.__('%1 is free.', part(trans, sum, all)));
+    more.push(trans.__('At most %1 is free on one GPU.', bytes(Math.max(0, ...free))));
   }
-  return parts.join(' ');
+  if (view ? view.emulated : model.found.emulated) {
+    more.push(trans.__('EMULATED: no real GPU is used.'));
+  }
+  return [first.join(' '), ...more].join('\n');
 }
 
 /** The best kernel without a GPU of the language of the pooled one. */

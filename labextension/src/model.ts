@@ -212,7 +212,11 @@ export class PoolModel implements IPoolModel {
     this._received = { steady: performance.now(), wall: Date.now() };
     const found = view.devices.length > 0;
     if (found !== this._found.found || (!found && view.problem)) {
-      this._found = { found, reason: found ? '' : view.problem };
+      this._found = {
+        found,
+        reason: found ? '' : view.problem,
+        emulated: view.emulated
+      };
     }
   }
 
@@ -324,10 +328,15 @@ function foundAtLoad(): IPoolModel['found'] {
     const said = JSON.parse(PageConfig.getOption('gpupool') || '{}') as {
       found?: boolean;
       reason?: string;
+      emulated?: boolean;
     };
-    return { found: said.found ?? true, reason: said.reason ?? '' };
+    return {
+      found: said.found ?? true,
+      reason: said.reason ?? '',
+      emulated: said.emulated ?? false
+    };
   } catch {
-    return { found: true, reason: '' };
+    return { found: true, reason: '', emulated: false };
   }
 }
 

@@ -12,7 +12,7 @@ import { Signal } from '@lumino/signaling';
 import type { IIdleWarning } from './api';
 import { duration, keepSeconds } from './keeping';
 import { Documents } from './panel/documents';
-import { followPool, tell } from './tell';
+import { allOf, followPool, tell } from './tell';
 import { IPoolModel, IPoolSettings } from './tokens';
 import { about, bytes, localTime, timeOfDay } from './words';
 
@@ -160,9 +160,8 @@ export const notifyPlugin: JupyterFrontEndPlugin<void> = {
     model.noticed.connect((_, { kernel_id: kernelId, message }) => {
       const name = documents.name(kernelId)?.name;
       // An admin's order is no passing news: it stays until it was read.
-      Notification.warning(name ? trans.__('%1: %2', name, message) : message, {
-        autoClose: false
-      });
+      const text = name ? trans.__('%1: %2', name, message) : message;
+      Notification.warning(text, { autoClose: false, actions: allOf(trans, text) });
     });
     new IdleWarnings(
       model,

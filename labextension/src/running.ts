@@ -16,7 +16,7 @@ import type { IDocuments } from './panel/documents';
 import { Documents } from './panel/documents';
 import { tell } from './tell';
 import { IPoolModel, isMine } from './tokens';
-import { say } from './words';
+import { type ISaid, say } from './words';
 
 const HOLDS: ReadonlySet<State> = new Set(['attaching', 'active', 'idle']);
 
@@ -71,14 +71,15 @@ export class RunningSlices implements IRunningSessions.IManager {
   }
 
   private _item(session: ISession): IRunningSessions.IRunningItem {
-    const words = () => this._words(session);
+    const said = () => this._said(session);
     const name = this._documents.name(session.kernel_id);
     return {
       context: session.kernel_id,
       icon: () => logoIcon,
       label: () => name?.name ?? session.label,
-      labelTitle: () => `${name?.path ?? session.label}\n${words()}`,
-      detail: words,
+      labelTitle: () => `${name?.path ?? session.label}\n${said().still}`,
+      // Beside a name the list has room for few letters.
+      detail: () => (said().counts ? said().still : said().short),
       open: () => this._documents.open(session.kernel_id),
       // A kernel that waits, or is in host memory, has no slice to release.
       ...(HOLDS.has(session.state) && { shutdown: () => this._release(session) })
@@ -86,10 +87,10 @@ export class RunningSlices implements IRunningSessions.IManager {
   }
 
   /** Without the count-down, because this list is not drawn each second. */
-  private _words(session: ISession): string {
+  private _said(session: ISession): ISaid {
     const { view } = this._model;
     const still = { ...session, leaves_at: null };
-    return say(this._trans, still, view?.devices ?? [], this._model.now()).still;
+    return say(this._trans, still, view?.devices ?? [], this._model.now());
   }
 
   private _release(session: ISession): void {
@@ -100,7 +101,7 @@ export class RunningSlices implements IRunningSessions.IManager {
   /** Only for changes that are shown here: most changes concern other people's kernels. */
   private readonly _onChanged = (): void => {
     const shown = this._sessions()
-      .map(session => `${session.id} ${session.state} ${this._words(session)}`)
+      .map(session => `${session.id} ${session.state} ${this._said(session).still}`)
       .join('\n');
     if (shown !== this._shown) {
       this._shown = shown;

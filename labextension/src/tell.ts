@@ -41,7 +41,7 @@ export function nextStep(trans: TranslationBundle, code: string, next: string): 
   return code === 'broker-unavailable'
     ? [
         trans.__(
-          'If it has ended, opening another Pooled GPU notebook starts it again, unless your admin runs it. Kernels keep their GPU state meanwhile.'
+          'If it has ended, it is started again by itself, unless your admin runs it. Kernels keep their GPU state meanwhile.'
         ),
         next
       ]
@@ -116,10 +116,6 @@ export async function tell(
 /** Show in full why a request failed, even if the text is long. */
 export function tellRefusal(trans: TranslationBundle, error: unknown): void {
   const text = refusal(trans, error);
-  const rest = {
-    label: trans.__('Show all'),
-    callback: () => void explain(trans, trans.__('GPU Pool'), [text])
-  };
   const cause = `refused ${text}`;
   const outage = unanswered(error);
   if (outage) {
@@ -127,8 +123,20 @@ export function tellRefusal(trans: TranslationBundle, error: unknown): void {
   }
   toast(cause, 'error', text, {
     autoClose: outage ? OUTAGE : REFUSAL,
-    actions: text.length > SHOWN ? [rest] : []
+    actions: allOf(trans, text)
   });
+}
+
+/** The action that shows all of a text of which JupyterLab shows the beginning alone. */
+export function allOf(trans: TranslationBundle, text: string): Notification.IAction[] {
+  return text.length > SHOWN
+    ? [
+        {
+          label: trans.__('Show all'),
+          callback: () => void explain(trans, trans.__('GPU Pool'), [text])
+        }
+      ]
+    : [];
 }
 
 /** Notify of an event that is no fault. */

@@ -49,7 +49,12 @@ export interface IPoolModel extends IDisposable {
   /** Whether a Pooled GPU kernel runs on this server, so that the view is kept fresh. */
   readonly live: boolean;
   /** Whether this machine has a GPU, real or emulated, if known; and if not, why. */
-  readonly found: { readonly found: boolean; readonly reason: string };
+  readonly found: {
+    readonly found: boolean;
+    readonly reason: string;
+    /** Whether the broker, once it starts, emulates GPUs; of a running one the view says it. */
+    readonly emulated: boolean;
+  };
   readonly changed: ISignal<IPoolModel, Change>;
   /** The pool soon takes an idle slice of a kernel of this server. */
   readonly warned: ISignal<IPoolModel, IIdleWarning>;

@@ -249,6 +249,8 @@ export interface ISaid {
   readonly still: string;
   /** The figure alone, for narrow places. */
   readonly short: string;
+  /** For the narrowest places, where a part of the figure would be read as another one. */
+  readonly least: string;
   /** Whether the text counts down and must be drawn again each second. */
   readonly counts: boolean;
 }
@@ -257,8 +259,8 @@ export interface ISaid {
 const LATE = 2;
 
 /** A text that does not count down. */
-export function plain(text: string, tone: Tone, short = text): ISaid {
-  return { text, still: text, short, tone, counts: false };
+export function plain(text: string, tone: Tone, short = text, least = ''): ISaid {
+  return { text, still: text, short, least, tone, counts: false };
 }
 
 /** A session's state in few words, for the space beside a kernel's name. */
@@ -302,14 +304,16 @@ export function say(
               tenths(used / GIB),
               tenths(session.granted_bytes / GIB)
             );
+      const least = short.split(' ')[0];
       const text = trans.__('%1 on %2', size, where);
       const low = lowBudget(session);
       return low === null
-        ? plain(text, 'busy', short)
+        ? plain(text, 'busy', short, least)
         : plain(
             trans.__('%1, %2 GPU-seconds left today', text, Math.round(low.left)),
             'busy',
-            short
+            short,
+            least
           );
     }
     case 'idle':
@@ -341,6 +345,7 @@ export function say(
           text: trans.__('Idle, back to the pool in %1', left),
           still: trans.__('Idle, back to the pool'),
           short: left,
+          least: left,
           tone: 'idle',
           counts: true
         };
@@ -351,7 +356,7 @@ export function say(
         ? plain(
             trans.__('In host memory %1', bytes(session.suspended_bytes)),
             'host',
-            bytes(session.suspended_bytes)
+            trans.__('Host %1', bytes(session.suspended_bytes))
           )
         : plain(trans.__('No GPU'), 'none');
   }
@@ -414,7 +419,7 @@ function waiting(trans: TranslationBundle, session: ISession, now: number): ISai
   }
   const at = ordinal(trans, position);
   const still = preempted ? trans.__('Preempted: %1', at) : trans.__('Waiting: %1', at);
-  const said = { still, tone: 'wait', counts: true } as const;
+  const said = { still, least: `${position}`, tone: 'wait', counts: true } as const;
   if (expected !== null && expected.until > now) {
     const left = range(trans, expected.since - now, expected.until - now);
     return {

@@ -53,12 +53,12 @@ Not used: Xid 79, the GPU has fallen off the bus
 
 █ running  ▒ idle  ▞ moving  ╳ outside the pool  · free
 
-   SESSION       OWNER  STATE      SLICE  USES     ON HOST  WAITED  KERNEL
-A  3f2a1b9c0d11  ada    active     6 GiB  3 GiB             12 s    train.ipynb
-B  9c0d22        ada    idle 40 s  4 GiB  512 MiB                   viz.ipynb
-   77aa33        bob    queued     -                        7 s     train.ipynb
-   b00c44        ada    suspended  -               5 GiB            old.ipynb
-   dd00          other  detached   -
+   SESSION       OWNER  STATE           SLICE  USES     ON HOST  WAITED  KERNEL
+A  3f2a1b9c0d11  ada    in use          6 GiB  3 GiB             10 s    train.ipynb
+B  9c0d22        ada    idle 40 s       4 GiB  512 MiB                   viz.ipynb
+   77aa33        bob    waits           -                        7 s     train.ipynb
+   b00c44        ada    in host memory  -               5 GiB            old.ipynb
+   dd00          other  no GPU          -
 9c0d22 cannot be suspended: it uses managed memory
 
 WAITING
@@ -86,7 +86,7 @@ def test_groups_preemption_and_growth_are_in_the_table():
     ]  # fmt: skip
     lines = draw(pool(sessions=sessions), Style(width=100))
     assert "   SESSION  OWNER  GROUP  STATE      SLICE" in lines
-    assert "A  3f2a1b   ada    bio    active     9 GiB, 4 guaranteed" in lines
+    assert "A  3f2a1b   ada    bio    in use     9 GiB, 4 guaranteed" in lines
     assert "   77aa33   ada           preempted  -" in lines
 
 
@@ -230,9 +230,9 @@ def test_budgets_are_in_the_table_and_told_once():
         session("88bb44", owner="bob", label="c", usage={**use, "daily": None}, group_usage=None),
     ]  # fmt: skip
     drawn = draw(pool(sessions=sessions, standing=lines), Style(width=100))
-    assert "A  3f2a1b   ada    active    1 GiB  11          a" in drawn
-    assert "   77aa33   ada    detached  -      none        b" in drawn
-    assert "   88bb44   bob    detached  -                  c" in drawn
+    assert "A  3f2a1b   ada    in use  1 GiB  11          a" in drawn
+    assert "   77aa33   ada    no GPU  -      none        b" in drawn
+    assert "   88bb44   bob    no GPU  -                  c" in drawn
     assert [line for line in drawn if line in lines] == lines
 
 

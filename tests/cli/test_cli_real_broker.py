@@ -77,7 +77,7 @@ def test_status(opened, capsys):
     out = capsys.readouterr().out
     assert out.startswith("GPU pool  EMULATED")
     assert out.count("EMULATED NVIDIA GPU") == 2
-    assert re.search(rf"^ +{opened[:12]} +\S+ +detached +- +train\.ipynb$", out, re.MULTILINE)
+    assert re.search(rf"^ +{opened[:12]} +\S+ +no GPU +- +train\.ipynb$", out, re.MULTILINE)
 
 
 def test_check_config_names_what_the_broker_has_instead(opened, tmp_path, monkeypatch, capsys):

@@ -29,7 +29,7 @@ def test_status_draws_the_pool(broker, capsys):
     assert main(["status"]) == 0
     out = capsys.readouterr().out
     assert "EMULATED" in out
-    assert re.search(r"^A  3f2a +ada +active +4 GiB", out, re.MULTILINE)
+    assert re.search(r"^A  3f2a +ada +in use +4 GiB", out, re.MULTILINE)
     assert "\x1b" not in out, "colour belongs on a terminal only"
 
 

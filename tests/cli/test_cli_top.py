@@ -18,7 +18,7 @@ from snapshots import GiB, attached, device, pool, session
 from jupyter_gpupool.cli import main
 from jupyter_gpupool.cli.picture import Style
 from jupyter_gpupool.cli.top_keys import Top, TopOrder, parse_minutes
-from jupyter_gpupool.cli.top_table import in_order, rows
+from jupyter_gpupool.cli.top_table import in_order, lines, rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +70,13 @@ def test_waste_is_the_slice_times_the_time_without_cuda():
     assert [row.id for row in in_order([*found.values()], "waste")] == [
         "bbbb", "aaaa", "cccc", "dddd",
     ]  # fmt: skip
+
+
+def test_wait_has_the_steps_of_all_other_places():
+    now = crowd()["now"]
+    waits = {**crowd()["sessions"][0], "state": "queued", "queued_at": now - 88.0}
+    (line,) = lines(rows({**crowd(), "sessions": [waits]}), "waste", Style(width=200))[1:]
+    assert line.endswith(" 60 s")
 
 
 def test_unknown_values_stay_last_when_the_order_is_inverted():

@@ -167,7 +167,8 @@ def test_attach_shows_its_wait_and_can_be_interrupted(
     hold = broker.wait_for("hold", count=2)["hold"]
     broker.grant(hold)
     assert cell.done().text == (
-        "Attached: 4 GiB on GPU 0 (Scripted GPU). It is kept until it is idle too long.\n"
+        "Attached: 4 GiB on GPU 0 (Scripted GPU). It stays until it is idle too long, "
+        "or is idle while another kernel waits.\n"
     )
     broker.wait_for("drop", hold=hold)
     assert broker.live_holds() == set()

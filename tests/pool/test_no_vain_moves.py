@@ -82,7 +82,7 @@ def test_slice_that_the_head_needs_is_taken_and_stays_taken():
     got(lab.after(60), ev.Suspend, session="mine", reason=HEAD)
     lab.suspended("mine", ("G0", 2))
     why = (
-        "The pool took its slice while it was idle: the next kernel in the queue waits for memory."
+        "The pool took its slice while it was idle: the next kernel in the queue waited for memory."
     )
     assert why in lab.pool.why("mine").lines
     none(lab.hold("mine"), ev.Attach)

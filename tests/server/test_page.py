@@ -13,7 +13,8 @@ import pytest
 from jupyter_gpupool import emulation
 from jupyter_gpupool.server import page_config as page
 
-SOME = {"found": True, "reason": ""}
+SOME = {"found": True, "reason": "", "emulated": False}
+EMULATED = {**SOME, "emulated": True}
 NOBODY = Path("/nowhere/broker.sock")
 
 
@@ -32,12 +33,13 @@ def test_page_without_a_driver_says_what_to_do(bare):
     assert page.first({}, {}, NOBODY) == {
         "found": False,
         "reason": "No NVIDIA driver was found on this machine. `jupyter gpupool doctor` says more.",
+        "emulated": False,
     }
 
 
 def test_page_finds_an_emulated_gpu(bare):
-    assert page.first({"emulate": "2x16GiB"}, {}, NOBODY) == SOME
-    assert page.first({}, {"GPUPOOL_EMULATE": "1x1GiB"}, NOBODY) == SOME
+    assert page.first({"emulate": "2x16GiB"}, {}, NOBODY) == EMULATED
+    assert page.first({}, {"GPUPOOL_EMULATE": "1x1GiB"}, NOBODY) == EMULATED
     # As in the broker: the option wins over the variable, even if it is empty.
     assert not page.first({"emulate": ""}, {"GPUPOOL_EMULATE": "1x1GiB"}, NOBODY)["found"]
 
@@ -62,7 +64,9 @@ def test_page_assumes_a_gpu_if_the_socket_exists(bare, tmp_path):
 
 
 def test_answer_of_the_broker_replaces_the_first_guess():
-    assert page.told({"devices": [{"uuid": "GPU-0"}], "problem": ""}) == SOME
+    one = {"devices": [{"uuid": "GPU-0"}], "problem": "", "emulated": False}
+    assert page.told(one) == SOME
+    assert page.told({**one, "emulated": True}) == EMULATED
     none = page.told({"devices": [], "problem": "The driver is too old."})
     assert none["reason"] == "The driver is too old. `jupyter gpupool doctor` says more."
     assert page.told({"devices": [], "problem": ""})["reason"].startswith("The GPU pool ")
@@ -89,7 +93,7 @@ def test_page_of_jupyterlab_has_the_answer(start):
     server = start()
     assert lab() == SOME, "a broker may listen at this socket"
     assert server.api("/pool")["devices"]
-    assert lab() == SOME, "the broker has reported emulated devices"
-    configured = start("--GPUPool.emulate=2x16GiB")
+    assert lab() == EMULATED, "the broker has reported emulated devices"
+    configured = start("--GPUPool.emulate=2x16GiB", f"--GPUPool.socket={NOBODY}")
     text = configured.request("GET", "/lab").text
-    assert '"gpupool": {"found": true, "reason": ""}' in text
+    assert '"gpupool": {"emulated": true, "found": true, "reason": ""}' in text

@@ -213,6 +213,8 @@ def magic(sheet: Sheet) -> None:
         sheet.put(f"%gpu {situation}", SessionDisplay({**SESSION, **changes}, SNAPSHOT).text())
 
     put("of a kernel that computes")
+    details = SessionDisplay(SESSION, SNAPSHOT, details=True)
+    sheet.put("%gpu details of the same kernel", details.text())
     put("of a kernel in a group, with a grown slice",
         slices=[{"device": SESSION["devices"][0], "granted_bytes": SESSION["granted_bytes"]}],
         request={**SESSION["request"], "memory": 4 * GiB},

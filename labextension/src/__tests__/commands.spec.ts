@@ -184,7 +184,9 @@ describe('the commands', () => {
     answer.status = 503;
     answer.body = { code: 'broker-unavailable', message: 'It is gone.', next_step: '' };
     await commands.execute(CommandIDs.release);
-    expect(shown()[0]![1]).toMatch(/^It is gone\. If it has ended, opening another/);
+    expect(shown()[0]![1]).toMatch(
+      /^It is gone\. If it has ended, it is started again by itself/
+    );
     FakeSocket.one.say({ type: 'broker', available: false });
     await frame();
     expect(shown()).toHaveLength(1);

@@ -291,7 +291,7 @@ describe('a broker that is away', () => {
       ...why
     });
     expect(model.broker.nextStep).toMatch(
-      /opening another Pooled GPU notebook starts it again.* See the doctor\.$/
+      /it is started again by itself.* See the doctor\.$/
     );
   });
 
@@ -472,9 +472,11 @@ describe('the knowledge whether there is a GPU', () => {
   }
 
   test('comes from the page, and defaults to yes', () => {
-    const none = { found: false, reason: 'No driver.' };
+    const none = { found: false, reason: 'No driver.', emulated: false };
     expect(told(none)).toEqual(none);
-    expect(told(null)).toEqual({ found: true, reason: '' });
+    const some = { found: true, reason: '', emulated: true };
+    expect(told(some)).toEqual(some);
+    expect(told(null)).toEqual({ found: true, reason: '', emulated: false });
     PageConfig.setOption('gpupool', 'not JSON');
     model.dispose();
     make();
@@ -484,9 +486,13 @@ describe('the knowledge whether there is a GPU', () => {
   test('comes from the newest view if there is one', async () => {
     told({ found: false, reason: 'No driver.' });
     await live();
-    expect(model.found).toEqual({ found: true, reason: '' });
+    expect(model.found).toEqual({ found: true, reason: '', emulated: false });
     FakeSocket.one.snapshot(aPool({ devices: [], problem: 'They fell off the bus.' }));
-    expect(model.found).toEqual({ found: false, reason: 'They fell off the bus.' });
+    expect(model.found).toEqual({
+      found: false,
+      reason: 'They fell off the bus.',
+      emulated: false
+    });
     told(null);
   });
 });

@@ -273,10 +273,10 @@ describe('the list of running kernels', () => {
     );
     expect(manager.running().map(i => [i.label(), i.detail?.(), !!i.shutdown])).toEqual(
       [
-        ['a.ipynb', '6 of 8 GiB on GPU 0', true],
+        ['a.ipynb', '6/8 GiB', true],
         ['label of q', 'Waiting: 2nd', false],
-        ['label of d', 'In host memory 1 GiB', false],
-        ['label of i', 'Idle on GPU 0', true]
+        ['label of d', 'Host 1 GiB', false],
+        ['label of i', 'Idle', true]
       ]
     );
     const before = changes.mock.calls.length;
@@ -355,19 +355,19 @@ describe('the launcher', () => {
 
   test('has a tile that says what the kernel does and what is free now', () => {
     const pool = (view: IPool | null, found = true) => ({
-      found: { found, reason: '' },
+      found: { found, reason: '', emulated: false },
       view,
       broker: { status: 'up' as const, message: '', nextStep: '' }
     });
     const name = 'Pooled GPU (Python 3)';
-    const what = `${name}: a GPU slice while a cell uses CUDA, and none before.`;
+    const what = `${name}: a GPU while cells use CUDA.`;
     expect(tile(trans, name, pool(null))).toBe(what);
     const devices = [
       aDevice({ memory_free: 3 * GIB }),
       aDevice({ index: 1, memory_free: null })
     ];
     expect(tile(trans, name, pool(aPool({ devices })))).toBe(
-      `${what} 3 GiB of 30 GiB is free now, at most 3 GiB on one GPU.`
+      `${what} 3 of 30 GiB is free.\nAt most 3 GiB is free on one GPU.`
     );
     expect(tile(trans, name, pool(aPool({ emulated: true })))).toContain(
       'EMULATED: no real GPU is used.'
@@ -377,6 +377,11 @@ describe('the launcher', () => {
     );
     const away = { ...pool(aPool()), broker: { ...pool(null).broker, status: 'away' } };
     expect(tile(trans, name, away as never)).toBe(what);
+    // Before the first kernel no broker runs, and the page says what it will have.
+    const found = { found: true, reason: '', emulated: true };
+    expect(tile(trans, name, { ...away, found } as never)).toBe(
+      `${what}\nEMULATED: no real GPU is used.`
+    );
   });
 
   describe('on a page that reported no GPU', () => {

@@ -162,19 +162,20 @@ describe('a session', () => {
   });
 
   test.each([
-    [{}, '6/8 GiB'],
-    [{ used_bytes: 320 * MIB }, '0.3/8 GiB'],
-    [{ used_bytes: null, footprint_bytes: null }, '8 GiB'],
-    [{ ...idle, leaves_at: NOW + 42 }, '0:42'],
-    [{ ...idle, stays_reason: 'Host memory is full.' }, 'Stays'],
-    [{ state: 'queued', queue_position: 2, expected: soon }, '2nd · 20 to 60 s'],
-    [{ state: 'queued', queue_position: 2, queued_at: NOW - 4 }, '2nd · for 4 s'],
-    [{ state: 'queued', queue_position: 2 }, '2nd'],
-    [{ state: 'queued' }, 'Waiting'],
-    [{ state: 'detached', suspended_bytes: GIB }, '1 GiB'],
-    [{ state: 'detached' }, 'No GPU']
-  ] as const)('has a short form for %p', (changes, short) => {
-    expect(of(changes).short).toBe(short);
+    [{}, '6/8 GiB', '6/8'],
+    [{ used_bytes: 320 * MIB }, '0.3/8 GiB', '0.3/8'],
+    [{ used_bytes: null, footprint_bytes: null }, '8 GiB', '8'],
+    [{ ...idle, leaves_at: NOW + 42 }, '0:42', '0:42'],
+    [{ ...idle, stays_reason: 'Host memory is full.' }, 'Stays', ''],
+    [{ state: 'queued', queue_position: 2, expected: soon }, '2nd · 20 to 60 s', '2'],
+    [{ state: 'queued', queue_position: 2, queued_at: NOW - 4 }, '2nd · for 4 s', '2'],
+    [{ state: 'queued', queue_position: 2 }, '2nd', '2'],
+    [{ state: 'queued' }, 'Waiting', ''],
+    [{ state: 'detached', suspended_bytes: GIB }, 'Host 1 GiB', ''],
+    [{ state: 'detached' }, 'No GPU', '']
+  ] as const)('has a short form and a shortest for %p', (changes, short, least) => {
+    const said = of(changes);
+    expect([said.short, said.least]).toEqual([short, least]);
   });
 
   test.each([

@@ -65,6 +65,8 @@ export class OrderForm extends Widget implements Dialog.IBodyWidget<ITyped> {
       this._minutes.step = '1';
       this._minutes.required = true;
       this._minutes.value = typed.minutes;
+      // Who types means another number, and no longer one.
+      this._minutes.addEventListener('focus', () => this._minutes?.select());
     }
     if (form.choices) {
       this._choice = document.createElement('select');

@@ -9,6 +9,7 @@ import type { IAdmin, IAdminSession, IDevice, INote } from '../api';
 import { granted, inShort, utilisation } from '../panel/describe';
 import { Emulated } from '../panel/header';
 import { refusal } from '../tell';
+import { OLD, OLD_REFUSAL } from '../toolbar/hooks';
 import { bytes, dayAndTime, localTime, sentence, waited, waitTime } from '../words';
 import { useKeptFocus } from './focus';
 import type { Orders } from './orders';
@@ -60,28 +61,42 @@ function columns(trans: TranslationBundle): readonly IColumn[] {
   ];
 }
 
-type Run = (order: Promise<INote | null>) => void;
+/** Carry an order out, and show the answer; `whom`: the kernel that it is about. */
+type Run = (order: Promise<INote | null>, whom?: string) => void;
+
+const NO_ANSWER = { text: '', refused: false };
 
 export function AdminPage(props: IAdminProps): React.ReactElement {
   const { trans, view, fault, orders, refresh } = props;
   const [sort, setSort] = React.useState<Sort>('waste');
   const [inverted, setInverted] = React.useState(false);
-  const [answer, setAnswer] = React.useState({ text: '', refused: false });
+  const [answer, setAnswer] = React.useState(NO_ANSWER);
   const run: Run = React.useCallback(
-    order => {
+    (order, whom = '') => {
+      // The line is far from the row, and rows change their order.
+      const about = (text: string) => (whom ? trans.__('%1: %2', whom, text) : text);
       order
         .then(
           done => {
             if (done !== null) {
-              setAnswer({ text: done.note, refused: false });
+              setAnswer({ text: about(done.note), refused: false });
             }
           },
-          (error: unknown) => setAnswer({ text: refusal(trans, error), refused: true })
+          (error: unknown) =>
+            setAnswer({ text: about(refusal(trans, error)), refused: true })
         )
         .finally(refresh);
     },
     [trans, refresh]
   );
+  React.useEffect(() => {
+    // It tells a time from when it was given: later it is not true.
+    const timer = setTimeout(
+      () => setAnswer(now => (now === answer ? NO_ANSWER : now)),
+      answer.refused ? OLD_REFUSAL : OLD
+    );
+    return () => clearTimeout(timer);
+  }, [answer]);
   const choose = (column: Sort) => {
     setInverted(column === sort && !inverted);
     setSort(column);
@@ -233,7 +248,9 @@ function Sessions(props: ISessionsProps): React.ReactElement {
                 )}
               </th>
             ))}
-            <th scope="col">{trans.__('Actions')}</th>
+            <th scope="col" className="jp-gpupool-actions">
+              {trans.__('Actions')}
+            </th>
           </tr>
         </thead>
         <tbody>
@@ -270,7 +287,7 @@ function SessionRow(
       type="button"
       className="jp-gpupool-button"
       aria-label={label}
-      onClick={() => run(order())}
+      onClick={() => run(order(), row.name)}
     >
       {text}
     </button>

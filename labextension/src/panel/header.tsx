@@ -8,6 +8,7 @@ import * as React from 'react';
 import type { IPool } from '../api';
 import type { IBroker, IPoolModel } from '../tokens';
 import { noBroker } from '../tell';
+import { Marked } from '../toolbar/answer';
 import { dayAndTime, localTime } from '../words';
 import { inShort } from './describe';
 import { useTools } from './tools';
@@ -91,8 +92,11 @@ function Away(props: {
           ? trans.__('No access to the GPU pool')
           : trans.__('GPU pool away')}
       </strong>
-      {props.broker.message && <p>{props.broker.message}</p>}
-      {props.broker.nextStep && <p>{props.broker.nextStep}</p>}
+      {[props.broker.message, props.broker.nextStep].filter(Boolean).map(line => (
+        <p key={line}>
+          <Marked line={line} />
+        </p>
+      ))}
       {props.live && <p>{trans.__('Trying again by itself.')}</p>}
     </div>
   );
@@ -107,7 +111,11 @@ function NoDevice(props: {
   return (
     <div className="jp-gpupool-empty">
       <strong>{trans.__('No GPU found')}</strong>
-      {reason && <p>{reason}</p>}
+      {reason && (
+        <p>
+          <Marked line={reason} />
+        </p>
+      )}
       <p>{trans.__('Kernels of the pool do not start here; others do.')}</p>
     </div>
   );

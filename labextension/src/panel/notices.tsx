@@ -6,6 +6,7 @@ import * as React from 'react';
 
 import type { IPool } from '../api';
 import { orderText } from '../maintenance';
+import { Marked } from '../toolbar/answer';
 import { dayAndTime, localTime } from '../words';
 import { useTools } from './tools';
 
@@ -38,7 +39,9 @@ export const Notices = React.memo(function Notices(props: {
       {view.configuration_notice ? (
         <li className="jp-gpupool-alert">
           <strong>{trans.__('Another configuration is in force')}</strong>
-          <p>{view.configuration_notice}</p>
+          <p>
+            <Marked line={view.configuration_notice} />
+          </p>
         </li>
       ) : null}
     </ul>

@@ -24,26 +24,33 @@ export function path(
 ): string {
   let drawn = '';
   let pen = false;
-  let last = -1;
-  values.forEach((value, i) => {
+  // One point for each column, its highest: a short use must not come and go with the clock.
+  let column = { x: -1, share: 0 };
+  const draw = () => {
+    const { x, share } = column;
+    if (x >= 0) {
+      const y = (HEIGHT - 1 - share * (HEIGHT - 2)).toFixed(1);
+      // A single point is a line of length zero: its round end is visible.
+      drawn += pen ? `L${x} ${y}` : `M${x} ${y}h0`;
+      pen = true;
+    }
+    column = { x: -1, share: 0 };
+  };
+  for (const [i, value] of values.entries()) {
     const at = time[i];
     if (value === null || at === undefined || at < now - span) {
+      draw();
       pen = false;
-      return;
+      continue;
     }
     const x = Math.round(((at - now + span) / span) * WIDTH);
     const share = Math.min(1, Math.max(0, value / (top || 1)));
-    const y = (HEIGHT - 1 - share * (HEIGHT - 2)).toFixed(1);
-    const next = values[i + 1];
-    // One point for each column, and always the last point of a piece.
-    if (pen && x === last && next !== null && next !== undefined) {
-      return;
+    if (column.x !== x) {
+      draw();
     }
-    // A single point is a line of length zero: its round end is visible.
-    drawn += pen ? `L${x} ${y}` : `M${x} ${y}h0`;
-    pen = true;
-    last = x;
-  });
+    column = { x, share: Math.max(share, column.share) };
+  }
+  draw();
   return drawn;
 }
 

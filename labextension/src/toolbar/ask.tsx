@@ -144,7 +144,7 @@ export function Ask(props: IProps): React.JSX.Element {
           ? trans.__(
               'Asked for now: %1; it may grow to %2 while that much is free.',
               exact(request.memory),
-              exact(request.limit)
+              bytes(request.limit)
             )
           : trans.__('Asked for now: %1.', exact(request.memory))}
       </p>

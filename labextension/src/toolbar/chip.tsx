@@ -173,6 +173,7 @@ export function ChipButton(props: IButtonProps): React.JSX.Element {
         <span
           className="jp-gpupool-Chip-short"
           data-short={said.short}
+          data-least={said.least}
           aria-hidden="true"
         />
         <span className="jp-gpupool-Chip-long">{said.text}</span>

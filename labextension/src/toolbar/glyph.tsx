@@ -85,9 +85,20 @@ function shape(tone: Tone, filled: number | null): React.JSX.Element {
       );
     case 'host':
       return (
+        // A memory module: an arrow into a tray was read as a download.
         <>
-          <path d="M2 9.5v3.5h12V9.5" className="jp-gpupool-Glyph-line" />
-          <path d="M8 2v7M5 6.5L8 9.5l3-3" className="jp-gpupool-Glyph-line" />
+          <rect
+            x="1.5"
+            y="4"
+            width="13"
+            height="7"
+            rx="1"
+            className="jp-gpupool-Glyph-line"
+          />
+          <path
+            d="M4.5 6.5v2M8 6.5v2M11.5 6.5v2M3.5 11v2M6.5 11v2M9.5 11v2M12.5 11v2"
+            className="jp-gpupool-Glyph-line"
+          />
         </>
       );
     case 'away':

@@ -76,5 +76,6 @@ test('no GPU: launcher and panel say so, cells run elsewhere', async ({ browser 
   await expect(notebook.output).toHaveText('42');
   await lab.execute('gpupool:show-panel');
   await expect(lab.panel).toContainText('No GPU found');
+  await expect(lab.panel).not.toContainText('`');
   await lab.close();
 });

@@ -178,6 +178,18 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
   await expect(row('hog')).toContainText('7 GiB');
   await expect(row('small.ipynb')).toContainText(/Idle/);
   await page.evaluate(() => document.fonts.ready);
+  // On a page that is too narrow for the table, orders and the names that they are about.
+  await page.sidebar.open('left');
+  const inSight = { ratio: 1 };
+  for (const side of ['left', 'right']) {
+    await admin
+      .locator('.jp-gpupool-adminScroll')
+      .evaluate((node, to) => (node.scrollLeft = to === 'left' ? 0 : 9999), side);
+    await expect(row('hog').getByRole('rowheader')).toBeInViewport(inSight);
+    await expect(admin.getByRole('button', { name: 'Shut down hog' })).toBeInViewport(
+      inSight
+    );
+  }
   for (const theme of ['JupyterLab Light', 'JupyterLab Dark']) {
     await lab.theme(theme);
     expect(await faults(page, '.jp-gpupool-admin'), theme).toEqual([]);
@@ -207,6 +219,8 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
   const dialog = page.getByRole('dialog');
   const minutes = dialog.getByLabel('Minutes until then');
   await expect(minutes).toBeFocused();
+  await page.keyboard.type('7'); // replaces what is there
+  await expect(minutes).toHaveValue('7');
   expect(await faults(page, '.jp-Dialog')).toEqual([]);
   for (const wrong of ['', '0', '-1']) {
     await minutes.fill(wrong);
@@ -222,12 +236,19 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
   await page.keyboard.press('Enter');
   await expect(dialog).toHaveCount(0);
   await expect(admin.getByRole('status')).toContainText(
-    'takes the slice back in 30 min'
+    'small.ipynb: The pool takes the slice back in 30 min'
   );
   expect((await session(mine.kernelId))?.recall_at).not.toBeNull();
   await expect(page.locator('.Toastify__toast')).toContainText(
     /small\.ipynb: The administrator .* takes the slice of this kernel back in 30 min: a lecture/
   );
+  // JupyterLab cuts a long one.
+  await page
+    .locator('.Toastify__toast')
+    .getByRole('button', { name: 'Show all' })
+    .click();
+  await expect(dialog).toContainText('a running cell waits for its next slice.');
+  await dialog.getByRole('button', { name: 'Close' }).click();
   await expect(row('small.ipynb')).toContainText('Taken back at');
   const rows = await ask<{ detail: { order: string } }[]>('rows', { kinds: ['admin'] });
   expect(rows.map(found => found.detail.order)).toEqual(['recall']);
@@ -240,7 +261,7 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
   );
   await lab.execute('gpupool:show-admin');
   await admin.getByRole('button', { name: 'Let small.ipynb keep its slice' }).click();
-  await expect(admin.getByRole('status')).toHaveText('The slice stays.');
+  await expect(admin.getByRole('status')).toHaveText('small.ipynb: The slice stays.');
 
   // The admin chooses a class by keyboard: the broker journals it and tells the owner.
   await admin

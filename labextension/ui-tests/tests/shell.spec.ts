@@ -69,8 +69,12 @@ test('commands, what runs, and the tile of the launcher', async ({ lab }) => {
   ).toHaveCount(1);
   await expect(tile).toHaveAttribute(
     'title',
-    /^Pooled GPU \(Python 3\): a GPU slice while a cell uses CUDA, and none before\. 15\.5 GiB of 15\.5 GiB is free now, at most 7\.8 GiB on one GPU\. EMULATED: no real GPU is used\.$/
+    /^Pooled GPU \(Python 3\): a GPU while cells use CUDA\. 15\.5 of 15\.5 GiB is free\.\nAt most 7\.8 GiB is free on one GPU\.\nEMULATED: no real GPU is used\.$/
   );
+
+  // The badge lies below the picture, and the text makes no tower of the row.
+  expect((await tile.boundingBox())!.height).toBeLessThan(180);
+  await expect(tile).toContainText('15.5 of 15.5 GiB is free.');
 
   const notebook = await lab.notebook('lists');
   await notebook.run(uses(64));

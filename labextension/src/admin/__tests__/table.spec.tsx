@@ -14,6 +14,7 @@ import * as React from 'react';
 import { aDevice, NOW, trans } from '../../__tests__/defaults';
 import type { IAdmin, PoolClient } from '../../api';
 import { PoolError } from '../../api';
+import { OLD } from '../../toolbar/hooks';
 import { Orders } from '../orders';
 import { AdminPage } from '../table';
 import { session, view } from './sessions';
@@ -145,7 +146,7 @@ describe('the page of admins', () => {
     fireEvent.input(fields.getByLabelText(/^Reason/), { target: { value: 'a class' } });
     fields.getByText('Take it back');
     await answer(true);
-    await told('Done: recall aa 15 a class');
+    await told('work.ipynb: Done: recall aa 15 a class');
     expect(asked).toEqual(['recall aa 15 a class']);
     expect(refreshed()).toBe(1);
   });
@@ -154,11 +155,23 @@ describe('the page of admins', () => {
     const { asked } = show();
     screen.getByText(/^Taken back at /);
     await press('Let late.ipynb keep its slice');
-    await told('Done: keep bb');
+    await told('late.ipynb: Done: keep bb');
     expect(asked).toEqual(['keep bb']);
     await press('Shut down work.ipynb');
     await answer(true);
-    await told('Not allowed. Ask root.');
+    await told('work.ipynb: Not allowed. Ask root.');
+  });
+
+  it('forgets an answer when its time is over', async () => {
+    show();
+    await press('Let late.ipynb keep its slice');
+    await told('late.ipynb: Done: keep bb');
+    jest.useFakeTimers();
+    // The clock of the answer starts with it.
+    await press('Let late.ipynb keep its slice');
+    act(() => jest.advanceTimersByTime(OLD));
+    expect(screen.getByRole('status').textContent).toBe('');
+    jest.useRealTimers();
   });
 
   it('ends no kernel by the enter key alone', async () => {

@@ -69,7 +69,7 @@ export class FakeModel implements IPoolModel {
 
   broker: IBroker = { status: 'up', message: '', nextStep: '' };
   live = true;
-  found = { found: true, reason: '' };
+  found = { found: true, reason: '', emulated: false };
   time = NOW;
   refreshed = 0;
   readonly asked: string[] = [];

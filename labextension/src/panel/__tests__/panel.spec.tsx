@@ -215,21 +215,24 @@ describe('the header', () => {
   });
 
   it('explains that there is no GPU', () => {
-    show(pool([], [], { problem: 'No driver.' }));
+    show(pool([], [], { problem: 'No driver: `jupyter gpupool doctor`.' }));
     screen.getByText('No GPU found');
-    screen.getByText('No driver.');
+    expect(screen.getByText('jupyter gpupool doctor').tagName).toBe('CODE');
     screen.getByText('Kernels of the pool do not start here; others do.');
     expect(screen.queryByRole('region', { name: 'Devices' })).toBeNull();
     screen.getByRole('region', { name: 'Host memory' });
   });
 
   it('explains it before the first request, from the page', () => {
-    show(null, { live: false, found: { found: false, reason: 'No /dev/nvidia0.' } });
+    show(null, {
+      live: false,
+      found: { found: false, reason: 'No /dev/nvidia0.', emulated: false }
+    });
     screen.getByText('No /dev/nvidia0.');
   });
 
   it('explains the missing GPU instead of the missing broker', () => {
-    const found = { found: false, reason: 'No /dev/nvidia0.' };
+    const found = { found: false, reason: 'No /dev/nvidia0.', emulated: false };
     const broker = { status: 'away', message: 'No socket.', nextStep: '' } as const;
     show(null, { live: false, found, broker });
     screen.getByText('No GPU found');
@@ -237,7 +240,7 @@ describe('the header', () => {
   });
 
   it('says that the user has no access, with or without a GPU', () => {
-    const found = { found: false, reason: 'No /dev/nvidia0.' };
+    const found = { found: false, reason: 'No /dev/nvidia0.', emulated: false };
     const broker = {
       status: 'away',
       message: 'No.',

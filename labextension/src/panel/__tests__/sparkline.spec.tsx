@@ -46,6 +46,13 @@ describe('path', () => {
     expect(drawn.endsWith('L150 1.0')).toBe(true);
   });
 
+  it('keeps the highest value of a column, whichever second it was', () => {
+    for (const peak of [0, 1, 2, 3]) {
+      const values = [0, 0, 0, 0].map((zero, i) => (i === peak ? 1 : zero));
+      expect(path(at(3, 2, 1, 0), values, now, 1)).toContain(' 1.0');
+    }
+  });
+
   it('stays in its box', () => {
     for (const value of [-5, 0, 7, 1e9]) {
       const y = Number(/ ([\d.-]+)h0/.exec(path(at(0), [value], now, 7))![1]);

@@ -50,7 +50,7 @@ export class FakeModel {
   view: IPool | null;
   broker: IBroker = { status: 'up', message: '', nextStep: '' };
   live = true;
-  found = { found: true, reason: '' };
+  found = { found: true, reason: '', emulated: false };
   time = 1000;
   readonly client = {
     why: jest.fn<Promise<unknown>, []>(() => new Promise(() => undefined)),

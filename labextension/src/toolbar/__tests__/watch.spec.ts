@@ -5,6 +5,11 @@ import { Ticker } from '../../ticker';
 import { KernelWatch } from '../watch';
 import { detached, FakeContext, FakeModel, GIB, queued, session, trans } from './fakes';
 
+const made: KernelWatch[] = [];
+
+// All tickers have one timer, so none may run on into the next test.
+afterEach(() => made.splice(0).forEach(watch => watch.dispose()));
+
 function watching(
   model: FakeModel,
   context = new FakeContext(),
@@ -15,6 +20,7 @@ function watching(
   watch.changed.connect(() => {
     changes += 1;
   });
+  made.push(watch);
   return { watch, context, ticker, changes: () => changes };
 }
 
@@ -157,6 +163,17 @@ describe('the count-down', () => {
     expect(ticker.running).toBe(true);
     other.dispose();
     expect(ticker.running).toBe(false);
+  });
+
+  it('ticks at the same moment as a ticker that started later', () => {
+    const ticks: string[] = [];
+    const first = new Ticker().add(() => ticks.push('chip'));
+    jest.advanceTimersByTime(700);
+    const second = new Ticker().add(() => ticks.push('panel'));
+    jest.advanceTimersByTime(300);
+    expect(ticks).toEqual(['chip', 'panel']);
+    first.dispose();
+    second.dispose();
   });
 
   it('stops while the page is hidden, and catches up', () => {
