@@ -6,10 +6,9 @@ import os
 import select
 
 import pytest
+from test_suspend_calls import WORKER
 
 from tests import namespaces
-
-from test_suspend_calls import WORKER
 
 pytestmark = pytest.mark.skipif(bool(namespaces.refusal()), reason=namespaces.refusal())
 
@@ -24,7 +23,7 @@ _ = os.getpid()
 RIGHT = "_ = get(at, data.nbytes) == want"
 
 
-def test_processes_of_other_namespaces_are_suspended_and_moved_from_outside(emulated):
+def test_processes_are_suspended_and_moved_from_outside(emulated):
     machine = emulated()
     boxes = [machine.target(within=namespaces.OWN_NUMBERS) for _ in range(2)]
     assert [box.do(FILL % seed) for seed, box in enumerate(boxes)] == [1, 1]
@@ -38,7 +37,7 @@ def test_processes_of_other_namespaces_are_suspended_and_moved_from_outside(emul
     assert all(box.do(RIGHT) for box in boxes)
 
 
-def test_a_process_neither_sees_nor_frees_those_of_another_namespace(emulated):
+def test_process_neither_sees_nor_frees_those_of_others(emulated):
     machine = emulated()
     box, other = (machine.target(within=namespaces.OWN_NUMBERS) for _ in range(2))
     box.do(FILL % 1)
@@ -49,7 +48,7 @@ def test_a_process_neither_sees_nor_frees_those_of_another_namespace(emulated):
     assert other.do(RIGHT)
 
 
-def test_memory_of_a_killed_process_of_another_namespace_is_free(emulated):
+def test_memory_of_a_killed_process_is_free(emulated):
     machine = emulated()
     box, worker = machine.target(within=namespaces.OWN_NUMBERS), machine.target()
     box.do(FILL % 1)
