@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +52,18 @@ class Machine(kit.Broker):
         self.boxes.append(box)
         return box
 
+    def clear(self):
+        """End all containers, and forget all users."""
+        for box in self.boxes:
+            box.close()
+        self.boxes = []
+        for folder in (self.place / "users").iterdir():
+            if folder.is_symlink():
+                folder.unlink()
+            elif folder.name != ".inside":
+                shutil.rmtree(folder)
+        wait_until(lambda: not self.status()["sessions"], "the end of the containers' sessions")
+
     def close(self):
         for box in self.boxes:
             box.close()
@@ -62,9 +75,10 @@ class Box:
     """One container: of ``user`` by the folder mounted there, or of nobody.
 
     ``users_from``: the user id of the machine that is the container's root, in a user namespace.
+    ``wrapper``: a command that starts it. ``writable``: the folder is, which it must not be.
     """
 
-    def __init__(self, machine, user="", *, uid=1000, users_from=0, wrapper=()):
+    def __init__(self, machine, user="", *, uid=1000, users_from=0, wrapper=(), writable=False):
         self.machine = machine
         self.user = user
         self.shared = machine.folder / f"box-{secrets.token_hex(4)}"
@@ -72,6 +86,7 @@ class Box:
         os.chown(self.shared, uid + users_from, uid + users_from)
         self._spec = {"uid": uid, "users_from": users_from}
         self._wrapper = wrapper
+        self._writable = writable
         self._processes, self._kernels = [], []
 
     def start(self, *arguments, env=None, **options):
@@ -86,7 +101,10 @@ class Box:
         ]
         if self.user:
             emulated = f"{place}/broker.sock.emulated"  # as a runtime adds the devices
-            mounts += [(f"{place}/users/{self.user}", place, False), (emulated, emulated, True)]
+            mounts += [
+                (f"{place}/users/{self.user}", place, self._writable),
+                (emulated, emulated, True),
+            ]
         names = (p.name for p in SITE.iterdir() if not p.name.startswith(_OURS))
         spec = {
             **self._spec,

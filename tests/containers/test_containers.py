@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from jupyter_gpupool import procfs
+from jupyter_gpupool import cgroups, procfs
 from jupyter_gpupool.devices.nvidia.members import session_members
 from tests import namespaces
 from tests.broker import kit
@@ -41,17 +43,24 @@ assert int(error) == 0 and bytes(host) == bytes([%d]) * buffer.size
 """
 
 
-@pytest.fixture
-def machine():
+@pytest.fixture(scope="module")
+def site():
     folder = kit.short_folder()
     folder.chmod(0o755)
-    found = Machine(folder, reclaim_after=0)
+    found = Machine(folder, reclaim_after=0, max_sessions_per_user=3)
     try:
         yield found.started
     finally:
         print(found.tail())
         found.close()
         kit.remove(folder)
+
+
+@pytest.fixture
+def machine(site):
+    """The machine without a container and a user."""
+    yield site
+    site.clear()
 
 
 def test_containers_with_one_user_id_share_gpus(machine):
@@ -95,7 +104,7 @@ def test_containers_with_one_user_id_share_gpus(machine):
 
 #: Sends requests of a container that has its own ideas; prints the code of each answer.
 ATTACKER = """
-import json, os, socket, sys
+import json, os, socket, subprocess, sys
 theirs, token, pid = sys.argv[1:]
 
 def ask(*messages):
@@ -131,6 +140,19 @@ for who in (pid, 1 << 22):
         named = {"type": "launched", "id": 2, "v": 1, "session": own, "pid": int(who)}
         connection.sendall(json.dumps(named).encode() + b"\\n")
         found[f"launched as another process ({who == pid})"] = json.loads(file.readline())["code"]
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(os.environ["GPUPOOL_SOCKET"])
+    file = connection.makefile("rb")
+    for at in range(4):
+        connection.sendall(json.dumps({"v": 1, "id": at + 1, **opened}).encode() + b"\\n")
+        answer = json.loads(file.readline())
+        own = answer.get("session", own)
+    found["a fourth session"] = answer["code"]
+    child = subprocess.Popen([sys.executable, "-c", "open(0).read()"], stdin=subprocess.PIPE)
+    named = {"type": "launched", "id": 9, "v": 1, "session": own, "pid": child.pid}
+    connection.sendall(json.dumps(named).encode() + b"\\n")
+    found["launched as its child"] = json.loads(file.readline())["type"]
+    child.communicate()
 status = ask({"type": "status"})
 found["seen"] = sorted(set(json.dumps(status).split('"')) & {"ada", "secret.ipynb", pid, token})
 found["rows"] = [r["kind"] for r in ask({"type": "journal"})["rows"] if r["session"] == theirs]
@@ -167,6 +189,7 @@ def test_container_cannot_touch_what_is_anothers(machine):
            for kind in ("hello", "attach", "grow", "home", "page", "land")},
         "launched as another process (True)": "no-process",
         "launched as another process (False)": "no-process",
+        "launched as its child": "ok", "a fourth session": "too-many",
         "seen": [], "rows": [], "broker.sock.pages": False, "users": False, "proc": False,
         "written": "Read-only file system",
     }  # fmt: skip
@@ -198,12 +221,24 @@ def _named(process, session):
     )
 
 
+#: Connects, and says when the connection has ended.
+CONNECTED = """
+import os, socket
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(os.environ["GPUPOOL_SOCKET"])
+print("connected", flush=True)
+print("ended", connection.recv(1), flush=True)
+"""
+
+
 def test_user_without_a_folder_is_served_no_more(machine):
     folder = machine.user("ada")
-    kernel = machine.box("ada").kernel()
-    kernel.run(FILL % 7)
+    process = machine.box("ada").start("-c", CONNECTED, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == "connected\n"
     kit.remove(folder)
-    wait_until(lambda: not machine.status()["sessions"][0]["agent"], "the end of its connections")
+    assert process.stdout.readline() == "ended b''\n"
+    process.stdout.close()
+    machine.user("ada")  # a new folder is served again
 
 
 def test_folders_that_others_could_write_are_not_served(machine):
@@ -215,22 +250,73 @@ def test_folders_that_others_could_write_are_not_served(machine):
     (users / "loose").chmod(0o777)
     (users / "link").symlink_to("/tmp")
     machine.user("ada")
-    wait_until(lambda: machine.tail().count("is not served") == 4, "four refusals in the log")
+    wait_until(
+        lambda: machine.log.read_text().count("is not served") == 4, "four refusals in the log"
+    )
     assert [str(p.parent.name) for p in users.glob("*/broker.sock")] == ["ada"]
     assert not Path("/tmp/broker.sock").exists()
 
 
 def test_container_in_a_user_namespace_is_served(machine):
     machine.user("ada")
-    box = machine.box("ada", uid=0, users_from=200_000)
-    kernel = box.kernel()
+    kernel = machine.box("ada", uid=0, users_from=200_000).kernel()
     assert kernel.run("import os; print(os.getuid())").endswith("0")
     kernel.run(FILL % 7)
-    second = machine.box("ada", users_from=200_000).kernel()
-    second.run("%gpu 300MiB")
-    third = machine.box("ada", users_from=300_000).kernel()
-    second.run(FILL % 8)
-    third.run(FILL % 9)
-    assert any(s["suspended_bytes"] for s in machine.status()["sessions"])
-    for seed, one in ((7, kernel), (8, second), (9, third)):
-        one.run(CHECK % seed)
+    kernel.run("%gpu release")
+    wait_until(lambda: kernel.session["suspended_bytes"], "its state in host memory")
+    kernel.run(CHECK % 7)
+
+
+def test_doctor_says_what_a_container_lacks(machine):
+    machine.user("ada")
+    box = machine.box("ada")
+    text = box.run(DOCTOR)
+    assert "you are its user 'ada'" in text
+    assert "its Python and its C library can load the guard" in text
+    writable = machine.box("ada", writable=True)
+    with pytest.raises(AssertionError, match="Mount it read-only"):
+        writable.run(DOCTOR)
+
+
+#: What the page of containers says to run.
+DOCTOR = """
+import os, sys
+sys.path.insert(0, os.path.dirname(os.environ["GPUPOOL_SOCKET"]) + "/inside/python")
+from jupyter_gpupool.cli import main
+sys.exit(main(["doctor", "--inside"]))
+"""
+
+
+def test_memory_limit_of_a_container_is_seen_through(machine):
+    """Its kernel cannot be suspended there, and says so; nothing ends it."""
+    machine.user("ada")
+    with control_group(machine.place.name, 640 * kit.MiB) as join:
+        kernel = machine.box("ada", wrapper=join).kernel()
+        kernel.run("%gpu 480MiB")
+        kernel.run(FILL.replace("250 << 20", "430 << 20") % 7)
+        note = wait_until(lambda: kernel.session["host_note"], "the note")
+        assert "cannot be moved to host memory here: control group /" in note
+        assert "may use 640 MiB in all" in note
+        assert kernel.run("print(buffer.size >> 20)") == "430"
+        kernel.kill()
+
+
+@contextmanager
+def control_group(name, limit):
+    """Make a control group with a memory limit; yield a command that runs another one in it."""
+    for base, file in ((cgroups.ROOT, "memory.max"),
+                       (cgroups.ROOT / "memory", "memory.limit_in_bytes")):  # fmt: skip
+        group = base / name
+        with suppress(OSError):
+            group.mkdir()
+            if (group / file).exists():
+                (group / file).write_text(str(limit))
+                break
+            group.rmdir()
+    else:
+        pytest.skip("this process may not make a control group with a memory limit")
+    try:
+        yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
+    finally:
+        wait_until(lambda: not (group / "cgroup.procs").read_text(), "the group is empty")
+        group.rmdir()

@@ -17,6 +17,7 @@ import re
 import socket
 import stat
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...containers.content import NAME, Content
@@ -33,6 +34,18 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,63}")
 
 #: In the folder of users: the files that all containers get.
 _MADE = ".inside"
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What accepts the connections of a user, and the file of its socket.
+
+    ``folder`` is open as long as this counts: no other folder gets its inode.
+    """
+
+    door: Door
+    folder: int
+    socket: tuple[int, int]
 
 
 class UserSockets:
@@ -64,10 +77,9 @@ class UserSockets:
         self._content = content
         self._mounts = mounts
         self._log = log
-        #: By user: what accepts connections, and its socket's file.
-        self._doors: dict[str, tuple[Door, tuple[int, int]]] = {}
-        #: Folders whose socket was removed; each counts again as a new folder.
-        self._revoked: dict[str, tuple[int, int]] = {}
+        self._served: dict[str, _Served] = {}
+        #: Open folders whose socket was removed; a new one of that name is served again.
+        self._revoked: dict[str, int] = {}
         #: Folders that cannot be served, and why: each is logged once.
         self._refused: dict[str, str] = {}
 
@@ -95,20 +107,23 @@ class UserSockets:
 
     def close(self) -> None:
         """Stop accepting connections; the files stay for the next broker."""
-        for door, _ in self._doors.values():
-            door.close()
-        self._doors.clear()
+        for served in self._served.values():
+            served.door.close()
+            os.close(served.folder)
+        self._served.clear()
+        for name in [*self._revoked]:
+            os.close(self._revoked.pop(name))
 
     # ------------------------------------------------------------------ internals
 
     async def _look(self) -> None:
         with suppress(OSError):
             names = {entry.name for entry in os.scandir(self._folder) if entry.name != _MADE}
-            for name in [*self._doors]:
+            for name in [*self._served]:
                 if name not in names or not self._is_whole(name):
                     self._revoke(name)
             for name in sorted(names):
-                if name in self._doors or self._revoked.get(name) == _identity(self._folder / name):
+                if name in self._served or self._is_revoked(name):
                     continue
                 problem = await self._serve(name)
                 if problem != self._refused.get(name, ""):
@@ -117,8 +132,15 @@ class UserSockets:
                         self._log.error("The folder %s of containers is not served: it %s",
                                         self._folder / name, problem)  # fmt: skip
 
+    def _is_revoked(self, name: str) -> bool:
+        folder = self._revoked.get(name)
+        if folder is None:
+            return False
+        found = os.fstat(folder)
+        return (found.st_dev, found.st_ino) == _identity(self._folder / name)
+
     def _is_whole(self, name: str) -> bool:
-        return self._doors[name][1] == _identity(self._folder / name / self._name)
+        return self._served[name].socket == _identity(self._folder / name / self._name)
 
     async def _serve(self, name: str) -> str:
         """Serve a socket in a user's folder; return why not, or ""."""
@@ -133,24 +155,30 @@ class UserSockets:
             for mount in self._mounts:
                 (folder / mount).mkdir(exist_ok=True)
             await asyncio.to_thread(self._content.link, self._folder / _MADE, folder / NAME)
-            listening = _bind(path)
+            opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except (OSError, GPUPoolError) as error:
+            return f"cannot be used ({error})"
+        try:
+            listening = _bind(path)
+        except OSError as error:
+            os.close(opened)
             return f"cannot be used ({error})"
         door = Door(
             listening, lambda: Connection(self._service, name), self._service.dispatcher,
             self._log, user=name,
         )  # fmt: skip
-        self._doors[name] = door, _identity(path)
-        self._revoked.pop(name, None)
+        self._served[name] = _Served(door, opened, _identity(path))
+        if name in self._revoked:
+            os.close(self._revoked.pop(name))
         self._log.info("Containers of user %s are served at %s", name, path)
         return ""
 
     def _revoke(self, name: str) -> None:
         """A folder or its socket was removed: its user may not go on."""
-        door, _ = self._doors.pop(name)
-        door.close()
+        served = self._served.pop(name)
+        served.door.close()
         # A removal of the whole folder may begin with the socket.
-        self._revoked[name] = _identity(self._folder / name)
+        self._revoked[name] = served.folder
         for connection in [*self._service.dispatcher.account(name).connections]:
             connection.close()
         self._log.info("Containers of user %s are served no more: the socket is gone", name)
