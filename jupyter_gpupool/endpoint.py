@@ -169,7 +169,7 @@ def check_socket(path: Path) -> None:
         problem = "is a symbolic link"
     elif not stat.S_ISSOCK(found.st_mode):
         problem = "is not a socket"
-    elif found.st_uid not in (os.getuid(), 0):
+    elif found.st_uid not in (os.getuid(), 0) and not mounted_by_root(path, found.st_uid):
         problem = f"belongs to user id {found.st_uid}, neither to you nor to root"
     else:
         return
@@ -178,6 +178,36 @@ def check_socket(path: Path) -> None:
         code=Code.BAD_SOCKET,
         next_step="Remove it, or set GPUPOOL_SOCKET to the right path.",
     )
+
+
+#: In a user namespace: the owner of every file of a user whom it does not know.
+_NOBODY = Path("/proc/sys/kernel/overflowuid")
+
+
+def mounted_by_root(path: Path, owner: int) -> bool:
+    """Return whether ``path`` comes from outside this user namespace, by a mount.
+
+    There the machine's root has no number, and its files seem to be nobody's. Only root of this
+    namespace can mount, and nobody else can write into the mounted folder.
+    """
+    try:
+        if owner != int(_NOBODY.read_text()) or whole_user_namespace():
+            return False
+        folder = path.parent.lstat()
+        return (
+            stat.S_ISDIR(folder.st_mode)
+            and folder.st_uid == owner
+            and not folder.st_mode & 0o022
+            and path.parent.is_mount()
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def whole_user_namespace(table: Path = Path("/proc/self/uid_map")) -> bool:
+    """Return whether user ids here are those of the machine."""
+    rows = [line.split() for line in table.read_text().splitlines()]
+    return rows == [["0", "0", "4294967295"]]
 
 
 def dial(path: Path, seconds: float) -> socket.socket:

@@ -15,6 +15,7 @@ import re
 import signal
 import threading
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Iterable, Iterator, Literal
 
@@ -182,6 +183,73 @@ def session_of(pid: int) -> str | None:
     """Return the session in which ``pid`` was started; "": in none, None: unknown."""
     found = variables(pid, [SESSION_VARIABLE])
     return None if found is None else found.get(SESSION_VARIABLE, "")
+
+
+def spaces(pid: int) -> tuple[int, int] | None:
+    """Return the namespaces of processes and of mounts that a process is in; None: not known."""
+    try:
+        # Not Path.stat(): this runs for every process of the machine.
+        return (
+            os.stat(f"{PROC}/{pid}/ns/pid").st_ino,  # noqa: PTH116
+            os.stat(f"{PROC}/{pid}/ns/mnt").st_ino,  # noqa: PTH116
+        )
+    except OSError:
+        return None
+
+
+def apart(one: int, other: int) -> bool:
+    """Return whether two processes are known to be in different containers."""
+    first, second = spaces(one), spaces(other)
+    return None not in (first, second) and first != second
+
+
+def number_inside(pid: int) -> int:
+    """Return the number that a process has in its own PID namespace; 0 if it has ended."""
+    try:
+        for line in _read(pid, "status").splitlines():
+            if line.startswith(b"NSpid:"):
+                return int(line.split()[-1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pid  # before Linux 4.1
+
+
+def translated(number: int, beside: int) -> int:
+    """Return the number, here, of the process that process ``beside`` calls ``number``.
+
+    0 if it sees no such process.
+    """
+    space = other_space(beside)
+    if not space:
+        # One that has ended may have left its connection to a process of a container.
+        return number if identify(beside) is not None else 0
+    pids = (process.pid for process in insiders(space).values())
+    return next((pid for pid in pids if number_inside(pid) == number), 0)
+
+
+def other_space(pid: int) -> int | None:
+    """Return the PID namespace of a process, 0 if it is this process's; None: not known."""
+    found = spaces(pid)
+    if found is None:
+        return None
+    return 0 if found[0] == _own_space() else found[0]
+
+
+def insiders(space: int) -> dict[ProcessId, ProcessId]:
+    """Return the processes of a PID namespace: here, by what they are there."""
+    found = {}
+    for pid in all_pids():
+        its = spaces(pid)
+        process = identify(pid) if its is not None and its[0] == space else None
+        if process is not None:
+            found[ProcessId(number_inside(pid), process.start_time)] = process
+    return found
+
+
+@lru_cache(maxsize=1)
+def _own_space() -> int:
+    found = spaces(os.getpid())
+    return found[0] if found is not None else 0
 
 
 def open_files(pid: int) -> Iterator[tuple[Path, str]]:

@@ -44,6 +44,7 @@ COSTS = {
     "pool/test_shares": 45,
     "devices/test_device_quirks": 44,
     "broker/test_pages": 40,
+    "containers/test_containers": 15,
     "broker/test_landing": 38,
     "e2e/test_lazy_edges": 38,
     "broker/test_guarded": 37,
@@ -111,7 +112,8 @@ COSTS = {
 #: and no kernel. All take less than a minute on two cores: a slow file does not belong here.
 QUICK = {
     "pool", "cluster/test_courier", "cluster/test_ledger", "cluster/test_views", "config",
-    "kubernetes/test_manifests", "test_architecture", "test_client", "test_emulation",
+    "kubernetes/test_manifests", "containers/test_start", "containers/test_examples",
+    "test_architecture", "test_client", "test_emulation",
     "test_endpoint",
     "test_errors", "test_longruns", "test_local_machine", "test_marks", "test_protocol",
     "test_startrecord", "test_text", "texts", "test_timeline", "test_units", "docs/test_docs",

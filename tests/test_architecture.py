@@ -28,6 +28,7 @@ ALLOWED: dict[str, str] = {
     "client": "endpoint protocol",
     "pool": "",
     "guard": "",
+    "containers": "guard",
     "cluster": "config endpoint launcher local_machine pool.groups pool.model protocol",
     "config": "emulation endpoint guard local_machine pool.groups pool.model",
     "devices": "guard local_machine pool.model pool.attribution",
@@ -36,7 +37,7 @@ ALLOWED: dict[str, str] = {
     "daemon": "guard startrecord",
     "starting": "__init__ client daemon endpoint guard startfailures startrecord",
     "broker": "__init__ cluster config daemon devices durations emulation endpoint guard "
-    "local_machine pool protocol startfailures startrecord",
+    "containers local_machine pool protocol startfailures startrecord",
     "kernel": "__init__ client endpoint guard.page protocol startfailures startrecord",
     "launcher": "client config endpoint guard starting startrecord",
     "ipykernel_launcher": "launcher",
@@ -50,7 +51,7 @@ ALLOWED: dict[str, str] = {
     "emulation": "",
     "demo": "__init__ client emulation endpoint starting timeline",
     "timeline": "",
-    "cli": "__init__ broker client cluster config demo devices emulation endpoint guard "
+    "cli": "__init__ broker client cluster config containers demo devices emulation endpoint guard "
     "kernelspecs launcher pool.groups pool.residence programs protocol provisioner starting "
     "startrecord timeline",
 }

@@ -11,12 +11,15 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jupyter_gpupool import procfs
+from jupyter_gpupool.broker.pages.translation import Translation
 from jupyter_gpupool.devices.nvidia.members import maps_libcuda, session_members
 from jupyter_gpupool.procfs import ProcessId
+from tests import namespaces
 
 #: Prints its pid and those of the chain of processes below it, then waits for its stdin to end.
 CHAIN = """
@@ -201,3 +204,38 @@ def test_guard_is_not_mistaken_for_the_driver(monkeypatch, tmp_path):
     ):
         maps.write_text(f"{guard}7f02-7f03 r-xp 00000000 08:01 43  {driver}\n")
         assert maps_libcuda(7) is True
+
+
+@pytest.mark.skipif(bool(namespaces.refusal()), reason=namespaces.refusal() or "none")
+def test_numbers_of_another_namespace_are_translated():
+    code = "import os; print(os.getpid(), flush=True); os.read(0, 1)"
+    boxes = [
+        subprocess.Popen(
+            [*namespaces.OWN_NUMBERS, sys.executable, "-c", code],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    try:
+        assert [box.stdout.readline() for box in boxes] == ["1\n", "1\n"]
+        first, second = (procfs.identify(namespaces.child(box.pid)) for box in boxes)
+        assert procfs.number_inside(first.pid) == 1
+        assert procfs.translated(1, beside=first.pid) == first.pid
+        assert procfs.translated(1, beside=second.pid) == second.pid
+        # Numbers of the machine, or of the other one, name nobody there.
+        assert procfs.translated(os.getpid(), beside=first.pid) == 0
+        assert procfs.translated(os.getpid(), beside=os.getpid()) == os.getpid()
+        assert procfs.apart(first.pid, second.pid)
+        assert procfs.apart(first.pid, os.getpid())
+        assert not procfs.apart(os.getppid(), os.getpid())
+
+        session = SimpleNamespace(id="s", process=first)
+        there = ProcessId(1, first.start_time)
+        false = ProcessId(1, first.start_time + 1)
+        translation, named = Translation(), {there, false, second, procfs.identify(os.getpid())}
+        for _ in range(2):  # looked up, then remembered
+            assert translation.here(session, named) == {there: first}
+    finally:
+        for box in boxes:
+            box.communicate("x", timeout=60)
+    assert translation.here(session, {there}) == {}

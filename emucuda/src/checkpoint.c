@@ -38,7 +38,7 @@ static void hang_if_asked(int pid, const char *op)
 
 static bool same_process(const struct slot *slot, int pid, uint64_t start)
 {
-    return slot->pid == pid && slot->start == start && slot_alive(slot);
+    return slot_number(slot) == pid && slot->start == start && slot_alive(slot);
 }
 
 /* Waits until the service thread has answered the last request. */

@@ -218,6 +218,39 @@ static int attach(const struct spec *spec)
     return MACHINE_BAD;
 }
 
+/* POSIX locks of single bytes, apart from the flock() of the whole file: a fork() does not inherit them, an end or
+ * an execve() gives them up, and F_GETLK answers with a number of the asking process's namespace. */
+static struct flock byte_of(unsigned slot)
+{
+    return (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = slot, .l_len = 1};
+}
+
+void machine_hold(unsigned slot)
+{
+    struct flock lock = byte_of(slot);
+    (void)!fcntl(lock_fd, F_SETLK, &lock);
+}
+
+pid_t machine_holder(unsigned slot)
+{
+    struct flock lock = byte_of(slot);
+    if (fcntl(lock_fd, F_GETLK, &lock) || lock.l_type == F_UNLCK)
+        return -1;
+    return lock.l_pid > 0 ? lock.l_pid : 0;
+}
+
+uint64_t machine_space(void)
+{
+    static uint64_t space;
+    struct stat st;
+    uint64_t found = __atomic_load_n(&space, __ATOMIC_RELAXED);
+    if (!found && !stat("/proc/self/ns/pid", &st)) {
+        found = st.st_ino;
+        __atomic_store_n(&space, found, __ATOMIC_RELAXED);
+    }
+    return found;
+}
+
 /* With open_mutex. `fd` is negative while the file is closed. */
 static void hold_file(int *fd, const char *name, bool open_it)
 {

@@ -21,7 +21,7 @@
 #define MAX_SLOTS 1024
 #define MAX_FAULTS 32
 #define MACHINE_MAGIC 0x67707570656d7531ull
-#define MACHINE_ABI 1u
+#define MACHINE_ABI 3u
 #define DRIVER_VERSION "580.159.04" /* the driver whose behaviour is emulated (tests/driver_records) */
 #define CUDA_VERSION 13000          /* its version of the API */
 #define MIB (1ull << 20)
@@ -121,8 +121,9 @@ struct busy {
 };
 
 struct slot {
-    int32_t pid; /* 0: free */
+    int32_t pid; /* in the PID namespace of the process itself; 0: free */
     uint32_t uid;
+    uint64_t space; /* that namespace (its inode); 0: not known */
     uint64_t start; /* start time of the process, in clock ticks since boot */
     uint32_t state; /* PROCESS_* */
     int32_t service_tid; /* 0: no context yet */
@@ -173,6 +174,12 @@ void machine_device_file(bool open_it);
  * the file open. */
 void machine_gpu_file(unsigned index);
 
+/* A process holds the lock of its slot for life, so that those of other PID namespaces find it: as a driver in the
+ * operating system knows it, whatever number it gives itself. */
+void machine_hold(unsigned slot);
+pid_t machine_holder(unsigned slot); /* its number here; 0: it has none here; -1: nobody holds the lock */
+uint64_t machine_space(void);        /* this process's PID namespace */
+
 void machine_lock(void);
 void machine_unlock(void);
 /* Without the lock: frees the bytes of processes that ended. */
@@ -181,6 +188,8 @@ void machine_reap(void);
 struct slot *machine_slot_take(void);       /* the caller's own slot, created; NULL if full */
 struct slot *machine_slot_find(pid_t pid);  /* a live CUDA process, or NULL */
 bool slot_alive(const struct slot *slot);
+/* The process's number here, as the operating system translates it; 0: it has none here, or has ended. */
+pid_t slot_number(const struct slot *slot);
 uint64_t process_start(pid_t pid); /* 0: no such process, or it is dead */
 
 /* Moves `bytes` onto the slot's account. false: the device is full. */

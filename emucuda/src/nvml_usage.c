@@ -60,7 +60,7 @@ static struct view view_of(unsigned index)
     return v;
 }
 
-static bool about(const struct fault *f, const struct slot *s) { return f->pid < 0 || f->pid == s->pid; }
+static bool about(const struct fault *f, const struct slot *s) { return f->pid < 0 || f->pid == slot_number(s); }
 
 /* Whether a process is listed, and with how many bytes. */
 static bool listed(const struct slot *s, unsigned index, const struct view *v, uint64_t *bytes)
@@ -106,10 +106,11 @@ static unsigned processes(unsigned index, nvmlProcessInfo *out, unsigned room)
     machine_lock();
     for (unsigned i = 0; i < machine->slots; i++) {
         const struct slot *s = &machine->slot[i];
-        if (!listed(s, index, &view, &bytes))
+        pid_t pid = listed(s, index, &view, &bytes) ? slot_number(s) : 0;
+        if (!pid) /* a process without a number here is not listed */
             continue;
         if (count < room)
-            out[count] = (nvmlProcessInfo){(unsigned)s->pid, bytes, 0xffffffffu, 0xffffffffu};
+            out[count] = (nvmlProcessInfo){(unsigned)pid, bytes, 0xffffffffu, 0xffffffffu};
         count++;
     }
     machine_unlock();
@@ -200,10 +201,11 @@ static unsigned samples(unsigned index, nvmlProcessUtilizationSample *out, unsig
     for (unsigned i = 0; i < machine->slots; i++) {
         const struct slot *s = &machine->slot[i];
         unsigned percent = s->pid && s->used[index] ? busy_percent(s, index, now) : 0;
-        if (!percent)
+        pid_t pid = percent ? slot_number(s) : 0;
+        if (!pid)
             continue;
         if (count < room)
-            out[count] = (nvmlProcessUtilizationSample){(unsigned)s->pid, stamp, percent, percent / 2, 0, 0};
+            out[count] = (nvmlProcessUtilizationSample){(unsigned)pid, stamp, percent, percent / 2, 0, 0};
         count++;
     }
     machine_unlock();

@@ -41,8 +41,21 @@ uint64_t process_start(pid_t pid)
     return start ? start : 1;
 }
 
+static bool is_near(const struct slot *slot) { return slot->space == machine_space(); }
+
+pid_t slot_number(const struct slot *slot)
+{
+    pid_t pid = __atomic_load_n(&slot->pid, __ATOMIC_ACQUIRE);
+    if (!pid || is_near(slot))
+        return pid;
+    pid = machine_holder((unsigned)(slot - machine->slot));
+    return pid > 0 ? pid : 0;
+}
+
 bool slot_alive(const struct slot *slot)
 {
+    if (!is_near(slot))
+        return machine_holder((unsigned)(slot - machine->slot)) >= 0;
     if (process_start(slot->pid) != slot->start)
         return false;
     /* execve() keeps the pid and the start time but ends the driver's thread, and with it the
@@ -108,7 +121,7 @@ struct slot *machine_slot_take(void)
     machine_lock();
     /* A slot that this process already has is from before an execve(). */
     for (unsigned i = 0; i < machine->slots; i++)
-        if (machine->slot[i].pid == pid)
+        if (machine->slot[i].pid == pid && is_near(&machine->slot[i]))
             free_slot(&machine->slot[i]);
     for (unsigned i = 0; i < machine->slots && !slot; i++)
         if (!machine->slot[i].pid)
@@ -126,6 +139,8 @@ struct slot *machine_slot_take(void)
         memset(slot, 0, offsetof(struct slot, callers));
         slot->uid = geteuid();
         slot->start = start;
+        slot->space = machine_space();
+        machine_hold((unsigned)(slot - machine->slot));
         __atomic_store_n(&slot->pid, pid, __ATOMIC_RELEASE);
     }
     machine_unlock();
@@ -136,10 +151,10 @@ struct slot *machine_slot_find(pid_t pid)
 {
     for (unsigned i = 0; i < machine->slots && pid > 0; i++) {
         struct slot *slot = &machine->slot[i];
-        if (__atomic_load_n(&slot->pid, __ATOMIC_ACQUIRE) != pid)
+        if (slot_number(slot) != pid)
             continue;
         reap_slot(slot);
-        if (__atomic_load_n(&slot->pid, __ATOMIC_ACQUIRE) == pid)
+        if (slot_number(slot) == pid)
             return slot;
     }
     return NULL;

@@ -13,6 +13,7 @@ c.GPUPool.cluster_agent = "uid-990"
 c.GPUPool.socket = "/run/gpupool/broker.sock"
 c.GPUPool.state_dir = "/var/lib/gpupool"
 
-# hub-values.yaml gives each user a user id; the pool knows them as uid-100001, uid-100002, ...
+# Servers of the Hub have a folder below /run/gpupool/users, see hub-values.yaml.
+c.GPUPool.user_sockets = True
 c.GPUPool.quotas = {"*": {"memory": "40GiB", "leases": 4}}
 c.GPUPool.on_ledger_loss = "closed"

@@ -19,6 +19,7 @@
 ``lifecycle``           what ends a session or its waits
 ``transport/auth``      the peer of a connection, and what that user may do
 ``transport/listener``  the socket's file, and accepting connections
+``transport/usersockets``  one socket for each user whose kernels run in containers
 ``transport/connection``  bytes to messages and back, with limits
 ``transport/dispatch``  turns between users
 ``request_fields``      the requests that the broker accepts, and the fields of each
@@ -45,6 +46,7 @@
 ``gpu/setaside``        kernels without a slice, suspended for a pause
 ``pages/setup``         whether new kernels run under the guard, and their variables for it
 ``pages/control``       the shared pages, kept equal to the pool's records
+``pages/translation``   whose numbers those in a page are, where processes have their own
 ``pages/activity``      use of devices, read from the pages -> holds; compute time slices
 ``pages/hints``         home devices and room to grow
 ``pages/quiesce``       waiting until no call is on its way into the driver

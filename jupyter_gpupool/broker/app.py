@@ -19,7 +19,7 @@ import time
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import TYPE_CHECKING, Callable, Sequence
 
 from traitlets.config import Config
 from traitlets.config.loader import DeferredConfigString
@@ -33,7 +33,7 @@ from ..units import format_bytes
 from .assembly import Broker, assemble
 from .configuration import Configuration
 from .core import Core
-from .environment import raise_descriptor_limit, remove_emulated, report
+from .environment import emulated_folder, raise_descriptor_limit, remove_emulated, report
 from .gpu.maintenance import untouchable
 from .ratelimit import LogLimit
 from .reload import Reload
@@ -46,6 +46,10 @@ from .store.recovery import check_reach
 from .supervisor import Supervisor
 from .transport.listener import Claim, Server
 from .wakeups import wake_soon
+
+if TYPE_CHECKING:
+    # Loaded only where containers are served.
+    from .transport.usersockets import UserSockets
 
 #: Seconds that driver calls under way may still take when the broker ends. The next broker
 #: finishes or undoes a longer one: see ``recovery``.
@@ -155,6 +159,9 @@ class BrokerApp:
             server = Server(broker.router, _LOG)
             stack.callback(server.close)
             server.serve(claim.bind())
+            users = self._user_sockets(broker, journal.path)
+            if users is not None:
+                stack.callback(users.close)
             stack.callback(broker.metrics.close)
             broker.metrics.configure()
             reload.start()
@@ -169,10 +176,12 @@ class BrokerApp:
                 claim, lock, broker.core, setup=broker.setup, start_record=self.start_record,
                 serve=server.serve, log=_LOG,
             )  # fmt: skip
-            works = (
+            works = [
                 self._tidy(broker.core, tidy_due), self._linger(broker), keeper.run(),
                 asyncio.to_thread(sweep, self.path, _LOG), supervisor.keep_alive(),
-            )  # fmt: skip
+            ]  # fmt: skip
+            if users is not None:
+                works.append(users.run())
             chores = [asyncio.ensure_future(work) for work in works]
             await self._ending.wait()
             supervisor.ending()
@@ -182,6 +191,8 @@ class BrokerApp:
             await asyncio.gather(*chores, return_exceptions=True)
             _LOG.info("Ending; %d sessions stay as they are", len(broker.core.sessions))
             server.close()
+            if users is not None:
+                users.close()
             await self._end(broker)
 
     # ------------------------------------------------------------------ start
@@ -247,6 +258,21 @@ class BrokerApp:
             core.note("journal-lost", reason=core.journal.set_aside)
         broker.health.begin(broker.devices)
         broker.maintenance.begin()
+
+    def _user_sockets(self, broker: Broker, journal: Path) -> UserSockets | None:
+        """Return the sockets of users in containers, if this broker has them."""
+        if broker.content is None:
+            return None
+        from .transport.usersockets import UserSockets
+
+        emulated = emulated_folder(self.path, journal)
+        users = UserSockets(
+            self.path.with_name("users"), self.path.name, broker.router, broker.content, _LOG,
+            # Stands for the devices, which a container's runtime adds.
+            mounts=(emulated.name,) if self.configuration.settings.emulate else (),
+        )  # fmt: skip
+        users.prepare()
+        return users
 
     def _announce(self, broker: Broker) -> None:
         settings, machine_wide = self.configuration.settings, self.configuration.machine_wide

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Awaitable, Callable, Sequence, cast
 
 from ..cgroups import Host
+from ..containers.content import Content
 from ..devices import DeviceOptions, Devices, GuardedDevices, OpenDevices
 from ..guard.install import without_guard
 from ..pool.machine import Pool
 from ..pool.model import Device, PoolSettings
 from .configuration import Configuration
 from .core import Clock, Core
-from .environment import device_files, machine_environment, version_file
+from .environment import content_inside, device_files, machine_environment, version_file
 from .gpu.accounting import DriverShares, Overheads, OveruseWatch
 from .gpu.actions import DeviceActions
 from .gpu.health import Health, SuddenEnds
@@ -86,6 +87,7 @@ class Broker:
     recovery: Recovery
     usage: UsageBook
     router: Router
+    content: Content | None
     #: Returns the rules with what other machines have of them.
     limits: Callable[[PoolSettings], PoolSettings]
 
@@ -148,6 +150,7 @@ async def assemble(
     room = HostRoom(HOST, lambda: configuration.settings.host_reserve)
     pressure = Pressure(core, room, log)
 
+    content = content_inside(settings, socket) if configuration.machine_wide else None
     guarded = [device.uuid for device in devices if device.tier == "guarded"]
     folder, problem = _page_folder(configuration)
     # Without a guard no session is guarded, so no method of GuardedDevices is called.
@@ -161,7 +164,7 @@ async def assemble(
     setup = GuardSetup(
         pages, configuration, _links(configuration, folder, journal.path),
         guarded=bool(guarded), problem=problem or ("" if guarded else _guard_problem(service)),
-        log=log,
+        log=log, content=content,
     )  # fmt: skip
 
     actions = DeviceActions(
@@ -213,7 +216,7 @@ async def assemble(
         core, configuration, lifecycle=lifecycle, memberships=memberships, actions=actions,
         service=service, pages=pages, setup=setup, homes=homes, agent=agent, guard=guard,
         environment=machine_environment(settings, socket, journal.path, {}),
-        no_device=no_device,
+        no_device=no_device, content=content,
     )  # fmt: skip
     relay = Relay(core, guard)
     people = PeopleMessages(
@@ -243,7 +246,8 @@ async def assemble(
         rooms=rooms, landings=landings, time_share=time_share, setup=setup, actions=actions,
         maintenance=maintenance, monitor=monitor,
         metrics=Metrics(core, samples, monitor, configuration, log),
-        memberships=memberships, recovery=recovery, usage=usage, router=router, limits=limits,
+        memberships=memberships, recovery=recovery, usage=usage, router=router, content=content,
+        limits=limits,
     )  # fmt: skip
 
 

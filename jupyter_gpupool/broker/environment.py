@@ -13,6 +13,7 @@ from typing import Mapping
 
 from .. import procfs
 from ..config import BrokerSettings
+from ..containers.content import Content
 from ..errors import Code, DriverError
 from ..local_machine import removed_at_logout
 from .transport.listener import is_machine_wide
@@ -44,6 +45,17 @@ def machine_environment(
         raise DriverError(
             str(error), code=Code.NO_EMULATOR, next_step="Or unset c.GPUPool.emulate."
         ) from None
+
+
+def content_inside(settings: BrokerSettings, socket: Path) -> Content | None:
+    """Return what containers have of this machine; None if no container is served."""
+    if not settings.user_sockets:
+        return None
+    if not settings.emulate:
+        return Content(socket)
+    from .. import emulation
+
+    return Content(socket, emulation.library_dir())
 
 
 def device_files(settings: BrokerSettings, socket: Path, journal: Path) -> str:

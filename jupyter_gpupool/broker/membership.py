@@ -21,7 +21,7 @@ from ..pool.model import Owner
 from ..text import one_of
 from . import nss
 from .configuration import Configuration
-from .transport.auth import owner_of
+from .transport.auth import User, owner_of
 
 #: Seconds for which an answer counts: a user who joins a Unix group need not wait longer.
 LASTS = 300.0
@@ -67,22 +67,22 @@ class Memberships:
         self._configuration = configuration
         self._log = log
         self._unix_groups = unix_groups
-        self._known: dict[int, _KnownGroups] = {}
-        self._under_way: dict[int, asyncio.Task[None]] = {}
+        self._known: dict[User, _KnownGroups] = {}
+        self._under_way: dict[User, asyncio.Task[None]] = {}
         self._threads = asyncio.Semaphore(MOST_THREADS)
 
     def forget(self) -> None:
         """Ask again from now on: the configuration was read again."""
         self._known = {uid: replace(known, until=0.0) for uid, known in self._known.items()}
 
-    def is_known(self, uid: int) -> bool:
+    def is_known(self, uid: User) -> bool:
         """Return whether :meth:`owner` needs no :meth:`learn` first."""
         if not self._asks():
             return True
         known = self._known.get(uid)
         return known is not None and known.until > asyncio.get_running_loop().time()
 
-    async def learn(self, uid: int, settings: BrokerSettings | None = None) -> None:
+    async def learn(self, uid: User, settings: BrokerSettings | None = None) -> None:
         """Find the groups of a user; after PATIENCE seconds, what was known stays.
 
         ``settings``: with the function of these, which are not in force yet.
@@ -94,19 +94,24 @@ class Memberships:
         before = self._known.get(uid)
         self._note(uid, before or _NOTHING, PATIENCE)
         self._log.warning(
-            "The Unix groups of user id %d were not found within %g s; %s", uid, PATIENCE,
+            "The groups of %s were not found within %g s; %s", owner_of(uid).name, PATIENCE,
             "those of before count" if before else "no rule about Unix groups applies to it",
         )  # fmt: skip
 
-    async def _learn(self, uid: int, settings: BrokerSettings) -> None:
+    async def _learn(self, uid: User, settings: BrokerSettings) -> None:
         before, hub = self._known.get(uid, _NOTHING), settings.hub_groups
         found = _KnownGroups(hub_groups=before.hub_groups if hub else frozenset(), sure=True)
         async with self._threads:
             try:
-                unix = await nss.ask(lambda: self._unix_groups(uid))
+                # Hub users need no account: the account of the same name may be somebody else.
+                unix = (
+                    await nss.ask(lambda: self._unix_groups(uid))
+                    if isinstance(uid, int)
+                    else frozenset[str]()
+                )
                 found = replace(found, unix_groups=unix)
             except Exception:  # of a module of NSS; the session is opened all the same
-                self._log.exception("The Unix groups of user id %d cannot be read", uid)
+                self._log.exception("The Unix groups of user id %s cannot be read", uid)
                 found = replace(found, sure=False)
             if hub is not None:
                 name = owner_of(uid).name
@@ -118,10 +123,10 @@ class Memberships:
                     found = replace(found, sure=False)
         self._note(uid, found, LASTS)
 
-    def _note(self, uid: int, found: _KnownGroups, lasts: float) -> None:
+    def _note(self, uid: User, found: _KnownGroups, lasts: float) -> None:
         self._known[uid] = replace(found, until=asyncio.get_running_loop().time() + lasts)
 
-    def is_sure(self, uid: int) -> bool:
+    def is_sure(self, uid: User) -> bool:
         """Return whether :meth:`groups` is all that there is to know."""
         known = self._known.get(uid)
         return (known is not None and known.sure) or not self._asks()
@@ -130,23 +135,23 @@ class Memberships:
         members = self._configuration.settings.members.values()
         return any(rule.asks for rule in members)
 
-    def learn_soon(self, uid: int) -> None:
+    def learn_soon(self, uid: User) -> None:
         """Begin :meth:`learn` if the groups of a user are not known; nothing waits for it."""
         if not self.is_known(uid) and uid not in self._under_way:
             self._begin(uid)
 
-    def _begin(self, uid: int, settings: BrokerSettings | None = None) -> asyncio.Task[None]:
+    def _begin(self, uid: User, settings: BrokerSettings | None = None) -> asyncio.Task[None]:
         learn = self._learn(uid, settings or self._configuration.settings)
         task = self._under_way[uid] = asyncio.get_running_loop().create_task(learn)
         task.add_done_callback(lambda _: self._under_way.pop(uid, None))
         return task
 
-    def groups(self, uid: int) -> tuple[str, ...]:
+    def groups(self, uid: User) -> tuple[str, ...]:
         """Return the groups of a user by what is known; the first counts without a choice."""
         known, members = self._known.get(uid, _NOTHING), self._configuration.settings.members
         return groups_of(members, owner_of(uid).name, known.unix_groups, known.hub_groups)
 
-    def owner(self, uid: int, chosen: str = "") -> Owner:
+    def owner(self, uid: User, chosen: str = "") -> Owner:
         """Return the user with the group that counts: the ``chosen`` one, else the first.
 
         Raises

@@ -13,12 +13,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Callable, Collection, Iterable, Iterator, Mapping
 
+from .. import procfs
 from ..errors import Code, GPUPoolError, RefusedError
 from ..guard.page import Page
 from ..pool.model import Owner
 from ..procfs import ProcessId, alive, open_pidfd
 from ..protocol import Message
-from .transport.auth import Peer
+from .transport.auth import Peer, User
 from .transport.connection import Connection
 
 #: Messages of one session, and of all sessions of a user, that may wait for their ``launched``.
@@ -91,7 +92,7 @@ class LiveSession:
 
     id: str
     owner: Owner
-    uid: int
+    uid: User
     token_digest: str
     kernel_id: str
     #: The kernel's process, once launched.
@@ -148,6 +149,14 @@ class LiveSession:
     def token_is(self, token: str) -> bool:
         """Return whether ``token`` is this session's."""
         return hmac.compare_digest(self.token_digest, digest(token))
+
+    def may_have(self, pid: int) -> bool:
+        """Return whether a process that names this session, and no child of its, may be its own."""
+        if isinstance(self.uid, int) and procfs.real_uid(pid) != self.uid:
+            return False
+        if self.process is None:
+            return isinstance(self.uid, int)
+        return not procfs.apart(pid, self.process.pid)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send the session's agent and members a message."""
@@ -261,7 +270,7 @@ class LiveSessions:
     def __contains__(self, session: object) -> bool:
         return session in self._by_id
 
-    def new(self, owner: Owner, uid: int, kernel_id: str) -> tuple[LiveSession, str]:
+    def new(self, owner: Owner, uid: User, kernel_id: str) -> tuple[LiveSession, str]:
         """Return a session with a new id, and its token."""
         token = secrets.token_urlsafe(32)
         while (name := secrets.token_hex(6)) in self._by_id:
@@ -316,7 +325,7 @@ class LiveSessions:
             raise RefusedError("The token is not valid for this session.", code=Code.BAD_TOKEN)
         if peer.uid != session.uid:
             raise RefusedError(
-                f"The session belongs to user id {session.uid} and you are {peer.uid}.",
+                f"The session belongs to {_of(session.uid)} and you are {_of(peer.uid)}.",
                 code=Code.NOT_YOURS,
             )
         return session
@@ -324,6 +333,10 @@ class LiveSessions:
     def of_process(self, process: ProcessId) -> LiveSession | None:
         """Return the session whose kernel is ``process``, or None."""
         return next((s for s in self._by_id.values() if s.process == process), None)
+
+
+def _of(user: User) -> str:
+    return f"user id {user}" if isinstance(user, int) else f"user {user}"
 
 
 #: Seconds between checks of ``/proc`` where the kernel has no pidfd (before Linux 5.3).

@@ -2,8 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool doctor --inside``: what a container must allow to use the machine's pool.
 
-The broker outside suspends the kernels of this container from its own side. So it must call each
-process by the number that the kernel has here, and each user by the same user id.
+The broker outside suspends the kernels of this container from its own side, and the operating
+system tells it which processes these are. A container has the folder of one user of the pool,
+mounted in place of the machine's; or the machine's own, and then its user ids and process numbers
+must be those of the machine.
 """
 
 from __future__ import annotations
@@ -16,21 +18,31 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from ..client import Client
+from ..containers.content import NAME
+from ..containers.start import problem
 from ..devices import Finding
-from ..endpoint import dial
+from ..endpoint import dial, mounted_by_root, whole_user_namespace
 from ..errors import GPUPoolError
+from ..guard.install import FOLDER, LIBRARIES
 
 #: Seconds to wait for the broker.
 PATIENCE = 10.0
 
 _NAMESPACE = Path("/proc/self/uid_map")
 _NOBODY = Path("/proc/sys/kernel/overflowuid")
+
+#: Where the machine has the folders of the pool's users.
+_USERS = "/run/gpupool/users/NAME of a broker with c.GPUPool.user_sockets"
+
 _DEVICE_FILE = Path("/dev/nvidiactl")
 
 
 def examine_inside(path: Path) -> list[Finding]:
     """Return the checks of this container, for a broker at ``path`` outside of it."""
-    found = [libc(), users(_NAMESPACE)]
+    content = path.with_name(NAME)
+    of_user = content.is_dir()
+    guard = (content if of_user else path.with_name(f"{path.name}.pages")) / FOLDER / LIBRARIES[0]
+    found = [image(guard)] if of_user else [libc(), users(_NAMESPACE)]
     try:
         with Client(path) as client:
             status = client.call("status", timeout=PATIENCE)
@@ -40,7 +52,11 @@ def examine_inside(path: Path) -> list[Finding]:
     except OSError as error:
         problem = f"the broker at {path} cannot be reached ({error.strerror})"
         return [*found, Finding("fail", "socket", problem, _mount(path))]
+    if of_user:
+        found.append(identity(path, str(status["user"])))
+        return [*found, devices(status, os.environ, _DEVICE_FILE)]
     found.append(Finding("ok", "socket", f"a broker answers at {path}"))
+    found.append(loadable(guard))
     found.append(numbers(seen, int(status["pid"])))
     found.append(pages(path.with_name(f"{path.name}.pages")))
     return [*found, devices(status, os.environ, _DEVICE_FILE)]
@@ -50,9 +66,10 @@ def _mount(path: Path) -> str:
     """Return what makes the socket at ``path`` usable here."""
     if _is_nobodys(path):
         return (
-            "In this user namespace the machine's root is nobody, whose socket no kernel trusts. "
-            "Run the container in the machine's user namespace: --userns=host (Docker, "
-            "Podman as root), hostUsers: true (Kubernetes). An engine without root cannot do that."
+            "In this user namespace the machine's root is nobody, whose socket is trusted only "
+            "directly in a mounted folder. Mount the folder of a user of the pool "
+            f"({_USERS}), or run the container in the machine's user namespace: --userns=host "
+            "(Docker, Podman as root), hostUsers: true (Kubernetes)."
         )
     return (
         f"Mount the folder {path.parent} of the machine here, not the socket alone: a new "
@@ -63,7 +80,9 @@ def _mount(path: Path) -> str:
 def _is_nobodys(path: Path) -> bool:
     """Return whether ``path`` belongs to a user whom this user namespace does not know."""
     try:
-        return path.lstat().st_uid == int(_NOBODY.read_text()) and not _is_whole(_rows(_NAMESPACE))
+        found = path.lstat().st_uid
+        nobody = found == int(_NOBODY.read_text()) and not whole_user_namespace(_NAMESPACE)
+        return nobody and not mounted_by_root(path, found)
     except (OSError, ValueError):
         return False
 
@@ -72,9 +91,34 @@ def _rows(table: Path) -> list[list[str]]:
     return [line.split() for line in table.read_text().splitlines()]
 
 
-def _is_whole(rows: list[list[str]]) -> bool:
-    """Return whether this is the machine's own user namespace."""
-    return rows == [["0", "0", "4294967295"]]
+def image(guard: Path) -> Finding:
+    """Whether this image can run kernels under the guard."""
+    why = problem(str(guard)) if guard.exists() else f"{guard} is not here"
+    if not why:
+        return Finding("ok", "image", "its Python and its C library can load the guard")
+    return Finding(
+        "fail", "image", why, "Use an image such as one of Debian 12 or Ubuntu 22.04, or newer.",
+    )  # fmt: skip
+
+
+def identity(path: Path, user: str) -> Finding:
+    """Whether the folder of a user is mounted as it must be."""
+    if not os.statvfs(path.parent).f_flag & os.ST_RDONLY:
+        return Finding(
+            "fail", "socket", f"{path.parent} can be written here: root of this container could "
+            "change what other containers load", "Mount it read-only (:ro, readOnly: true).",
+        )  # fmt: skip
+    return Finding("ok", "socket", f"a broker answers at {path}; you are its user {user!r}")
+
+
+def loadable(guard: Path) -> Finding:
+    """Whether the guard, which the machine's folder only links to, is in this image."""
+    if guard.exists():
+        return Finding("ok", "guard", str(guard.resolve()))
+    return Finding(
+        "fail", "guard", f"{guard} leads to nothing here: kernels would run without the guard",
+        f"Mount the folder of a user of the pool instead ({_USERS}), which has it.",
+    )  # fmt: skip
 
 
 def libc() -> Finding:
@@ -94,7 +138,7 @@ def libc() -> Finding:
 def users(table: Path) -> Finding:
     """Whether user ids here are those of the machine."""
     rows = _rows(table)
-    if _is_whole(rows):
+    if whole_user_namespace(table):
         return Finding("ok", "user ids", f"you are user id {os.geteuid()}, as on the machine")
     here = os.geteuid()
     outside = next(
@@ -125,8 +169,8 @@ def numbers(seen: int, told: int) -> Finding:
     return Finding(
         "fail", "processes", "this container has process numbers of its own: the broker would take "
         "another process for a kernel of yours, or find none",
-        "Run it with the numbers of the machine: --pid=host (Docker, Podman), hostPID: true "
-        "(Kubernetes).",
+        f"Mount the folder of a user of the pool instead ({_USERS}), or run it with the numbers of "
+        "the machine: --pid=host (Docker, Podman), hostPID: true (Kubernetes).",
     )  # fmt: skip
 
 

@@ -585,6 +585,16 @@ class GPUPool(Configurable):
         example="metrics_port = 9845",
         read=read_port,
     )
+    user_sockets = _option(
+        Bool(False),
+        "Serve kernels in containers: one socket in each folder users/NAME that root, Docker or "
+        "the kubelet makes beside the machine's socket. A container that has the folder is one of "
+        "the user NAME. Only the machine's broker has these sockets.",
+        unit="True or False",
+        default="False",
+        example="user_sockets = True",
+        restart=True,
+    )
     admins = _option(
         List(Unicode()),
         "Users who may see every kernel, take its slice back, change its class and end it, and "

@@ -55,6 +55,7 @@ class BrokerSettings:
     linger: float
     max_sessions_per_user: int
     metrics_port: int
+    user_sockets: bool
     admins: tuple[str, ...]
     host_reserve: HostReserve
     #: The machines that share limits; (): this one alone.

@@ -31,6 +31,9 @@ SIZE = HEADER_BYTES + SLOTS * SLOT_BYTES
 #: The gate (``enum page_gate``).
 OPEN, UNUSED, CLOSED, PAUSED = range(4)
 
+#: In place of a path: the page has none here, and each process asks the broker for it (``page.c``).
+PASSED = "passed"
+
 #: ``enum page_pins``, in words for people.
 PINS = {
     1: "it uses managed memory",
@@ -158,6 +161,8 @@ class Page:
     def create(cls, path: Path, session: str, uid: int) -> Page:
         """Make the file for a new session, with a closed gate, owned by user ``uid``.
 
+        Processes of a container do not reach it by its path: the broker passes them a descriptor.
+
         Raises
         ------
         OSError
@@ -234,6 +239,28 @@ class Page:
             return False
         name = os.pread(self._fd, 64, SESSION_AT).split(b"\0", 1)[0]
         return stat.S_ISREG(os.fstat(self._fd).st_mode) and name == session.encode()[:63]
+
+    @classmethod
+    def passed(cls, descriptor: int) -> Page:
+        """Return the page that the broker has passed to this process.
+
+        Raises
+        ------
+        PageError
+            If it is not a page of this version.
+        """
+        page = cls(Path(PASSED), descriptor)
+        try:
+            page.read()
+        except (OSError, PageError):
+            os.close(descriptor)
+            raise
+        return page
+
+    @property
+    def descriptor(self) -> int:
+        """The open file, for another process; valid until :meth:`close`."""
+        return self._fd
 
     def is_lost(self) -> bool:
         """Return whether the file has no name any more, so that children would not find it."""

@@ -9,18 +9,24 @@ reaches the driver, which would block while the session is suspended.
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Mapping, NamedTuple
+from typing import Any, Mapping, NamedTuple
 
-from ..guard.page import CLOSED, SLOT_CONTEXT, Page, PageError, Reading
+from ..endpoint import SOCKET_VARIABLE, dial
+from ..guard.page import CLOSED, PASSED, SLOT_CONTEXT, Page, PageError, Reading
 from ..procfs import ProcessId, alive
+from ..protocol import encode
 
 #: The path of the session's page, in the environment of kernels under the guard.
 PAGE_VARIABLE = "GPUPOOL_PAGE"
 
 #: The guard's library, which replaces the driver's library of the same name.
 LIBRARY = "libcuda.so.1"
+
+#: Seconds to wait for a page that the broker passes.
+PATIENCE = 10.0
 
 NO_GUARD = "the broker does not guard this kernel"
 
@@ -32,6 +38,26 @@ class MemoryFigures(NamedTuple):
     granted: int
     limit: int
     waiting: int
+
+
+def _ask(environ: Mapping[str, str]) -> int:
+    """Return the descriptor of the session's page, which the broker passes.
+
+    Raises
+    ------
+    OSError
+        If it passes none.
+    """
+    message: dict[str, Any] = {"type": "page", "id": 1}
+    for name in ("session", "token"):
+        message[name] = environ.get(f"GPUPOOL_{name.upper()}", "")
+    with dial(Path(environ.get(SOCKET_VARIABLE, "")), PATIENCE) as connection:
+        connection.settimeout(PATIENCE)
+        connection.sendall(encode(message))
+        _, found, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+    if not found:
+        raise OSError("the broker does not pass the session's page")
+    return found[0]
 
 
 class Guard:
@@ -55,7 +81,7 @@ class Guard:
         try:
             if os.path.realpath(library) not in maps.read_text():
                 return f"{library} is not loaded in this process"
-            self._page = Page.open(Path(path))
+            self._page = Page.passed(_ask(environ)) if path == PASSED else Page.open(Path(path))
         except (OSError, PageError) as error:
             return str(error).rstrip(".")
         return ""

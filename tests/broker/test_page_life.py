@@ -266,7 +266,7 @@ def test_process_that_a_page_names_often_is_checked_once(tmp_path, monkeypatch):
     looked = []
     monkeypatch.setattr(procfs, "alive", lambda process: (looked.append(process), True)[1])
     kept = ControlPages(tmp_path, {}, at(tmp_path), logging.getLogger())
-    assert kept.read(SimpleNamespace(id="s", page=page)).inflight == layout.SLOTS
+    assert kept.read(SimpleNamespace(id="s", page=page, process=None)).inflight == layout.SLOTS
     assert len(looked) == 1
     page.remove()
 
@@ -276,7 +276,7 @@ def test_abandoned_page_takes_only_its_own_link_with_it(tmp_path, way):
     """Another file gets the descriptor's number next, usually another session's page."""
     page = layout.Page.create(tmp_path / "s.page", "s", os.getuid())
     kept = ControlPages(tmp_path, {}, at(tmp_path), logging.getLogger())
-    session = SimpleNamespace(id="s", page=page, uid=os.geteuid())
+    session = SimpleNamespace(id="s", page=page, uid=os.geteuid(), process=None)
     if way != "file":
         page.path.unlink()
         kept.restore(session)

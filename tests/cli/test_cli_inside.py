@@ -16,6 +16,7 @@ import pytest
 from snapshots import pool
 
 from jupyter_gpupool.cli import doctor, inside
+from jupyter_gpupool.guard.install import guard_directory
 from jupyter_gpupool.protocol import decode, encode
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,7 @@ class Outside:
     def __init__(self, folder):
         self.path = folder / "broker.sock"
         (folder / "broker.sock.pages").mkdir()
+        guard_directory(folder / "broker.sock.pages")
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(self.path))
         self._socket.listen()

@@ -71,9 +71,9 @@ for line in sys.stdin:
 class Target:
     """A child process on an emulated machine."""
 
-    def __init__(self, env, code=TARGET):
+    def __init__(self, env, code=TARGET, within=()):
         self.process = subprocess.Popen(
-            [sys.executable, "-uc", code],
+            [*within, sys.executable, "-uc", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **env},
@@ -159,8 +159,9 @@ class Emulated:
         self.faults = Faults(state_dir)
         self.children = []
 
-    def target(self, **variables):
-        child = Target({**self.env, **variables})
+    def target(self, *, within=(), **variables):
+        """Start a child; ``within``: the command that starts it, such as ``unshare``."""
+        child = Target({**self.env, **variables}, within=within)
         self.children.append(child)
         return child
 

@@ -24,6 +24,8 @@ import yaml
 from jupyter_gpupool.cli.commands import subcommands
 from jupyter_gpupool.cluster.node import HEALTH, raylet_command
 from jupyter_gpupool.config import load_settings
+from jupyter_gpupool.containers.content import Content
+from jupyter_gpupool.endpoint import MACHINE_SOCKET
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "kubernetes"
@@ -126,6 +128,7 @@ def test_the_commands_exist_and_read_the_configuration(tmp_path, monkeypatch):
     settings = load_settings([path])
     assert settings.cluster_node == "gpu-b"
     assert settings.cluster_node in settings.cluster_nodes
+    assert settings.user_sockets
     user = container("agent", "gpupool-node")["securityContext"]["runAsUser"]
     assert settings.cluster_agent == f"uid-{user}"  # a user id without an account
 
@@ -133,7 +136,11 @@ def test_the_commands_exist_and_read_the_configuration(tmp_path, monkeypatch):
 def test_servers_find_the_socket_of_the_broker():
     values = yaml.safe_load((EXAMPLE / "hub-values.yaml").read_text())["singleuser"]
     run = next(v for v in pod("gpupool-node")["volumes"] if v["name"] == "run")
-    folder = values["storage"]["extraVolumes"][0]["hostPath"]["path"]
-    assert folder == run["hostPath"]["path"]
-    assert values["extraEnv"]["GPUPOOL_SOCKET"] == f"{folder}/broker.sock"
+    (volume,), (mount,) = values["storage"].values()
+    folder = run["hostPath"]["path"]
+    assert volume["hostPath"]["path"] == f"{folder}/users/{{unescaped_username}}"
+    assert (mount["mountPath"], mount["readOnly"]) == (str(MACHINE_SOCKET.parent), True)
+    path = Content(MACHINE_SOCKET).folder / "share" / "jupyter"
+    assert values["extraEnv"]["JUPYTER_PATH"] == str(path)
+    assert "hostPID" not in values["extraPodConfig"]
     assert values["nodeSelector"] == pod("gpupool-node")["nodeSelector"]

@@ -442,7 +442,7 @@ class Maintenance:
         except asyncio.TimeoutError:
             return ""
         found = sessions.find(named) if named else None
-        return found.id if found is not None and found.uid == holder.uid else ""
+        return found.id if found is not None and found.may_have(pid) else ""
 
     def _tell(self, order: Order) -> None:
         """Ask the users of sessions that cannot be suspended to restart them; each once."""

@@ -272,8 +272,7 @@ class Monitor:
         except asyncio.TimeoutError:
             return None
         found = self._core.sessions.find(named) if named else None
-        same_user = found is not None and procfs.real_uid(process.pid) == found.uid
-        return found.id if found is not None and same_user else None
+        return found.id if found is not None and found.may_have(process.pid) else None
 
     def _listed(self, sample: DeviceSample) -> tuple[Listed, ...]:
         """Return the processes of a sample with their sessions, as :meth:`_identify` found them."""

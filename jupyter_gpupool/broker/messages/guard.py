@@ -103,7 +103,10 @@ class GuardMessages:
             self._home_now(connection, session, message)
 
     def page(self, connection: Connection, message: Message) -> None:
-        """Restore the page, which a new process did not find: a user or a logout deleted it."""
+        """Restore and pass the page, which a new process did not find.
+
+        A user or a logout deleted it, or the process is in a container, where it has no path.
+        """
         session = self._session(connection, message)
         if self._may_ask(connection, session, message, self._page_now):
             self._page_now(connection, session, message)
@@ -254,7 +257,7 @@ class GuardMessages:
                 code=Code.NO_PAGE,
                 next_step="Restart the kernel to use a GPU again.",
             ) from None
-        connection.answer(message.get("id"))
+        connection.answer_with(message.get("id"), session.page.descriptor)
 
     def _land_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
         if session.page is None:

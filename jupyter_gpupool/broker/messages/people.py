@@ -19,7 +19,7 @@ from ..lifecycle import Lifecycle
 from ..sessions import LiveSession
 from ..store.history import MAX_ROWS, JournalPage, JournalReader, Query
 from ..store.journal import Row
-from ..transport.auth import owner_of
+from ..transport.auth import owner_of, shown
 from ..transport.connection import Connection
 from ..transport.dispatch import POINTS_PER_SECOND
 from .explanation import explanation
@@ -201,7 +201,7 @@ class PeopleMessages:
         if connection not in self._watchers:
             if connection.account.watchers >= MAX_WATCHERS:
                 raise RefusedError(
-                    f"User id {connection.peer.uid} already has {MAX_WATCHERS} journal watchers.",
+                    f"{shown(connection.peer.uid)} already has {MAX_WATCHERS} journal watchers.",
                     code=Code.TOO_MANY,
                 )
             connection.account.watchers += 1

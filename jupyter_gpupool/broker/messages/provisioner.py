@@ -10,6 +10,7 @@ from typing import Any, Callable, Mapping
 
 from ... import procfs
 from ...config.settings import usable_attach
+from ...containers.content import Content
 from ...devices import Devices
 from ...endpoint import MACHINE_SOCKET
 from ...errors import Code, RefusedError
@@ -42,6 +43,8 @@ class ProvisionerMessages:
         The variables that each kernel gets from the machine besides those for its devices.
     no_device:
         Why no device was found; "" if there are some.
+    content:
+        What containers have of this broker's machine; None if it serves none.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class ProvisionerMessages:
         guard: GuardMessages,
         environment: Mapping[str, str],
         no_device: str,
+        content: Content | None = None,
     ) -> None:
         self._core = core
         self._configuration = configuration
@@ -73,6 +77,7 @@ class ProvisionerMessages:
         self._homes = homes
         self._environment = dict(environment)
         self._no_device = no_device
+        self._content = content
         #: Messages that a kernel may send before ``launched`` names its process.
         self._early: dict[str, Callable[[Connection, Message], None]] = {
             "hello": agent.hello, "attach": guard.attach,
@@ -129,6 +134,9 @@ class ProvisionerMessages:
         session, token = core.sessions.new(owner, peer.uid, message["kernel_id"][:MAX_NAME])
         session.home = self._homes.first(request)
         env = {**self._environment, **self._service.environment(session.home)}
+        content = self._content if isinstance(session.uid, str) else None
+        if content is not None:
+            env = content.environment(env)
         guarded = (
             self._setup.environment(session, env, request.limit)
             if message.get("guarded", True)
@@ -188,7 +196,8 @@ class ProvisionerMessages:
                 "request": request_to_json(request),
                 "group": owner.group,
                 "env": env,
-                "config": self._configuration.shown(peer),
+                # An image has no configuration of its own that could differ.
+                "config": None if content else self._configuration.shown(peer),
                 "pid": os.getpid(),
                 "broker": {"machine_wide": self._configuration.machine_wide},
                 "retire": bool(self._service.hazard),
@@ -205,10 +214,11 @@ class ProvisionerMessages:
 
     def launched(self, connection: Connection, message: Message) -> None:
         session = acting(self._core, self._configuration.access, connection, message)
-        pid = message["pid"]
+        peer, named = connection.peer, message["pid"]
+        pid = procfs.translated(named, peer.pid) if named > 0 else 0
         process = procfs.identify(pid) if pid > 0 else None
         if process is None:
-            raise RefusedError(f"There is no process {pid}.", code=Code.NO_PROCESS)
+            raise RefusedError(f"There is no process {named}.", code=Code.NO_PROCESS)
         if session.process == process:
             connection.answer(message.get("id"))
             return
@@ -218,8 +228,15 @@ class ProvisionerMessages:
                 code=Code.ALREADY_LAUNCHED,
                 next_step="Open a session for each process.",
             )
-        uid = procfs.real_uid(pid)
-        if uid != session.uid:
+        if not isinstance(session.uid, int):
+            # Containers may share user ids and process numbers: only descent tells whose it is.
+            starter = procfs.identify(peer.pid)
+            if starter is None or not procfs.descends(pid, starter):
+                raise RefusedError(
+                    f"Process {named} is not the one that says so, nor a child of it.",
+                    code=Code.NOT_YOURS,
+                )
+        elif (uid := procfs.real_uid(pid)) != session.uid:
             raise RefusedError(
                 f"Process {pid} belongs to user id {uid} and the session to {session.uid}.",
                 code=Code.NOT_YOURS,

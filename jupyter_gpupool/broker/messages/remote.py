@@ -140,7 +140,7 @@ class RemoteMessages:
     def order(self, connection: Connection, message: Message) -> None:
         """Send an order to another machine; answer what its broker has answered."""
         node, credential = message["node"], message["credential"]
-        uid = connection.peer.uid
+        uid = _account(connection)
         if node == self._node:
             if self._here[uid] >= MOST_HERE:
                 raise RefusedError(
@@ -175,7 +175,7 @@ class RemoteMessages:
     async def _perform_here(
         self, connection: Connection, request: int | None, credential: str
     ) -> None:
-        uid = connection.peer.uid
+        uid = _account(connection)
         try:
             result = result_text(await self._hosting.perform(credential))
         finally:
@@ -301,3 +301,15 @@ class RemoteMessages:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _account(connection: Connection) -> int:
+    """Return the user id of the peer; refuse a user of a container, who has none here."""
+    uid = connection.peer.uid
+    if isinstance(uid, str):
+        raise RefusedError(
+            "Kernels on other machines need an account of the machine, and containers have none.",
+            code=Code.NOT_SERVED,
+            next_step="Use a kernel without gpupool-remote-provisioner.",
+        )
+    return uid

@@ -16,6 +16,7 @@ from ..gpu.maintenance import Maintenance
 from ..lifecycle import Lifecycle
 from ..request_fields import READS
 from ..store.files import StartRecordFile
+from ..transport.auth import shown
 from ..transport.connection import Connection, Counters
 from ..transport.dispatch import Dispatcher
 from ..transport.listener import connection_limit
@@ -123,7 +124,7 @@ class Router:
         )
         if len(connection.account.connections) >= most:
             raise RefusedError(
-                f"User id {connection.peer.uid} has {most} connections to the broker already.",
+                f"{shown(connection.peer.uid)} has {most} connections to the broker already.",
                 code=Code.TOO_MANY,
             )
         if len(self._connections) >= self._most_connections:

@@ -40,7 +40,7 @@ from ..pages.activity import Activity
 from ..pages.setup import GuardSetup
 from ..sessions import LiveSession
 from ..store.records import request_to_json
-from ..transport.auth import Peer
+from ..transport.auth import Peer, User
 from .explanation import budget, expected, shares
 
 
@@ -117,6 +117,7 @@ class Snapshots:
             "driver_warning": self._service.hazard,
             "limited": self._service.limit,
             "limits": self.limits(viewer),
+            "user": viewer.name,
             "groups": [*self._memberships.groups(peer.uid)],
             "admin": self._configuration.access.is_admin(peer),
             # Also for a user without a session: the refusal of a new one may be the reason.
@@ -422,7 +423,7 @@ class StatusAnswers:
     def __init__(self, core: Core, snapshots: Snapshots) -> None:
         self._core = core
         self._snapshots = snapshots
-        self._answers: dict[tuple[int, int], _StatusText] = {}
+        self._answers: dict[tuple[User, int], _StatusText] = {}
         self._now = asyncio.get_running_loop().time
 
     def line(

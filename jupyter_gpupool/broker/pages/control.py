@@ -43,6 +43,7 @@ from ...states import ATTACHED
 from ..configuration import Configuration
 from ..ratelimit import Pace
 from ..sessions import LiveSession, LiveSessions
+from .translation import Translation
 
 __all__ = ["CLOSED", "OPEN", "PAUSED", "UNUSED", "ControlPages", "environment", "page_folder"]
 
@@ -84,6 +85,7 @@ class ControlPages:
         self.context_bytes = context_bytes
         self._sessions = sessions
         self._log = log
+        self._translation = Translation()
 
     # ------------------------------------------------------------------ life
 
@@ -120,7 +122,8 @@ class ControlPages:
         """
         path = self._path(session)
         self.make_folder()  # somebody may have deleted it
-        session.page = Page.create(path, session.id, session.uid)
+        uid = session.uid if isinstance(session.uid, int) else os.geteuid()
+        session.page = Page.create(path, session.id, uid)
         self._set_policy(session.page)
         session.page.set_devices(devices[:DEVICES])
         session.page.set_grant([], limit, 0)
@@ -188,7 +191,7 @@ class ControlPages:
             self._log.warning("The page of session %s was deleted and is back", session.id)
         elif not used:
             path.unlink(missing_ok=True)  # a link of an earlier broker
-            page = Page.create(path, session.id, session.uid)
+            page = Page.create(path, session.id, os.geteuid())
             page.set_grant([], 0, 0)
         else:
             self._log.error("The page of session %s was deleted and no process has it", session.id)
@@ -239,6 +242,7 @@ class ControlPages:
     def remove(self, session: LiveSession) -> None:
         """Remove the page of a session that has ended."""
         page, session.page = session.page, None
+        self._translation.forget(session)
         if page is not None:
             # Its processes that still run have no session any more.
             with suppress(OSError):
@@ -351,6 +355,8 @@ class ControlPages:
     def read(self, session: LiveSession) -> Reading | None:
         """Return the page's data on living processes; None if the page cannot be read.
 
+        Processes of a container wrote their own numbers; here they have those of this process's.
+
         A process that died by SIGKILL is left out, even if it was in the middle of a call; its
         slot stays until another process of the session needs it.
         """
@@ -363,8 +369,12 @@ class ControlPages:
             return None
         # A page may contain anything: a process that it names 256 times is read once.
         known = {ProcessId(slot.pid, slot.start_time) for slot in reading.slots}
-        alive = {process for process in known if procfs.alive(process)}
-        there = tuple(s for s in reading.slots if ProcessId(s.pid, s.start_time) in alive)
+        here = self._translation.here(session, known)
+        there = tuple(
+            slot if (found := here[process]) == process else replace(slot, pid=found.pid)
+            for slot in reading.slots
+            if (process := ProcessId(slot.pid, slot.start_time)) in here
+        )
         return replace(reading, slots=there)
 
     def set_vain(self, session: LiveSession, totals: Sequence[int], until: int) -> None:

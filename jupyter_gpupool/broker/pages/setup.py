@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Mapping
 
 from ...config.settings import usable_attach
+from ...containers.content import Content
 from ...errors import Code, GPUPoolError, RefusedError
 from ...guard.install import guard_directory
+from ...guard.page import PASSED
 from ...states import AttachPolicy
 from ..configuration import Configuration
 from ..sessions import LiveSession
@@ -29,6 +31,8 @@ class GuardSetup:
         Whether a device's self-test says that the guard works.
     problem:
         Why the guard does not work, or why there is no folder for pages; "" if there is no problem.
+    content:
+        What containers have of this broker's machine; None if it serves none.
     """
 
     def __init__(
@@ -40,10 +44,12 @@ class GuardSetup:
         guarded: bool,
         problem: str,
         log: logging.Logger,
+        content: Content | None = None,
     ) -> None:
         self._pages = pages
         self._configuration = configuration
         self._links = links
+        self._content = content
         self._log = log
         self._directory = Path()
         #: Why kernels cannot have a page although their devices are guarded; "" if they can.
@@ -81,6 +87,8 @@ class GuardSetup:
         if self.guarded:
             try:
                 page = self._pages.create(session, session.home, limit)
+                if self._content is not None and isinstance(session.uid, str):
+                    return environment(self._content.guard, Path(PASSED), base, home)
                 return environment(self._directory, page, base, home)
             except OSError as error:
                 problem = f"The page that it shares with the broker cannot be made: {error}."

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, Callable
 from urllib.parse import quote
 
+from ..transport.auth import User
+
 #: Most rows and bytes of one answer.
 MAX_ROWS, MAX_BYTES = 1000, 256 << 10
 
@@ -60,11 +62,11 @@ class JournalReader:
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpupool-history")
         #: By user: queries that wait. The user whose turn is next comes first.
-        self._waiting: dict[int, deque[tuple[Query, Done]]] = {}
+        self._waiting: dict[User, deque[tuple[Query, Done]]] = {}
         self._reading = False
         self._closed = False
 
-    def ask(self, uid: int, query: Query, done: Done) -> None:
+    def ask(self, uid: User, query: Query, done: Done) -> None:
         """Call ``done`` later, in the event loop, with the page or the error."""
         self._waiting.setdefault(uid, deque()).append((query, done))
         self._next()

@@ -82,7 +82,7 @@ def read_session(record: SessionRecord, entry: Mapping[str, Any]) -> LiveSession
     session = LiveSession(
         id=record.id,
         owner=record.owner,
-        uid=int(entry["uid"]),
+        uid=entry["uid"] if isinstance(entry["uid"], str) else int(entry["uid"]),
         token_digest=str(entry["token_digest"]),
         kernel_id=str(entry["kernel_id"]),
         moving={str(k): int(v) for k, v in entry.get("moving", {}).items()},

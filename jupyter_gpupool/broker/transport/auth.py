@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Identify the peer of a connection, and check what that user may see and do.
 
-Identity comes from the operating system (``SO_PEERCRED``), never from a message. Only
-a session's token in a message proves more: that the session was opened for the sender.
+Identity comes from the operating system (``SO_PEERCRED``), or for containers from the socket that
+the peer can reach (``usersockets``), never from a message. Only a session's token in a message
+proves more: that the session was opened for the sender.
 """
 
 from __future__ import annotations
@@ -20,25 +21,41 @@ from ...pool.model import Owner
 _CREDENTIALS = struct.Struct("3i")
 
 
+#: A user id of this machine; or the name of a user whose own socket the peer came by, because a
+#: user id in a container names nobody.
+User = int | str
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The process that made a connection, as it was at that moment."""
+    """The process that made a connection, as it was at that moment.
+
+    ``pid`` is its number here, also if it has another one in its own namespace.
+    """
 
     pid: int
-    uid: int
+    uid: User
     gid: int
 
 
-def peer_of(connection: socket.socket) -> Peer:
-    """Return the peer of a connected unix socket."""
+def peer_of(connection: socket.socket, user: str = "") -> Peer:
+    """Return the peer of a connected unix socket; ``user``: whose own socket it is."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return Peer(*_CREDENTIALS.unpack(raw))
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return Peer(pid, user or uid, gid)
+
+
+def shown(user: User) -> str:
+    """Return a user for messages."""
+    return f"User id {user}" if isinstance(user, int) else f"User {user}"
 
 
 # Names come from NSS, which may ask the network.
 @lru_cache(maxsize=4096)
-def owner_of(uid: int) -> Owner:
+def owner_of(uid: User) -> Owner:
     """Return the user; a user id without an account is its own name."""
+    if isinstance(uid, str):
+        return Owner(uid)
     try:
         return Owner(pwd.getpwuid(uid).pw_name)
     except KeyError:
@@ -85,6 +102,6 @@ class Access:
             bool(self.admins) and owner_of(peer.uid).name in self.admins
         )
 
-    def may_act(self, peer: Peer, uid: int) -> bool:
+    def may_act(self, peer: Peer, uid: User) -> bool:
         """Return whether the peer may see and change the sessions of user ``uid``."""
         return peer.uid == uid or self.is_admin(peer)

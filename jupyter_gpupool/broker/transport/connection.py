@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Callable, Literal, Mapping, Protocol
 
 from ...errors import Code, GPUPoolError, ProtocolError
 from ...protocol import MAX_REQUEST, Message, encode, error_message
 from ..request_fields import READS, decode_request
-from .auth import Peer, peer_of
+from .auth import Peer, peer_of, shown
 from .dispatch import ABUSE_PRICE, BAD_PRICE, BYTES_PER_POINT, PRICES, Dispatcher, UserAccount
 
 if TYPE_CHECKING:
@@ -87,8 +90,10 @@ class Service(Protocol):
 class Connection(asyncio.BufferedProtocol):
     """See the module. ``session`` is set after the ``hello`` of a kernel's agent."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, user: str = "") -> None:
         self.service = service
+        #: Whose own socket the peer came by; "": the one for all users.
+        self._user = user
         self.peer = Peer(0, -1, -1)
         self.account: UserAccount
         self.session: LiveSession | None = None
@@ -160,6 +165,26 @@ class Connection(asyncio.BufferedProtocol):
         """Answer a request with ``ok``; a request without an id has no answer."""
         if request_id is not None:
             self.send({"type": "ok", "id": request_id, **(fields_ or {})})
+
+    def answer_with(self, request_id: int | None, descriptor: int) -> None:
+        """Answer a request with ``ok`` and a descriptor, which the peer gets a copy of.
+
+        The descriptor goes around the transport, so this fits only a connection without other
+        unread answers. Any other peer gets none, and may ask again on a connection of its own.
+        """
+        if not self.open or self._transport is None or request_id is None:
+            return
+        if self._transport.get_write_buffer_size():
+            self.answer(request_id)
+            return
+        line = encode({"type": "ok", "id": request_id})
+        self._sent += len(line)
+        with (
+            suppress(OSError),
+            socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as own,
+        ):
+            # A line of this length goes whole or not at all: the buffer is empty.
+            socket.send_fds(own, [line], [descriptor])
 
     def refuse(self, request_id: int | None, error: GPUPoolError) -> None:
         """Answer a request with ``error``, even without an id: the error must not be lost."""
@@ -273,7 +298,7 @@ class Connection(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(high=HIGH_WATER)
         self.service.counters.connections += 1
         try:
-            self.peer = peer_of(transport.get_extra_info("socket"))
+            self.peer = peer_of(transport.get_extra_info("socket"), self._user)
             self.account = self.service.dispatcher.account(self.peer.uid)
             self.service.connected(self)
             self.accepted = True
@@ -481,8 +506,8 @@ class Connection(asyncio.BufferedProtocol):
         self.service.counters.closed_for_abuse += 1
         self.account.connects.pay(ABUSE_PRICE, asyncio.get_running_loop().time())
         self.service.log.warning(
-            "Connection of process %d (user id %d) closed: it %s",
-            self.peer.pid, self.peer.uid, what, extra={"cause": self.peer.uid},
+            "Connection of process %d (%s) closed: it %s",
+            self.peer.pid, shown(self.peer.uid), what, extra={"cause": self.peer.uid},
         )  # fmt: skip
         self._forget_buffer()
         self._next = self._read = None

@@ -23,6 +23,7 @@ from typing import Mapping, Protocol
 
 from ...errors import Code, GPUPoolError, RefusedError
 from ..ratelimit import TokenBucket
+from .auth import User
 
 #: Points of one turn of the event loop, and of one user's part of it. Other clients need
 #: several turns for a connection and an answer, so a turn is short.
@@ -76,6 +77,9 @@ class Requester(Protocol):
     def next_price(self) -> float:
         """Return the price of the request that waits for the budget."""
 
+    def close(self) -> None:
+        """End the connection."""
+
     def read_on(self) -> None:
         """Read the rest of a long request: it is this connection's turn."""
 
@@ -91,10 +95,10 @@ class Dispatcher:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._accounts: dict[int, UserAccount] = {}
+        self._accounts: dict[User, UserAccount] = {}
         self._active: deque[UserAccount] = deque()
         self._turn_handle: asyncio.Handle | None = None
-        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._timers: dict[User, asyncio.TimerHandle] = {}
         self._unread = 0
         #: Points by which the last turn was too long.
         self._owed = 0.0
@@ -104,7 +108,7 @@ class Dispatcher:
         self.delayed = 0
         self.busy = 0
 
-    def account(self, uid: int) -> UserAccount:
+    def account(self, uid: User) -> UserAccount:
         """Return the account of a user."""
         found = self._accounts.get(uid)
         if found is None:
@@ -360,7 +364,7 @@ ABUSE_PRICE = 25.0
 class UserAccount:
     """One user's budgets, and the connections of that user that have a request to handle."""
 
-    def __init__(self, uid: int, now: float) -> None:
+    def __init__(self, uid: User, now: float) -> None:
         self.uid = uid
         self.acts = TokenBucket(*ACTS, now)
         self.reads = TokenBucket(*READS, now)

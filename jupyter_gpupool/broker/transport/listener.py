@@ -23,7 +23,7 @@ from ... import local_machine
 from ...endpoint import check_path, is_machine_path
 from ...errors import BrokerUnavailable, Code, RefusedError
 from ...protocol import encode, error_message
-from .auth import peer_of
+from .auth import User, peer_of, shown
 from .connection import Connection, Service
 from .dispatch import Dispatcher
 
@@ -280,7 +280,7 @@ class Door:
     leaving would keep the loop busy with that. Here a connection over its user's budget waits as
     a bare socket.
 
-    ``make`` returns the protocol of a new connection.
+    ``make`` returns the protocol of a new connection; ``user``: whose own socket this is.
     """
 
     def __init__(
@@ -289,13 +289,15 @@ class Door:
         make: Callable[[], Connection],
         dispatcher: Dispatcher,
         log: logging.Logger,
+        user: str = "",
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._user = user
         self._listening = listening
         self._make = make
         self._dispatcher = dispatcher
         self._log = log
-        self._lobby: dict[int, deque[socket.socket]] = {}
+        self._lobby: dict[User, deque[socket.socket]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._starting: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -350,7 +352,7 @@ class Door:
         """Serve a connection now or later, or refuse it."""
         accepted.setblocking(False)
         try:
-            uid = peer_of(accepted).uid
+            uid = peer_of(accepted, self._user).uid
         except OSError:
             accepted.close()
             return
@@ -367,7 +369,7 @@ class Door:
         else:
             self._turn_away(accepted, uid)
 
-    def _serve(self, accepted: socket.socket, uid: int) -> None:
+    def _serve(self, accepted: socket.socket, uid: User) -> None:
         self._dispatcher.account(uid).connects.pay(1, self._loop.time())
         task = self._loop.create_task(self._start(accepted))
         self._starting.add(task)
@@ -396,7 +398,7 @@ class Door:
         if self._lobby:
             self._timer = self._loop.call_later(0.01, self._look)
 
-    def _turn_away(self, accepted: socket.socket, uid: int) -> None:
+    def _turn_away(self, accepted: socket.socket, uid: User) -> None:
         try:
             accepted.send(_refusal(uid, self._dispatcher.account(uid).connects.rate))
         except OSError:
@@ -412,10 +414,10 @@ def _hung_up(accepted: socket.socket) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _refusal(uid: int, rate: float) -> bytes:
+def _refusal(uid: User, rate: float) -> bytes:
     """Return the refusal for a connection that has no place to wait."""
     error = RefusedError(
-        f"User id {uid} connects to the broker more often than {rate:g} times a second.",
+        f"{shown(uid)} connects to the broker more often than {rate:g} times a second.",
         code=Code.BUSY,
         next_step="Use one connection for several requests.",
         details={"retry_after": LOBBY / rate},

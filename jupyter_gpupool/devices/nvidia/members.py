@@ -16,6 +16,7 @@ from ...procfs import (
     ProcessId,
     Stat,
     all_stats,
+    apart,
     owner,
     presence,
     session_of,
@@ -106,6 +107,9 @@ def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Memb
         if broker and not beside and _passes(stat, stats, broker, root.pid):
             continue
         named = session_of(stat.pid)
+        # A user id of another container names somebody else.
+        if depth is None and named == session and apart(stat.pid, root.pid):
+            continue
         if named == session or (depth is not None and not named):
             # An orphan's place in the tree is unknown; any process but root may be its parent.
             found.append((1 << 20 if depth is None else depth, stat.start_time, stat))

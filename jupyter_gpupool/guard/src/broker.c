@@ -155,13 +155,34 @@ static int dial(bool *full)
     return fd;
 }
 
-/* Read what has arrived. 1: the answer is complete; 0: not yet; -1: the connection has ended. */
+/* Read what has arrived, with a descriptor that comes with it: the session's page. */
+static ssize_t take(int fd, void *to, size_t size)
+{
+    union {
+        struct cmsghdr head;
+        char room[CMSG_SPACE(sizeof(int))];
+    } control;
+    struct iovec part = {.iov_base = to, .iov_len = size};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control.room,
+                             .msg_controllen = sizeof control.room};
+    ssize_t n = recvmsg(fd, &message, MSG_CMSG_CLOEXEC);
+    struct cmsghdr *c = n > 0 ? CMSG_FIRSTHDR(&message) : NULL;
+    if (c && c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS &&
+        c->cmsg_len == CMSG_LEN(sizeof(int))) {
+        int passed;
+        memcpy(&passed, CMSG_DATA(c), sizeof passed);
+        page_passed(passed);
+    }
+    return n;
+}
+
+/* 1: the answer is complete; 0: not yet; -1: the connection has ended. */
 static int receive(int fd, char *answer, size_t *have)
 {
     struct pollfd wait = {.fd = fd, .events = POLLIN};
     if (poll(&wait, 1, LOOK_MS) <= 0)
         return 0; /* a time-out, or a signal: the caller checks which */
-    ssize_t n = recv(fd, answer + *have, ANSWER_BYTES - 1 - *have, 0);
+    ssize_t n = take(fd, answer + *have, ANSWER_BYTES - 1 - *have);
     if (n < 0)
         return errno == EINTR || errno == EAGAIN ? 0 : -1;
     if (n == 0)

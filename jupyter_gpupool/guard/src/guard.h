@@ -174,10 +174,11 @@ void guard_pin(uint32_t pins); /* PIN_* */
 /* Map the page and take a slot. Never waits for the broker: the caller holds a mutex. */
 enum page_state {
     PAGE_READY,
-    PAGE_LOST,    /* the broker may give the page its name again: ask, and look once more */
+    PAGE_LOST,    /* the broker may give the page its name again, or pass it: ask, and look once more */
     PAGE_REFUSED, /* the reason is on stderr */
 };
 enum page_state page_settle(void);
+void page_passed(int fd); /* the broker has sent the session's page: keep it for page_settle() */
 /* A thread holds this while it changes sums over slots: for a few instructions, without driver calls. */
 void page_lock(void);
 void page_unlock(void);
@@ -268,7 +269,7 @@ void broker_remember(void); /* finds its address, before any thread waits */
 CUresult broker_attach(void);                            /* returns once the lease is granted */
 CUresult broker_grow(int ordinal, uint64_t more);        /* 0: the page has a larger grant now */
 enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_AGAIN, ANSWER_INTERRUPTED, ANSWER_AWAY };
-enum answer broker_page(void); /* OK: the session's page has its name again */
+enum answer broker_page(void); /* OK: the session's page has its name again, or is here */
 void page_lost(enum answer answer); /* it is still lost: the reason on stderr */
 /* One step of a landing: "begin", "move", "cancel", or "stay" where it is. CUDA_ERROR_DEVICE_UNAVAILABLE:
  * refused; CUDA_ERROR_NOT_READY: the lease is about to end; check again. ``why``, if it is not NULL, gets the

@@ -22,6 +22,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+/* In place of a path: the page has none in this mount namespace, and each process asks the broker for it. */
+#define PASSED "passed"
+
 #define KEPT_ABOVE 200 /* descriptors below are the program's; see map() */
 
 struct page *guard_page;
@@ -250,10 +253,12 @@ static enum page_state refuse(const char *why)
 {
     static const char *shown;
     const char *path = getenv("GPUPOOL_PAGE");
+    if (!path || !strcmp(path, PASSED))
+        path = "";
     if (shown != why)
         dprintf(2,
-                "jupyter_gpupool: CUDA is not available in process %d: the session's page %s %s.\n",
-                (int)getpid(), path ? path : "", why);
+                "jupyter_gpupool: CUDA is not available in process %d: the session's page%s%s %s.\n",
+                (int)getpid(), *path ? " " : "", path, why);
     shown = why;
     return PAGE_REFUSED;
 }
@@ -267,11 +272,27 @@ void page_lost(enum answer answer)
 
 #define OPEN_FLAGS (O_RDWR | O_CLOEXEC | O_NONBLOCK)
 
+static int passed = -1;
+
+void page_passed(int fd)
+{
+    int before = guard_page ? fd : __atomic_exchange_n(&passed, fd, __ATOMIC_ACQ_REL);
+    if (before >= 0)
+        close(before);
+}
+
 /* Only the broker's link to its own descriptor is followed: see page_settle(). */
 static int open_page(const char *path, bool *link)
 {
     char to[64];
-    int fd = open(path, OPEN_FLAGS | O_NOFOLLOW);
+    int fd = __atomic_exchange_n(&passed, -1, __ATOMIC_ACQ_REL);
+    if (fd >= 0)
+        return fd;
+    if (!strcmp(path, PASSED)) {
+        errno = ENOENT; /* not asked for yet */
+        return -1;
+    }
+    fd = open(path, OPEN_FLAGS | O_NOFOLLOW);
     if (fd >= 0 || errno != ELOOP)
         return fd;
     ssize_t n = readlink(path, to, sizeof to);
@@ -345,6 +366,14 @@ enum page_state page_settle(void)
     if (!take_slot())
         return refuse("cannot be used by a process that cannot read /proc/self/stat. A later call tries again");
     return guard_slot() ? PAGE_READY : refuse("has no room for a 257th process. End some of its processes");
+}
+
+/* For the guard of NVML, which has no connection to the broker: it needs a page that has no path. */
+__attribute__((visibility("default"))) const struct page *gpupool_page(void);
+const struct page *gpupool_page(void)
+{
+    guard_settle();
+    return guard_page;
 }
 
 void page_fork(enum fork_when when)

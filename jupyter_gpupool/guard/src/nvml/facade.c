@@ -69,6 +69,11 @@ static void find_page(void)
 {
     const char *path = getenv("GPUPOOL_PAGE");
     struct stat st;
+    if (path && !strcmp(path, "passed")) {
+        const struct page *(*ask)(void) = (const struct page *(*)(void))dlsym(RTLD_DEFAULT, "gpupool_page");
+        page = ask ? ask() : NULL;
+        return;
+    }
     int fd = path && *path ? open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK) : -1;
     if (fd < 0)
         return;

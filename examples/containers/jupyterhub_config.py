@@ -1,0 +1,43 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""JupyterHub with DockerSpawner, whose servers share the machine's GPUs through the pool.
+
+The machine's broker has ``c.GPUPool.user_sockets = True``. Choose an authenticator for your site.
+"""
+
+import os
+import re
+
+c = get_config()
+
+c.JupyterHub.spawner_class = "dockerspawner.DockerSpawner"
+c.JupyterHub.hub_ip = "0.0.0.0"
+c.JupyterHub.hub_connect_ip = os.environ.get("HUB_HOST", "hub")
+c.DockerSpawner.network_name = os.environ.get("HUB_NETWORK", "hub")
+c.DockerSpawner.image = os.environ.get("SERVER_IMAGE", "quay.io/jupyter/base-notebook:latest")
+c.DockerSpawner.remove = True
+
+# Docker makes the folder, the broker finds it there and serves the user's socket in it. The name
+# of the folder is the user's name in the pool, so it must be the Hub's own name of the user.
+c.DockerSpawner.volumes = {
+    "/run/gpupool/users/{raw_username}": {"bind": "/run/gpupool", "mode": "ro"},
+}
+c.DockerSpawner.environment = {
+    # The kernel "Pooled GPU": nothing needs to be in the image.
+    "JUPYTER_PATH": "/run/gpupool/inside/share/jupyter",
+    # All GPUs: the pool chooses among them.
+    "NVIDIA_VISIBLE_DEVICES": "all",
+    "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
+}
+c.DockerSpawner.extra_host_config = {"runtime": "nvidia"}
+# The state of a suspended kernel is in the memory of its container: leave room for it.
+c.DockerSpawner.mem_limit = "64G"
+
+
+def check_name(spawner):
+    """Refuse a user whose name cannot be that of a folder."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,63}", spawner.user.name):
+        raise ValueError(f"{spawner.user.name!r} cannot be a user of the GPU pool")
+
+
+c.Spawner.pre_spawn_hook = check_name

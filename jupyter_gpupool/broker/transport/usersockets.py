@@ -1,0 +1,219 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""One socket for each user whose kernels run in containers: a process that reaches it is that user.
+
+A user id in a container names nobody, so the name comes from the mount: root (or Docker, or the
+kubelet) makes a folder ``users/NAME`` beside the machine's socket, and starts the container with
+that folder mounted in place of the machine's. This module finds the folder and serves a socket
+there. No other user of the machine may enter ``users``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import socket
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...containers.content import NAME, Content
+from ...endpoint import check_path
+from ...errors import GPUPoolError
+from .connection import Connection, Service
+from .listener import BACKLOG, Door
+
+#: Seconds between two looks for folders that came or went.
+LOOK = 0.5
+
+#: Names of folders; others are not served, and hidden ones are the broker's own.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,63}")
+
+#: In the folder of users: the files that all containers get.
+_MADE = ".inside"
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What accepts the connections of a user, and the file of its socket.
+
+    ``folder`` is open as long as this counts: no other folder gets its inode.
+    """
+
+    door: Door
+    folder: int
+    socket: tuple[int, int]
+
+
+class UserSockets:
+    """Serves every folder of a user below ``folder``, which is made if need be.
+
+    Parameters
+    ----------
+    name:
+        The name of the socket in each folder.
+    content:
+        The files that a container needs besides.
+    mounts:
+        Names of folders that must be there so that more of the machine can be mounted.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        service: Service,
+        content: Content,
+        log: logging.Logger,
+        *,
+        mounts: tuple[str, ...] = (),
+    ) -> None:
+        self._folder = folder
+        self._name = name
+        self._service = service
+        self._content = content
+        self._mounts = mounts
+        self._log = log
+        self._served: dict[str, _Served] = {}
+        #: Open folders whose socket was removed; a new one of that name is served again.
+        self._revoked: dict[str, int] = {}
+        #: Folders that cannot be served, and why: each is logged once.
+        self._refused: dict[str, str] = {}
+
+    def prepare(self) -> None:
+        """Make the folder of users before anybody else does.
+
+        Raises
+        ------
+        OSError
+            If that is not possible.
+        """
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder.chmod(0o700)  # an account that could enter it could be every user
+
+    async def run(self) -> None:
+        """Look for folders until cancelled."""
+        try:
+            await asyncio.to_thread(self._content.make, self._folder / _MADE)
+        except (OSError, GPUPoolError) as error:
+            self._log.error("There are no sockets for containers: %s", error)
+            return
+        while True:
+            await self._look()
+            await asyncio.sleep(LOOK)
+
+    def close(self) -> None:
+        """Stop accepting connections; the files stay for the next broker."""
+        for served in self._served.values():
+            served.door.close()
+            os.close(served.folder)
+        self._served.clear()
+        for name in [*self._revoked]:
+            os.close(self._revoked.pop(name))
+
+    # ------------------------------------------------------------------ internals
+
+    async def _look(self) -> None:
+        with suppress(OSError):
+            names = {entry.name for entry in os.scandir(self._folder) if entry.name != _MADE}
+            for name in [*self._served]:
+                if name not in names or not self._is_whole(name):
+                    self._revoke(name)
+            for name in sorted(names):
+                if name in self._served or self._is_revoked(name):
+                    continue
+                problem = await self._serve(name)
+                if problem != self._refused.get(name, ""):
+                    self._refused[name] = problem
+                    if problem:
+                        self._log.error("The folder %s of containers is not served: it %s",
+                                        self._folder / name, problem)  # fmt: skip
+
+    def _is_revoked(self, name: str) -> bool:
+        folder = self._revoked.get(name)
+        if folder is None:
+            return False
+        found = os.fstat(folder)
+        return (found.st_dev, found.st_ino) == _identity(self._folder / name)
+
+    def _is_whole(self, name: str) -> bool:
+        return self._served[name].socket == _identity(self._folder / name / self._name)
+
+    async def _serve(self, name: str) -> str:
+        """Serve a socket in a user's folder; return why not, or ""."""
+        folder = self._folder / name
+        problem = _problem(folder)
+        if problem:
+            return problem
+        path = folder / self._name
+        try:
+            check_path(path)
+            folder.chmod(0o755)  # a container's users are others
+            for mount in self._mounts:
+                (folder / mount).mkdir(exist_ok=True)
+            await asyncio.to_thread(self._content.link, self._folder / _MADE, folder / NAME)
+            opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (OSError, GPUPoolError) as error:
+            return f"cannot be used ({error})"
+        try:
+            listening = _bind(path)
+        except OSError as error:
+            os.close(opened)
+            return f"cannot be used ({error})"
+        door = Door(
+            listening, lambda: Connection(self._service, name), self._service.dispatcher,
+            self._log, user=name,
+        )  # fmt: skip
+        self._served[name] = _Served(door, opened, _identity(path))
+        if name in self._revoked:
+            os.close(self._revoked.pop(name))
+        self._log.info("Containers of user %s are served at %s", name, path)
+        return ""
+
+    def _revoke(self, name: str) -> None:
+        """A folder or its socket was removed: its user may not go on."""
+        served = self._served.pop(name)
+        served.door.close()
+        # A removal of the whole folder may begin with the socket.
+        self._revoked[name] = served.folder
+        for connection in [*self._service.dispatcher.account(name).connections]:
+            connection.close()
+        self._log.info("Containers of user %s are served no more: the socket is gone", name)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Return which file is at ``path``; (0, 0) if none is."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return 0, 0
+    return found.st_dev, found.st_ino
+
+
+def _problem(folder: Path) -> str:
+    """Return why a folder cannot be one of a user, or ""."""
+    if not _NAME.fullmatch(folder.name):
+        return "has a name that no user can have here: letters, digits and ._@+- only, at most 64"
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        return "is no folder"
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        return "can be written by another user than the broker's"
+    return ""
+
+
+def _bind(path: Path) -> socket.socket:
+    """Return a listening socket at ``path``, in the place of one that an earlier broker left."""
+    path.unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        listening.bind(str(path))
+        path.chmod(0o666)
+        listening.listen(BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening

@@ -1,0 +1,148 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""The files that every container gets: made once, then linked into the folder of each user.
+
+The links are hard, so a thousand users cost no more memory than one. Each file is replaced by a
+rename: a kernel that starts finds the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterator, Mapping
+
+from ..guard.install import FOLDER, LIBRARIES, library
+
+#: The folder of these files beside the socket.
+NAME = "inside"
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+#: Parts of the package that no container needs.
+_NOT_INSIDE = frozenset({"labextension", "__pycache__", "src"})
+
+_KERNEL = Path("share/jupyter/kernels/gpupool-python3/kernel.json")
+
+
+class Content:
+    """The files for the containers of a broker whose socket is ``socket`` also there.
+
+    ``emulated``: the folder of the emulated driver's libraries, if the GPUs are emulated.
+    """
+
+    def __init__(self, socket: Path, emulated: Path | None = None) -> None:
+        self._emulated = emulated
+        #: Where the files are in a container.
+        self.folder = socket.parent / NAME
+        #: The folder with the guard's libraries there, and with those of the emulated driver.
+        self.guard, self.driver = self.folder / FOLDER, self.folder / "emulated"
+
+    def environment(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return a kernel's variables as they must be in a container: with the driver there."""
+        paths = {"LD_LIBRARY_PATH": str(self.driver)} if self._emulated is not None else {}
+        return {**environment, **paths}
+
+    def make(self, folder: Path) -> None:
+        """Make all files in ``folder``, or replace those that differ.
+
+        Raises
+        ------
+        OSError, GPUPoolError
+            If that is not possible.
+        """
+        library()  # or the reason why there is none
+        for source, name in self._copied():
+            target = folder / name
+            if not _same(source, target):
+                with _instead_of(target) as new:
+                    shutil.copy2(source, new)
+                    new.chmod(0o644)
+        _write(folder / _KERNEL, json.dumps(self._kernelspec(), indent=1))
+        for soname in LIBRARIES:
+            for name in (soname, soname.removesuffix(".1")):
+                to = Path("python", _PACKAGE.name, "guard", "lib", soname)
+                if (folder / to).exists() and not (folder / FOLDER / name).is_symlink():
+                    with _instead_of(folder / FOLDER / name) as new:
+                        new.symlink_to(Path("..", to))
+
+    def link(self, made: Path, folder: Path) -> None:
+        """Link the files that :meth:`make` has made in ``made`` into ``folder``.
+
+        Raises
+        ------
+        OSError
+            If that is not possible.
+        """
+        for path in _files(made):
+            target = folder / path.relative_to(made)
+            if path.is_symlink():
+                if not target.is_symlink():
+                    with _instead_of(target) as new:
+                        new.symlink_to(path.readlink())
+            elif not (target.exists() and target.samefile(path)):
+                with _instead_of(target) as new:
+                    new.hardlink_to(path)
+
+    def _copied(self) -> Iterator[tuple[Path, str]]:
+        for path in _files(_PACKAGE):
+            if path.suffix in (".py", ".1", ".yaml"):
+                name = path.relative_to(_PACKAGE.parent)
+                yield path, f"python/{name}"
+        yield Path(__file__).with_name("start.py"), "start.py"
+        if self._emulated is not None:
+            for path in sorted(self._emulated.iterdir()):
+                yield path, f"{self.driver.name}/{path.name}"
+
+    def _kernelspec(self) -> dict[str, object]:
+        return {
+            "argv": ["python", str(self.folder / "start.py"), "-f", "{connection_file}"],
+            "display_name": "Pooled GPU",
+            "language": "python",
+            # Without a provisioner: the image need not have ours. The program opens the session.
+            "metadata": {"debugger": True, "supported_encryption": ["curve"]},
+        }
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the files below ``folder`` that belong into containers."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            if path.name not in _NOT_INSIDE:
+                yield from _files(path)
+        else:
+            yield path
+
+
+def _same(source: Path, target: Path) -> bool:
+    try:
+        old = target.stat()
+    except OSError:
+        return False
+    new = source.stat()
+    return (old.st_size, old.st_mtime_ns) == (new.st_size, new.st_mtime_ns)
+
+
+def _write(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text() != text:
+        with _instead_of(path) as new:
+            new.write_text(text)
+            new.chmod(0o644)
+
+
+@contextmanager
+def _instead_of(path: Path) -> Iterator[Path]:
+    """Take the file that is made at the yielded path in the place of ``path``."""
+    for folder in [*reversed(path.parents)]:
+        if not folder.exists():
+            folder.mkdir()
+            folder.chmod(0o755)
+    new = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+    try:
+        yield new
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)

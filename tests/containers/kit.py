@@ -1,0 +1,219 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Containers by the operating system's own means, and the machine's broker outside of them.
+
+Each has process numbers, mounts, a network, shared memory of 64 KiB and a root file system of its
+own: Python and ipykernel, but no jupyter_gpupool. The broker reaches it by the mounted folder only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from jupyter_client import BlockingKernelClient
+
+from tests import namespaces
+from tests.broker import kit
+from tests.broker.kit import wait_until
+
+BOX = Path(__file__).with_name("box.py")
+SITE = next(Path(p) for p in sys.path if p.endswith("site-packages"))
+
+#: Not in the image.
+_OURS = ("jupyter_gpupool", "_editable", "emucuda", "_emucuda")
+
+
+class Machine(kit.Broker):
+    """The machine's broker, with containers of several users."""
+
+    def __init__(self, folder, **config):
+        self.place = Path("/run") / f"gpb-{os.getpid()}-{secrets.token_hex(2)}"
+        super().__init__(folder, user_sockets=True, **config)
+        self.socket = self.place / "broker.sock"
+        self.boxes = []
+
+    def user(self, name):
+        """Make the folder of a user, as Docker does for a volume; return it when it is served."""
+        folder = self.place / "users" / name
+        folder.mkdir(exist_ok=True)
+        wait_until((folder / self.socket.name).exists, f"the socket of {name}")
+        return folder
+
+    def box(self, user="", **options):
+        box = Box(self, user, **options)
+        self.boxes.append(box)
+        return box
+
+    def clear(self):
+        """End all containers, and forget all users."""
+        for box in self.boxes:
+            box.close()
+        self.boxes = []
+        for folder in (self.place / "users").iterdir():
+            if folder.is_symlink():
+                folder.unlink()
+            elif folder.name != ".inside":
+                shutil.rmtree(folder)
+        wait_until(lambda: not self.status()["sessions"], "the end of the containers' sessions")
+
+    def close(self):
+        for box in self.boxes:
+            box.close()
+        super().close()
+        kit.remove(self.place)
+
+
+class Box:
+    """One container: of ``user`` by the folder mounted there, or of nobody.
+
+    ``users_from``: the user id of the machine that is the container's root, in a user namespace.
+    ``wrapper``: a command that starts it. ``writable``: the folder is, which it must not be.
+    """
+
+    def __init__(self, machine, user="", *, uid=1000, users_from=0, wrapper=(), writable=False):
+        self.machine = machine
+        self.user = user
+        self.shared = machine.folder / f"box-{secrets.token_hex(4)}"
+        self.shared.mkdir()
+        os.chown(self.shared, uid + users_from, uid + users_from)
+        self._spec = {"uid": uid, "users_from": users_from}
+        self._wrapper = wrapper
+        self._writable = writable
+        self._processes, self._kernels = [], []
+
+    def start(self, *arguments, env=None, **options):
+        """Start Python in it; a further call starts another container with the same files."""
+        place = str(self.machine.place)
+        root = self.machine.folder / f"root-{secrets.token_hex(4)}"
+        root.mkdir()
+        mounts = [
+            (sys.base_prefix, sys.base_prefix, False),
+            (str(SITE), "/image/all", False),
+            (str(self.shared), str(self.shared), True),
+        ]
+        if self.user:
+            emulated = f"{place}/broker.sock.emulated"  # as a runtime adds the devices
+            mounts += [
+                (f"{place}/users/{self.user}", place, self._writable),
+                (emulated, emulated, True),
+            ]
+        names = (p.name for p in SITE.iterdir() if not p.name.startswith(_OURS))
+        spec = {
+            **self._spec,
+            "root": str(root),
+            "mounts": mounts,
+            "links": [(f"/image/python/{name}", f"/image/all/{name}") for name in names],
+            "command": [f"{sys.base_prefix}/bin/python3", *arguments],
+            "env": {
+                "PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONPATH": "/image/python",
+                "PYTHONDONTWRITEBYTECODE": "1", "GPUPOOL_SOCKET": f"{place}/broker.sock",
+                **(env or {}),
+            },
+        }  # fmt: skip
+        process = subprocess.Popen(
+            [*self._wrapper, "unshare", "--mount", "--ipc", "--net", "--uts",
+             *namespaces.OWN_NUMBERS[1:], sys.executable, str(BOX)],
+            stdin=subprocess.PIPE, text=True, start_new_session=True, **options,
+        )  # fmt: skip
+        self._processes.append(process)
+        process.stdin.write(json.dumps(spec) + "\n")
+        process.stdin.flush()
+        return process
+
+    def run(self, code, *arguments, timeout=120, **options):
+        """Run a program to its end; return what it printed."""
+        process = self.start(
+            "-c", code, *map(str, arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            **options,
+        )  # fmt: skip
+        text, _ = process.communicate(timeout=timeout)
+        assert process.returncode == 0, text
+        return text.strip()
+
+    def kernel(self, **options):
+        kernel = BoxKernel(self, **options)
+        self._kernels.append(kernel)
+        return kernel
+
+    def close(self):
+        for kernel in self._kernels:
+            kernel.close()
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(60)
+            process.stdin.close()
+
+
+class BoxKernel:
+    """The Pooled GPU kernel of the mounted kernelspec, reached by the container's files."""
+
+    def __init__(self, box, **env):
+        self.box = box
+        folder = box.machine.place / "users" / box.user / "inside"
+        spec = json.loads(
+            (folder / "share/jupyter/kernels/gpupool-python3/kernel.json").read_text()
+        )
+        name = secrets.token_hex(3)
+        self.file = box.shared / f"{name}.json"
+        ports = {f"{port}_port": at for at, port in enumerate(
+            ("shell", "iopub", "stdin", "control", "hb"), start=1)}  # fmt: skip
+        self.file.write_text(json.dumps({
+            "transport": "ipc", "ip": str(box.shared / name), "key": secrets.token_hex(16),
+            "signature_scheme": "hmac-sha256", "kernel_name": "gpupool-python3", **ports,
+        }))  # fmt: skip
+        self.file.chmod(0o644)
+        command = [word.replace("{connection_file}", str(self.file)) for word in spec["argv"]]
+        self.log = (box.shared / f"{name}.log").open("ab")
+        self.process = box.start(*command[1:], env=env, stdout=self.log, stderr=self.log)
+        self.client = BlockingKernelClient(connection_file=str(self.file))
+        self.client.load_connection_file()
+        sockets = [Path(f"{box.shared / name}-{at}") for at in ports.values()]
+        wait_until(lambda: self._listens(sockets), "the kernel's sockets")
+        self.client.start_channels(hb=False)
+        self.run("")
+
+    def _listens(self, sockets):
+        assert self.process.poll() is None, self.said()
+        return all(path.exists() for path in sockets)
+
+    def said(self):
+        return Path(self.log.name).read_text()
+
+    def run(self, code, timeout=120):
+        """Run a cell; return what it printed, and fail if it fails."""
+        text = []
+
+        def hook(message):
+            content = message["content"]
+            text.append(content.get("text") or content.get("data", {}).get("text/plain", ""))
+            if message["msg_type"] == "error":
+                text.append("\n".join(content["traceback"]))
+
+        reply = self.client.execute_interactive(
+            code, timeout=timeout, output_hook=hook, allow_stdin=False, store_history=False
+        )
+        assert reply["content"]["status"] == "ok", "".join(text) + self.said()
+        return "".join(text).strip()
+
+    @property
+    def session(self):
+        """The session of this kernel in the broker's status."""
+        found = self.run("import os; print(os.environ['GPUPOOL_SESSION'])")
+        return self.box.machine.session(found.splitlines()[-1])
+
+    def kill(self):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(60)
+
+    def close(self):
+        self.client.stop_channels()
+        self.log.close()

@@ -1,0 +1,28 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Namespaces of Linux, as containers have them, by ``unshare`` of util-linux."""
+
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+
+#: A process with process numbers of its own, which ends with its starter.
+OWN_NUMBERS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+@lru_cache(maxsize=1)
+def refusal():
+    """Return why this machine refuses namespaces, or ""."""
+    try:
+        done = subprocess.run(
+            [*OWN_NUMBERS, "true"], capture_output=True, text=True, timeout=60, check=False
+        )
+    except FileNotFoundError:
+        return "unshare (util-linux) is not installed"
+    return done.stderr.strip()
+
+
+def child(pid):
+    """Return the number, here, of the only child of a process."""
+    (number,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(number)
