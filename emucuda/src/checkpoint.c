@@ -15,10 +15,10 @@
 /* The slot of a CUDA process, if the caller may act on it. */
 static CUresult find(int pid, struct slot **out)
 {
+    if (pid <= 0 || !process_start(pid))
+        return CUDA_ERROR_OPERATING_SYSTEM; /* observed with 580.159.04 */
     if (machine_open())
         return CUDA_ERROR_NOT_INITIALIZED;
-    if (pid <= 0 || (!process_start(pid)))
-        return CUDA_ERROR_INVALID_VALUE;
     *out = machine_slot_find(pid);
     if (!*out)
         return CUDA_ERROR_NOT_INITIALIZED;

@@ -77,13 +77,6 @@ REASONS = (
         "cuGetProcAddress v.: 'cuMemAlloc' at (2000|3019)",
     ),
     Reason(
-        "These calls check the number of the process before they check for cuInit.",
-        "calls: before init, zero",
-        "cuCheckpointProcess(Checkpoint|Lock|Restore|Unlock)",
-        "304",
-        "3",
-    ),
-    Reason(
         _HANDLE,
         "calls: before init, buffer.*",
         r"(cuArray3DGetDescriptor_v2|cuEvent\w+|cuMipmappedArrayGetLevel)( \d)?",

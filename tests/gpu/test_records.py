@@ -2,7 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Answers of the machine's driver without a device, compared with the emulated driver's.
 
-The records of ``tests/driver_records`` are of drivers that are available without a GPU. On a GPU
+The records of ``tests/driver_records`` are of drivers that are available without a GPU, and of
+those that a GPU machine had. On a GPU
 machine these tests ask its driver the same questions, if they neither need nor miss a device, and
 note the answers for a further record. A difference is a fault of the emulation, or one of the
 reasons in ``tests/emulator/parity.py``.
