@@ -734,8 +734,7 @@ def test_a_new_size_takes_effect_on_the_next_allocation(
 ) -> None:
     text = start().run("%gpu 12GiB --limit 20GiB").text
     assert text == (
-        "Asked for 12 GiB of device memory, limit 20 GiB. "
-        "It takes effect on the next allocation.\n"
+        "Asked for 12 GiB of device memory, limit 20 GiB. It takes effect on the next allocation.\n"
     )
 
 
