@@ -162,7 +162,8 @@ def session_rows(
         rows.append(("share", " ".join(session["standing"])))
     if details and session.get("attach"):
         rows.append(("attaches", _ATTACH.get(str(session["attach"]), str(session["attach"]))))
-    if details and "guard" in session:
+    # That it is off is news: nothing enforces the slice then.
+    if "guard" in session and (details or not session["guard"]):
         rows.append(("guard", _GUARD if session["guard"] else f"off: {session['guard_reason']}"))
     if snapshot.get("emulated") or any(
         d.get("emulated") and d.get("uuid") in (session.get("devices") or ())

@@ -247,7 +247,7 @@ def test_next_allocation_uses_the_new_size(pool):
         assert "448 MiB now" in cell.text
         (await kernel.run("more = Block(192).allocate().write(3).verify()")).check()
         assert kernel.session()["suspends"] == 0, "there was room: no need to suspend"
-        shown = " ".join((await kernel.run("%gpu")).check().displays)
+        shown = " ".join((await kernel.run("%gpu details")).check().displays)
         assert "352 MiB of 448 MiB" in shown, shown
         assert "on: CUDA calls wait" in shown
         # A size below the use is refused.

@@ -713,7 +713,7 @@ def test_gpu_shows_the_figures_of_the_guard(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
-    first = kernel.run("%gpu").text
+    first = kernel.run("%gpu details").text
     assert "no slice now; the next CUDA call gets it" in first
     assert "on: CUDA calls wait for the slice" in first
     broker.sessions["s1"]["pid"] = pid_of(kernel)
@@ -734,8 +734,7 @@ def test_a_new_size_takes_effect_on_the_next_allocation(
 ) -> None:
     text = start().run("%gpu 12GiB --limit 20GiB").text
     assert text == (
-        "Asked for 12 GiB of device memory, limit 20 GiB, in class notebook. "
-        "It takes effect on the next allocation.\n"
+        "Asked for 12 GiB of device memory, limit 20 GiB. It takes effect on the next allocation.\n"
     )
 
 
