@@ -82,7 +82,7 @@ class KernelNotStarted(GPUPoolError, HTTPError):
             next_step=error.next_step,
             details=error.details,
         )
-        # Last: the base classes call each other, and this one sets what the server shows.
+        # HTTPError comes last, because the base classes call each other and it sets what users see.
         asked_wrongly = isinstance(error, (ConfigError, RefusedError))
         HTTPError.__init__(self, 400 if asked_wrongly else 503, str(error))
         self.reason = "The GPU pool refused the kernel"

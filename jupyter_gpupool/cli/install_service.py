@@ -147,7 +147,7 @@ def _running_manager(root: Path | None) -> str:
 
 
 def _layout(config: Sequence[Path]) -> Layout:
-    """Return what the files say, by the configuration that the broker will read."""
+    """Return the contents of the service's files for the configuration ``config``."""
     wanted = [path.expanduser().absolute() for path in config]
     settings = load_timetable(wanted).base
     if settings.socket and Path(settings.socket) != MACHINE_SOCKET:

@@ -216,7 +216,7 @@ class Ledger:
             return [*self._forget(node), Send(self._answer(node))]
         if not self.serving:
             return [Send(self._answer(node))]
-        # Those that wait longest first.
+        # The nodes that have waited longest come first.
         return [*self._lend(node), *self._push_all(freed, but=node.name)]
 
     def _begin(self, number: int) -> None:

@@ -21,7 +21,7 @@ SHORTEST = 0.05
 
 
 class Figure(NamedTuple):
-    """The seconds of a wait from ``at`` on, as the simulation has them."""
+    """A forecast of the simulation: the seconds that a wait lasts after ``at``."""
 
     at: float
     seconds: float

@@ -41,7 +41,7 @@ class Contender:
     devices: tuple[str, ...]
     #: Whether it called CUDA, had work in flight, or waited for its turn.
     busy: bool
-    #: Busy seconds so far in all; the same on each of its devices.
+    #: All busy seconds so far. They are the same on each of the session's devices.
     used: float
 
 
@@ -92,7 +92,7 @@ def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
         clocks[uuid] = max(least, clocks.get(uuid, least))
     contended = contended_devices(runners)
     contenders = [r for r in runners if r.busy and not contended.isdisjoint(r.devices)]
-    # It must have its turn on all of its devices: the one where that comes last counts.
+    # A session must have its turn on all of its devices, so the device with the latest turn counts.
     ahead = {
         r.session: max(virtual[r.session][u] - clocks[u] for u in contended.intersection(r.devices))
         for r in contenders

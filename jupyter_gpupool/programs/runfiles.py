@@ -197,7 +197,7 @@ def remove(name: str) -> None:
 
 
 def clean(now: float) -> None:
-    """Remove the records of commands that ended long ago, and all but the newest."""
+    """Remove the records of commands that ended long ago; of the others keep only the newest."""
     ended = [record for record in every() if not record.lives]
     ended.sort(key=lambda record: record.ended or record.created, reverse=True)
     for place, record in enumerate(ended):

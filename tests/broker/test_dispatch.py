@@ -297,7 +297,7 @@ def test_unfinished_requests_of_one_user_are_bounded(folder, monkeypatch):
     run(folder, monkeypatch, scenario)
 
 
-def test_connection_with_an_unread_answer_gets_no_other(folder, monkeypatch):
+def test_connection_with_an_unread_answer_gets_no_further_answer(folder, monkeypatch):
     """Further requests wait until the peer reads, so each connection has one unread answer."""
 
     async def scenario(service, connect):
@@ -514,7 +514,7 @@ def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
 
 
 def test_replaced_objects_are_collected_in_small_parts(folder, monkeypatch):
-    """Python's own count stays low then: in the end it looked at all of them within a request."""
+    """Python's count of new objects stays low, so it once scanned all objects within a request."""
     young = []
 
     async def scenario(service, connect):

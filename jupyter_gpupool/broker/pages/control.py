@@ -355,7 +355,8 @@ class ControlPages:
     def read(self, session: LiveSession) -> Reading | None:
         """Return the page's data on living processes; None if the page cannot be read.
 
-        Processes of a container wrote their own numbers; here they have those of this process's.
+        Processes of a container wrote their own numbers; the result has the numbers in this
+        process's namespace.
 
         A process that died by SIGKILL is left out, even if it was in the middle of a call; its
         slot stays until another process of the session needs it.
