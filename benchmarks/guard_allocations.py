@@ -124,7 +124,7 @@ def neighbour(stack: ExitStack, env: dict[str, str]) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", NEIGHBOUR], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    stack.callback(child.communicate)  # its end of input ends it
+    stack.callback(child.communicate)  # the program ends when its input ends
     assert child.stdout is not None
     assert child.stdout.readline() == b"\n", "a neighbour has not started"
 

@@ -126,7 +126,7 @@ class Player(threading.Thread):
         self.pause = pause
         self.times: list[tuple[float, float]] = []
         self.error = ""
-        #: Its process runs; and it has all that its turns need, such as its first slice.
+        #: The process runs, and has all that its turns need, such as a first slice.
         self.open, self.ready = threading.Event(), threading.Event()
         self._stopped = threading.Event()
         self._random = random.Random(seed)

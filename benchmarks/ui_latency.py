@@ -34,7 +34,7 @@ from .ui_rest import DEVICES, SESSIONS, stage
 
 GiB = 1 << 30
 
-#: So many of the other sessions have a slice; the notebook still has room at once.
+#: This many other sessions have a slice, which leaves room for the notebook at once.
 HOLDING = 20
 POOL = {
     "emulate": f"{DEVICES}x8GiB,context=64MiB",

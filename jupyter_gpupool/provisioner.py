@@ -184,7 +184,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             raise KernelNotStarted(error) from error
         try:
             kwargs = await super().pre_launch(**kwargs)
-            # This server may itself run in a session, whose page is not the kernel's.
+            # This server may itself run in a session, which has another page than the kernel.
             environ = kwargs["env"] = without_guard(kwargs["env"])
             text = await self._in_thread(self._other_configuration, answer)
             if text:

@@ -106,7 +106,8 @@ def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
         for uuid in contended.intersection(r.devices):
             start = virtual[r.session][uuid]
             for other in busy[uuid]:
-                # No credit for turns that it could not use because it lacked its other devices.
+                # A session gets no credit for turns that it could not use without its other
+                # devices.
                 own = virtual[other.session]
                 own[uuid] = max(own[uuid], start)
     run = {r.session for r in chosen}

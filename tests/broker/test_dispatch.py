@@ -442,7 +442,7 @@ def test_silent_peers_that_read_nothing_hold_bounded_bytes(monkeypatch):
 
 
 def test_stalled_long_requests_are_closed_and_others_handled(folder, monkeypatch):
-    """They used to hold all places of their user as long as they liked."""
+    """Unfinished requests could once hold all places of their user for any time."""
     monkeypatch.setattr(module, "READER_PATIENCE", 0.5)
     part = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * (2 * module.CHUNK)
 

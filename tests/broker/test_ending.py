@@ -114,7 +114,7 @@ def test_signal_at_the_request_for_a_sample_is_not_lost(make_broker):
 def test_broker_with_a_blocked_event_loop_ends_in_time(make_broker):
     """A thread forces the end: the loop is blocked in a file system call and gets no signal."""
     broker = make_broker().started
-    # Its children are stopped, so they answer no request.
+    # The broker's children are stopped, so they answer no request.
     stopped = psutil.Process(broker.process.pid).children(recursive=True)
     for child in stopped:
         child.suspend()

@@ -18,7 +18,7 @@ from benchmarks.owed import beyond, waits
 
 ROOT = Path(__file__).parents[2]
 
-#: Those that take minutes, each with its arguments; they have a test of their own.
+#: Benchmarks that take minutes, with their arguments; each has its own test.
 SCENARIOS = {
     "day_and_night": ["day_and_night"],
     "half_time": ["half_time"],

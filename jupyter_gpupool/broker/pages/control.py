@@ -121,7 +121,7 @@ class ControlPages:
             If the page cannot be made, mostly because shared memory is full.
         """
         path = self._path(session)
-        self.make_folder()  # somebody may have deleted it
+        self.make_folder()  # another process may have deleted it
         uid = session.uid if isinstance(session.uid, int) else os.geteuid()
         session.page = Page.create(path, session.id, uid)
         self._set_policy(session.page)

@@ -129,7 +129,7 @@ class Claim:
             if mine and (found.st_dev, found.st_ino) == self._bound:
                 self.path.unlink()
         except OSError:
-            pass  # somebody removed it before us
+            pass  # another process removed it before us
         self._drop_given()
         self._give_up_lock()
 
