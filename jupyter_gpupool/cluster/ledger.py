@@ -252,7 +252,7 @@ class Ledger:
     # ------------------------------------------------------------------ counting
 
     def _count(self, node: Node, report: Report) -> list[Key]:
-        """Count what a report says; return the keys of which there is more now."""
+        """Count what a report says; return the keys of which the ledger can lend more now."""
         while node.offers and node.offers[0][0] <= report.applied:
             node.offers.popleft()
         old, node.counted = node.counted, {}

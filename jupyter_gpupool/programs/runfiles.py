@@ -294,7 +294,7 @@ class LogWriter:
                 data = data[count:]
 
     def close(self) -> None:
-        """End; a later write begins again."""
+        """Close the file; a later write opens it again."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
