@@ -50,7 +50,7 @@ OPENED_VARIABLE = "GPUPOOL_OPENED"
 #: Options of a kernelspec's ``config``.
 OPTIONS = ("memory", "limit", "devices", "compute", "priority", "group", "attach", "broker_socket")
 
-#: Those of them that are no part of a request.
+#: The variables that do not belong to a request.
 _BESIDE = ("group", "attach", "broker_socket")
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")

@@ -82,7 +82,7 @@ class KernelNotStarted(GPUPoolError, HTTPError):
             next_step=error.next_step,
             details=error.details,
         )
-        # Last: the base classes call each other, and this one sets what the server shows.
+        # HTTPError comes last, because the base classes call each other and it sets what users see.
         asked_wrongly = isinstance(error, (ConfigError, RefusedError))
         HTTPError.__init__(self, 400 if asked_wrongly else 503, str(error))
         self.reason = "The GPU pool refused the kernel"
@@ -184,7 +184,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             raise KernelNotStarted(error) from error
         try:
             kwargs = await super().pre_launch(**kwargs)
-            # This server may itself run in a session, whose page is not the kernel's.
+            # This server may itself run in a session, which has another page than the kernel.
             environ = kwargs["env"] = without_guard(kwargs["env"])
             text = await self._in_thread(self._other_configuration, answer)
             if text:

@@ -67,7 +67,7 @@ class ClusterViews:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits for a view."""
+        """Whether a connection waits for a view."""
         return bool(self._waiting)
 
     def look(
@@ -97,7 +97,7 @@ class ClusterViews:
             self._waiting.remove(row)
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Cancel all timers: no waiting request gets an answer any more."""
         for _, _, _, timer in self._waiting:
             timer.cancel()
         self._waiting.clear()

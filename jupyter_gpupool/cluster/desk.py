@@ -94,7 +94,7 @@ class Desk:
         return report.node
 
     def fence(self, node: str) -> None:
-        """Note that no kernel runs on a node any more, as an admin says."""
+        """Note the word of an admin that no kernel runs on a node any more."""
         self._do(ev.Fenced(now=time.monotonic(), node=node))
 
     def drain(self, node: str, drains: bool) -> None:

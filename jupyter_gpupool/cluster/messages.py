@@ -85,7 +85,7 @@ class Report:
     drains: bool = False
     leaves: bool = False
     summary: Summary | None = None
-    #: Somebody there looks at the cluster: the ledger sends what all nodes have.
+    #: A user of that node looks at the cluster, so the ledger sends it what all nodes have.
     looks: bool = False
 
 

@@ -68,8 +68,8 @@ def seen(broker, kernel, least):
 # ------------------------------------------------------------------ memory
 
 
-def test_slice_can_be_all_but_the_drivers_residue(ready, made):
-    """residue: memory in use before the first session is the driver's; no kernel waits for it."""
+def test_slice_can_have_all_memory_except_the_drivers_residue(ready, made):
+    """residue: the driver owns memory in use before the first session; no kernel waits for it."""
     broker = ready(("residue", {"bytes": "40MiB"}))
     (capacity,) = {d["memory_capacity"] for d in broker.status()["devices"]}
     assert capacity == CAPACITY - 40 * MiB - 2 * MiB  # the margin for changes of the residue

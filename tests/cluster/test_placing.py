@@ -72,7 +72,7 @@ def test_each_machine_that_will_not_do_is_named_with_its_reason():
     )
 
 
-def test_no_machine_is_chosen_where_none_will_do():
+def test_no_machine_is_chosen_if_no_machine_can_take_the_kernel():
     assert chosen(node("a", state="fenced")).node == ""
     assert chosen().node == ""
 

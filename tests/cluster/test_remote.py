@@ -210,7 +210,7 @@ def test_a_kernel_starts_on_the_other_machine_as_its_user(cluster, user):
         assert cluster.brokers["m0"].status()["sessions"] == []
         # %gpu asks the broker of its own machine.
         assert "200 MiB" in kernel.run("%gpu 200MiB\n%gpu")
-        # A signal reaches the kernel, which blocks and ignores none.
+        # A signal reaches the kernel, because the kernel does not block or ignore signals.
         message = client.execute("import time; print('on', flush=True); time.sleep(600)")
         while client.get_iopub_msg(timeout=60)["msg_type"] != "stream":
             pass

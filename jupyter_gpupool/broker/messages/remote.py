@@ -281,7 +281,7 @@ class RemoteMessages:
                 self._forget(name)
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Cancel all timers and orders: no request gets an answer any more."""
         if self._agent is not None:
             self._agent[2].cancel()
             self._agent = None

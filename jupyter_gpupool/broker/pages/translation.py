@@ -20,7 +20,8 @@ class Translation:
     """Translates, and remembers: a process keeps its numbers."""
 
     def __init__(self) -> None:
-        #: By session: the PID namespace, and by the process there the process here; None: nobody.
+        #: By session: its PID namespace, and a map from process ids there to ids here (None: no
+        #: process).
         self._known: dict[str, tuple[int, dict[ProcessId, ProcessId | None]]] = {}
 
     def here(
