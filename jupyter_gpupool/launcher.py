@@ -289,14 +289,18 @@ def _without_session(command: list[str], env: dict[str, str], why: str) -> tuple
 
 
 def open_session(
-    command: list[str], spec: Mapping[str, Any], kernel: str, env: dict[str, str]
+    command: list[str],
+    spec: Mapping[str, Any],
+    kernel: str,
+    env: dict[str, str],
+    *,
+    client_here: bool = True,
 ) -> tuple[list[str], str]:
     """Open a session for this process, with the request in the kernelspec ``spec``.
 
-    Return the kernel's command, and why it gets no GPU ("" if it may get one).
+    Return the kernel's command, and why it gets no GPU ("" if it may get one). Unless its client
+    runs elsewhere, a configuration here that differs from the broker's is noted in ``env``.
     """
-    from .config.differences import notice
-
     metadata = spec.get("metadata") or {}
     provisioner = metadata.get("kernel_provisioner") or {}
     stanza = provisioner.get("config") or {}
@@ -316,9 +320,13 @@ def open_session(
             group=str(stanza.get("group") or "") or None,
         )
         final, why_not = enter_session(command, env, answer, socket)
-        text = notice(None, answer, who="This kernel's client")
-        if text:
-            env[NOTICE_VARIABLE] = text
+        if client_here:
+            # Slow to import.
+            from .config.differences import notice
+
+            text = notice(None, answer, who="This kernel's client")
+            if text:
+                env[NOTICE_VARIABLE] = text
         client.call("launched", session=answer["session"], pid=os.getpid())
     return final, why_not
 
@@ -383,7 +391,6 @@ def _label(env: Mapping[str, str], shown: str) -> str:
 
 def living_broker(named: str) -> Path:
     """Return the socket of a living broker; start this user's own if there is none."""
-    from .config import load_settings
     from .starting import answers, ensure_broker, revive
 
     if named:
@@ -392,6 +399,8 @@ def living_broker(named: str) -> Path:
             revive(path, timeout=START_TIMEOUT)
         check_socket(path)
         return path
+    from .config import load_settings
+
     configured = load_settings().socket
     path = find_socket(configured)
     if answers(path):

@@ -194,7 +194,7 @@ def start(message: Mapping[str, Any]) -> tuple[list[str], dict[str, str], dict[s
         **metadata,
         "kernel_provisioner": {**provisioner, "config": stanza},
     }
-    command, why_not = open_session(command, spec, str(order["kernel"]), env)
+    command, why_not = open_session(command, spec, str(order["kernel"]), env, client_here=False)
     if has_launcher(command):
         env[OPENED_VARIABLE] = "1"
     return command, env, {"ip": address, **ports, "note": why_not}, place.open_log()
