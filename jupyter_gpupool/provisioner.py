@@ -34,6 +34,7 @@ from .guard.install import without_guard
 from .launcher import (
     NOTICE_VARIABLE,
     OPENED_VARIABLE,
+    OPTIONS,
     check_options,
     enter_session,
     has_launcher,
@@ -145,6 +146,8 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         c.GPUPoolProvisioner.broker_socket = "/run/gpupool/broker.sock" """,
     ).tag(config=True)
 
+    #: What a kernelspec's ``config`` may have.
+    _known: tuple[str, ...] = OPTIONS
     _socket: Path | None = None
     _session: str = ""
     #: The driver hangs if this kernel is killed after a suspend and resume.
@@ -157,7 +160,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         spec = kwargs.get("kernel_spec")
         stanza = getattr(spec, "metadata", {}).get("kernel_provisioner", {}).get("config", {})
         try:
-            check_options(stanza, getattr(spec, "display_name", "this kernel"))
+            check_options(stanza, getattr(spec, "display_name", "this kernel"), self._known)
             super().__init__(**kwargs)
         except GPUPoolError as error:
             raise KernelNotStarted(error) from error

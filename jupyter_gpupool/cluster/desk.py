@@ -48,7 +48,7 @@ def _brief(node: dict[str, Any]) -> dict[str, Any]:
     """Return a node without the details of its summary: they are unknown then."""
     summary = node.get("summary")
     return node if summary is None else {
-        **node, "summary": {**summary, "gpus": None, "sessions": None},
+        **node, "summary": {**summary, "gpus": None, "sessions": None, "data": None},
     }  # fmt: skip
 
 
