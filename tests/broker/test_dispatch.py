@@ -55,7 +55,7 @@ class Service:
 def run(folder, monkeypatch, scenario):
     """Run ``scenario(service, connect)``; ``connect(uid)`` returns a socket of that user."""
     users = []
-    monkeypatch.setattr(module, "peer_of", lambda _socket: Peer(1, users.pop(0), 0))
+    monkeypatch.setattr(module, "peer_of", lambda _socket, _named: Peer(1, users.pop(0), 0))
 
     async def main():
         service, path = Service(), str(folder / "s")
