@@ -414,7 +414,7 @@ class HalfClosed(asyncio.Transport):
 
 def test_silent_peers_that_read_nothing_hold_bounded_bytes(monkeypatch):
     """The broker closes them; their unread bytes count until it discards these bytes."""
-    monkeypatch.setattr(module, "peer_of", lambda _socket: Peer(1, ADA, 0))
+    monkeypatch.setattr(module, "peer_of", lambda _socket, _named: Peer(1, ADA, 0))
     monkeypatch.setattr(dispatch, "USER_UNREAD", 300_000)
 
     async def main():
