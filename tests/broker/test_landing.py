@@ -437,6 +437,7 @@ def set_landing(k, landing):
 
 
 def test_refused_move_ends_after_the_contexts_are_released(broker, kernel):
+    broker.faults.set("init-not-enough")  # without a context, nothing can be moved
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     occupy(kernel, but=[u for u in devices(broker) if u != home])
