@@ -239,3 +239,21 @@ def test_numbers_of_another_namespace_are_translated():
         for box in boxes:
             box.communicate("x", timeout=60)
     assert translation.here(session, {there}) == {}
+
+
+def test_page_of_false_processes_causes_few_looks(monkeypatch):
+    own, looks, now = procfs.identify(os.getpid()), [], [0.0]
+    child = ProcessId(7, own.start_time)
+    monkeypatch.setattr(procfs, "other_space", lambda _: 1)
+    monkeypatch.setattr(procfs, "insiders", lambda _: looks.append(1) or {child: own})
+    session, translation = SimpleNamespace(id="s", process=own), Translation(lambda: now[0])
+    kernel = ProcessId(procfs.number_inside(own.pid), own.start_time)
+    assert translation.here(session, {kernel}) == {kernel: own}
+    assert not looks  # a kernel without children needs none
+    for false in range(10):
+        assert translation.here(session, {kernel, ProcessId(9, false)}) == {kernel: own}
+        assert translation.number(session, 1 << 22, own.pid) == 0
+    assert len(looks) == 8
+    assert translation.here(session, {child}) == {}
+    now[0] = 1.0
+    assert translation.here(session, {child}) == {child: own}

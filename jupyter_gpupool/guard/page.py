@@ -34,6 +34,10 @@ OPEN, UNUSED, CLOSED, PAUSED = range(4)
 #: In place of a path: the page has none here, and each process asks the broker for it (``page.c``).
 PASSED = "passed"
 
+#: How the broker opens a page: a container's root may hold a lease of the file, which must not
+#: delay all other sessions by 45 s (F_SETLEASE).
+_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
+
 #: ``enum page_pins``, in words for people.
 PINS = {
     1: "it uses managed memory",
@@ -196,7 +200,7 @@ class Page:
             If it is missing or not a page of this version.
         """
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(path, _FLAGS | os.O_NOFOLLOW)
         except OSError as error:
             raise PageError(f"The page {path} cannot be opened: {error}.") from None
         page = cls(path, descriptor)
@@ -228,7 +232,7 @@ class Page:
     def _open_link(cls, path: Path, link: Path) -> Page | None:
         with contextlib.suppress(OSError):
             if link.stat().st_uid == os.geteuid():
-                return cls(path, os.open(link, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+                return cls(path, os.open(link, _FLAGS))
         return None
 
     def _is_of(self, session: str) -> bool:
@@ -257,10 +261,18 @@ class Page:
             raise
         return page
 
-    @property
-    def descriptor(self) -> int:
-        """The open file, for another process; valid until :meth:`close`."""
-        return self._fd
+    def open_again(self) -> int:
+        """Return a descriptor for another process, which the caller closes.
+
+        It shares no flags with this page's own: with O_APPEND, which any process may set on its
+        descriptor, Linux ignores the offset of ``pwrite``, and the gate could not be closed.
+
+        Raises
+        ------
+        OSError
+            If this is not possible now.
+        """
+        return os.open(self._link(), _FLAGS)
 
     def is_lost(self) -> bool:
         """Return whether the file has no name any more, so that children would not find it."""

@@ -12,7 +12,7 @@ import stat
 import pytest
 
 from jupyter_gpupool import endpoint
-from jupyter_gpupool.broker.transport import listener
+from jupyter_gpupool.broker.transport import listener, usersockets
 from jupyter_gpupool.broker.transport.listener import Claim, is_machine_wide
 from jupyter_gpupool.errors import BrokerUnavailable
 
@@ -233,3 +233,22 @@ def test_full_queue_is_no_dead_socket(folder, given):
     assert path.stat().st_ino == before
     for client in waiting:
         client.close()
+
+
+def test_link_in_the_place_of_a_users_socket_is_not_followed(folder, monkeypatch):
+    """Root of a container, if the folder of the socket is writable there."""
+    path, aim = folder / "broker.sock", folder / "secret"
+    aim.touch(mode=0o600)
+
+    class Swapped(socket.socket):
+        def bind(self, address):
+            super().bind(address)
+            path.unlink()
+            path.symlink_to(aim)
+
+    usersockets._bind(path).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666
+    monkeypatch.setattr(socket, "socket", Swapped)
+    with pytest.raises(OSError, match="has taken the place"):
+        usersockets._bind(path)
+    assert stat.S_IMODE(aim.stat().st_mode) == 0o600

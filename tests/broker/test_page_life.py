@@ -5,8 +5,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
+import signal
+import socket
 import stat
 import struct
 import time
@@ -251,6 +254,35 @@ def test_refusals_reach_the_agent(broker, kernel):
     assert answer["code"] == "limit"
     wait_until(lambda: k.link()["refused"], "the agent hears of it")
     assert k.link()["refused"][:2] == ["grow", "limit"]
+
+
+def test_flags_of_a_passed_page_are_not_the_brokers(kernel):
+    """With O_APPEND, Linux would append what the broker writes to close the gate."""
+    k = kernel(memory=BIG)
+    k.lease()
+    with k.asking("page") as raw:
+        _, (passed,), _, _ = socket.recv_fds(raw.socket, 1 << 16, 1)
+    try:
+        fcntl.fcntl(passed, fcntl.F_SETFL, os.O_APPEND)
+        k.server.call("close", session=k.session)
+        wait_until(lambda: not k.path.exists(), "the page is removed")
+        assert k.gate() == CLOSED
+        assert os.fstat(passed).st_size == layout.SIZE
+    finally:
+        os.close(passed)
+
+
+def test_lease_of_a_page_does_not_delay_a_new_broker(tmp_path):
+    layout.Page.create(tmp_path / "s.page", "s", os.getuid()).close()
+    holder = os.open(tmp_path / "s.page", os.O_RDONLY)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # what Linux sends to the lease's holder
+    try:
+        fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        with pytest.raises(layout.PageError, match="temporarily unavailable"):
+            layout.Page.open(tmp_path / "s.page")
+    finally:
+        os.close(holder)
+        signal.signal(signal.SIGIO, before)
 
 
 # ---------------------------------------------------------------------- samples of pages

@@ -9,6 +9,7 @@ has stopped waiting. All threads of a session share one hold, so they take one p
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from typing import Callable
 
@@ -251,13 +252,17 @@ class GuardMessages:
             if session.page is None:
                 raise FileNotFoundError("it was lost before this broker started")
             self._pages.restore(session)
+            descriptor = session.page.open_again()
         except OSError as error:
             raise RefusedError(
                 f"The page that this kernel shares with the broker is lost ({error}).",
                 code=Code.NO_PAGE,
                 next_step="Restart the kernel to use a GPU again.",
             ) from None
-        connection.answer_with(message.get("id"), session.page.descriptor)
+        try:
+            connection.answer_with(message.get("id"), descriptor)
+        finally:
+            os.close(descriptor)
 
     def _land_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
         if session.page is None:

@@ -215,7 +215,7 @@ class ProvisionerMessages:
     def launched(self, connection: Connection, message: Message) -> None:
         session = acting(self._core, self._configuration.access, connection, message)
         peer, named = connection.peer, message["pid"]
-        pid = procfs.translated(named, peer.pid) if named > 0 else 0
+        pid = self._pages.translated(session, named, peer.pid) if named > 0 else 0
         process = procfs.identify(pid) if pid > 0 else None
         if process is None:
             raise RefusedError(f"There is no process {named}.", code=Code.NO_PROCESS)

@@ -378,6 +378,13 @@ class ControlPages:
         )
         return replace(reading, slots=there)
 
+    def translated(self, session: LiveSession, number: int, beside: int) -> int:
+        """Return the number, here, of the process that process ``beside`` calls ``number``.
+
+        0 if it sees no such process, or if the session asks too often.
+        """
+        return self._translation.number(session, number, beside)
+
     def set_vain(self, session: LiveSession, totals: Sequence[int], until: int) -> None:
         """Write the totals from which growth is refused; with (), the guard asks each time."""
         if session.page is not None:

@@ -9,41 +9,69 @@ names another container's processes, or the machine's, names nobody.
 
 from __future__ import annotations
 
-from typing import Collection
+import time
+from typing import Callable, Collection
 
 from ... import procfs
 from ...procfs import ProcessId
+from ..ratelimit import TokenBucket
 from ..sessions import LiveSession
+
+#: Looks at all processes of the machine that one session may cause: per second, and in one burst.
+#: A page may name other false processes at each read, and each look holds up the event loop for
+#: 20 to 60 us per process. A program may start a process for each of eight GPUs at once.
+LOOKS = 1.0, 8.0
 
 
 class Translation:
     """Translates, and remembers: a process keeps its numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         #: By session: its PID namespace, and a map from process ids there to ids here (None: no
         #: process).
         self._known: dict[str, tuple[int, dict[ProcessId, ProcessId | None]]] = {}
+        #: By session: the looks that it may cause.
+        self._looks: dict[str, TokenBucket] = {}
 
     def here(
         self, session: LiveSession, processes: Collection[ProcessId]
     ) -> dict[ProcessId, ProcessId]:
-        """Return those of a page's ``processes`` that live, as this process sees them."""
+        """Return those of a page's ``processes`` that live, as this process sees them.
+
+        If the session may cause no look now, a process that is not known yet counts as none.
+        """
         space, known = self._of(session)
         if not space:
             return {process: process for process in processes if procfs.alive(process)}
-        if not known.keys() >= {*processes}:
+        if not known.keys() >= {*processes} and self._may_look(session):
             # A process is there before it writes its number, so the look need not be repeated.
             found = procfs.insiders(space)
             names = {p: found.get(p) for p in processes if p not in known}
             kept = {p: known[p] for p in processes if p in known}
             known.clear()
             known.update(kept | names)
-        pairs = ((process, known[process]) for process in processes)
+        pairs = ((process, known.get(process)) for process in processes)
         return {there: here for there, here in pairs if here is not None and procfs.alive(here)}
+
+    def number(self, session: LiveSession, number: int, beside: int) -> int:
+        """Return :func:`...procfs.translated`; 0 also if the session may cause no look now."""
+        if procfs.other_space(beside) and not self._may_look(session):
+            return 0
+        return procfs.translated(number, beside)
 
     def forget(self, session: LiveSession) -> None:
         """Forget a session that has ended."""
         self._known.pop(session.id, None)
+        self._looks.pop(session.id, None)
+
+    def _may_look(self, session: LiveSession) -> bool:
+        now = self._clock()
+        bucket = self._looks.setdefault(session.id, TokenBucket(*LOOKS, now))
+        if bucket.left(now) < 1:
+            return False
+        bucket.pay(1, now)
+        return True
 
     def _of(self, session: LiveSession) -> tuple[int, dict[ProcessId, ProcessId | None]]:
         known = self._known.get(session.id)
@@ -53,5 +81,8 @@ class Translation:
             space = procfs.other_space(session.process.pid)
             if space is None:
                 return 0, {}  # it ends now
-            known = self._known[session.id] = space, {}
+            # The kernel's own process needs no look.
+            process = session.process
+            inside = ProcessId(procfs.number_inside(process.pid), process.start_time)
+            known = self._known[session.id] = space, {inside: process}
         return known

@@ -211,9 +211,23 @@ def _bind(path: Path) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         listening.bind(str(path))
-        path.chmod(0o666)
+        _let_all_connect(path)
         listening.listen(BACKLOG)
     except OSError:
         listening.close()
         raise
     return listening
+
+
+def _let_all_connect(path: Path) -> None:
+    """Set the mode of a socket. If the folder is writable for a container, this may be a link now.
+
+    Not by the umask, which is that of other threads too.
+    """
+    found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISSOCK(os.fstat(found).st_mode):
+            raise OSError("another file has taken the place of its socket")
+        Path(f"/proc/self/fd/{found}").chmod(0o666)
+    finally:
+        os.close(found)
