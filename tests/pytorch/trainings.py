@@ -178,6 +178,8 @@ def step():
 """
     + _LOOP,
     "compiled": """
+import warnings
+warnings.filterwarnings("ignore", "TensorFloat32")  # told only when no cache has the code
 x, y = torch.randn(32, 10).to(DEVICE), torch.randint(0, 3, (32,)).to(DEVICE)
 model = nn.Sequential(nn.Linear(10, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 3)).to(DEVICE)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
