@@ -110,6 +110,8 @@ void gate_step_back(void);
 
 /* Cache the driver's answers about the devices, to answer while it would block (cached.c). */
 void cached_fill(void);
+/* The memory of the whole device; false: not known in this lease. */
+bool cached_total(size_t *bytes, CUdevice device);
 
 /* ---- the launch window (window.c) */
 
