@@ -220,6 +220,13 @@ void current_destroyed_later(CUcontext context);
 bool current_differs(void);
 void current_apply(void);
 
+/* ---- NVML (nvml_calls.c) */
+
+/* At the first use of CUDA or NVML, and at later ones of NVML: whether the session is suspended, so that this process
+ * is not. */
+void nvml_calls_began(const struct page *page);
+void nvml_calls_thread_ends(void);
+
 /* ---- waiting (wait.c) */
 
 /* From begin to end the threads of the interpreter can run, if this process has one and this thread held its
