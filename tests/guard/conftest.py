@@ -140,6 +140,7 @@ class Broker:
         #: Requests for a lost page; ``page`` returns whether the page has its name again.
         self.pages = []
         self.page = lambda: False
+        self.passes = []  # descriptors that the answer to such a request carries
         self.home = lambda: None
         self.open = 0  # connections that wait for an answer
         self.answer = lambda message: None
@@ -172,7 +173,8 @@ class Broker:
                 if message["type"] == "page":
                     self.pages.append(message)
                     kind = "ok" if self.page() else "error"
-                    connection.sendall(b'{"v":1,"id":1,"type":"%s"}\n' % kind.encode())
+                    answer = b'{"v":1,"id":1,"type":"%s"}\n' % kind.encode()
+                    socket.send_fds(connection, [answer], self.passes)
                     return
                 if message["type"] == "home":
                     self.homes.append(message)

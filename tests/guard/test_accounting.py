@@ -531,6 +531,8 @@ def test_total_memory_is_the_limit_before_any_lease(session, process):
         ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True", True),
         ("PYTORCH_ALLOC_CONF", "expandable_segments: True", True),
         ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False,expandable_segments:True", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,expandable_segments:False", False),
         ("PYTORCH_CUDA_ALLOC_CONF", "backend:native", False),
     ],
 )
@@ -544,6 +546,26 @@ def test_total_never_grows_for_expandable_segments(session, process, name, text,
     session.page.set_grant([0, 0], 512 * MIB, 1)
     assert child.do("_ = total()") == size
     assert session.broker.messages == []
+
+
+def test_total_is_known_before_the_first_question(session, process):
+    """PyTorch may be imported while the context of another library is suspended."""
+    child = process(PYTORCH_ALLOC_CONF="expandable_segments:True")
+    session.page.set_gate(2)
+    session.page.set_grant([0, 0], 512 * MIB, 1)
+    assert child.do("_ = total()") == 1024 * MIB
+    assert session.broker.messages == []
+
+
+def test_total_is_not_that_of_an_earlier_lease(session, process):
+    """The session may have moved to a device of another size."""
+    child = process(PYTORCH_ALLOC_CONF="expandable_segments:True")
+    assert child.do("_ = total()") == 1024 * MIB
+    session.page.set_gate(2)
+    session.page.set_grant([0, 0], 512 * MIB, 2)
+    session.broker.answer = session.attach_on_request
+    assert child.do("_ = total()") == 1024 * MIB
+    assert len(session.broker.messages) == 1
 
 
 def test_free_memory_is_what_the_session_can_still_take(session, process):

@@ -71,6 +71,22 @@ def test_total_memory_follows_limit_grant_and_device(session):
     assert look(session)[0][0] == GIB  # no more than the device has
 
 
+def test_page_without_a_path_takes_no_slot(session):
+    """In a container the guard asks for the page; looking at a device loads no driver."""
+    session.grant(session.uuids, each=256 * MIB, limit=384 * MIB)
+    session.broker.page = lambda: True
+    with session.page_path.open("r+b") as page:
+        session.broker.passes = [page.fileno()]
+        child = session.child(GPUPOOL_PAGE="passed")
+        found = child.do(LOOK.replace("print(found)", "_ = found"))
+        assert [total for total, *_ in found] == [384 * MIB] * 2
+        assert len(session.broker.pages) == 1
+        assert session.slots() == ()
+        assert child.do("_ = context()") == 0
+        assert [slot.pid for slot in session.slots()] == [child.pid]
+        assert len(session.broker.pages) == 1
+
+
 @pytest.mark.parametrize("path", [None, "", "/nowhere/page", "/dev/zero", __file__])
 def test_everything_passes_through_without_a_page(session, path):
     assert look(session, GPUPOOL_PAGE=path) == look(

@@ -156,6 +156,62 @@ def test_process_without_cuda_waits_if_its_session_is_suspended(session):
     assert len(session.broker.messages) == 1
 
 
+@pytest.mark.parametrize("first", ["", "C.cuInit(0);", "C.cuDriverGetVersion(ctypes.byref(v));"])
+def test_process_begun_after_the_suspend_needs_no_slice(session, until, first):
+    """The driver has not suspended it: tools that show figures bring no session back."""
+    child, suspender = with_context(session), Suspender(session, 1)
+    suspender.suspend([child.pid], until)
+    late = session.child()
+    late.do("v = ctypes.c_int();" + first + NVML + "n.nvmlInit()")
+    assert late.do(COUNT) == 2
+    late.do("C.cuDriverGetVersion(ctypes.byref(v))")  # as NVML does for nvidia-smi
+    assert late.do(COUNT) == 2
+    assert not any(counted(session))
+    assert session.broker.messages == []
+    # The next suspend may hold it.
+    session.page.set_grant([64 << 20], 1 << 30, 2)
+    session.page.set_gate(pages.UNUSED)
+    session.page.set_gate(pages.CLOSED)
+    session.page.set_grant([], 1 << 30, 2)
+    session.broker.answer = session.attach_on_request
+    assert late.do(COUNT) == 2
+    assert len(session.broker.messages) == 1
+
+
+def test_process_begun_after_the_suspend_takes_no_slot(session, until):
+    child, suspender = with_context(session), Suspender(session, 1)
+    suspender.suspend([child.pid], until)
+    late = session.child()
+    assert late.do(NVML + "n.nvmlInit();" + COUNT) == 2
+    assert [slot.pid for slot in session.slots()] == [child.pid]
+    # It has seen the gate open, so the next suspend may hold it, whatever the epoch.
+    session.page.set_gate(pages.UNUSED)
+    assert late.do(COUNT) == 2
+    session.page.set_gate(pages.CLOSED)
+    session.broker.answer = session.attach_on_request
+    assert late.do(COUNT) == 2
+    assert len(session.broker.messages) == 1
+
+
+def test_call_that_never_returned_holds_up_no_later_suspend(session, until):
+    """A handler's siglongjmp leaves a call, and so does the end of its thread."""
+    child = with_context(session)
+    enter = "C.gpupool_nvml_enter(None, ctypes.c_bool(True))"
+    child.do(enter)
+    assert counted(session) == [1]
+    child.do(COUNT)
+    assert counted(session) == [0]
+    child.do("threading.Thread(target=time.sleep, args=(600,)).start()")
+    child.send(f"{enter}; ctypes.CDLL(None).pthread_exit(None)")
+    until(lambda: main_thread_ended(child.pid))
+    assert counted(session) == [0]
+
+
+def main_thread_ended(pid):
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "Z"
+
+
 def test_interrupt_ends_the_wait(session):
     child = with_context(session)
     session.page.set_gate(pages.CLOSED)

@@ -20,6 +20,7 @@ static struct {
         char name[NAME];
         CUuuid uuid, uuid_v2;
         int major, minor;
+        size_t total;
         int attribute[ATTRIBUTES];
         CUresult attribute_error[ATTRIBUTES];
     } device[PAGE_DEVICES];
@@ -44,6 +45,8 @@ void cached_fill(void)
             cache.device[d].uuid_v2 = cache.device[d].uuid;
         REAL(cuDeviceComputeCapability)
         (&cache.device[d].major, &cache.device[d].minor, d);
+        if (REAL(cuDeviceTotalMem_v2)(&cache.device[d].total, d))
+            cache.device[d].total = 0;
         for (int a = 0; a < ATTRIBUTES; a++)
             cache.device[d].attribute_error[a] =
                 REAL(cuDeviceGetAttribute)(&cache.device[d].attribute[a], a, d);
@@ -73,6 +76,17 @@ static inline bool remembered(void)
 static bool known(CUdevice device)
 {
     return device >= 0 && device < cache.count;
+}
+
+bool cached_total(size_t *bytes, CUdevice device)
+{
+    pthread_rwlock_rdlock(&lock);
+    bool is = cache.filled && known(device) && cache.device[device].total &&
+              cache.epoch == __atomic_load_n(&guard_page->epoch, __ATOMIC_ACQUIRE);
+    if (is)
+        *bytes = cache.device[device].total;
+    pthread_rwlock_unlock(&lock);
+    return is;
 }
 
 /* ASK(call): the driver's answer; at the gate if the driver would block and nothing is cached. */

@@ -184,10 +184,7 @@ bool gate_closed(void)
  * session are suspended, and the driver suspends a process only when its work is done. */
 static bool drained(void)
 {
-    for (int i = 0; i < PAGE_DEVICES; i++)
-        if (__atomic_load_n(&guard_page->granted[i], __ATOMIC_SEQ_CST))
-            return false;
-    return gate_closed();
+    return !page_has_lease(guard_page) && gate_closed();
 }
 
 /* ---- for C functions and counted calls */

@@ -110,6 +110,8 @@ void gate_step_back(void);
 
 /* Cache the driver's answers about the devices, to answer while it would block (cached.c). */
 void cached_fill(void);
+/* The memory of the whole device; false: not known in this lease. */
+bool cached_total(size_t *bytes, CUdevice device);
 
 /* ---- the launch window (window.c) */
 
@@ -217,6 +219,13 @@ void current_destroyed_later(CUcontext context);
 /* Whether the driver does not know this thread's context yet; set it in the driver. */
 bool current_differs(void);
 void current_apply(void);
+
+/* ---- NVML (nvml_calls.c) */
+
+/* At the first use of CUDA or NVML, and at later ones of NVML: whether the session is suspended, so that this process
+ * is not. */
+void nvml_calls_began(const struct page *page);
+void nvml_calls_thread_ends(void);
 
 /* ---- waiting (wait.c) */
 

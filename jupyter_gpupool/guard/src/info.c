@@ -64,14 +64,15 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
 static bool keeps_the_total(void)
 {
     static const char *const names[] = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"};
+    static const char option[] = "expandable_segments";
     for (int i = 0; i < 2; i++) {
-        const char *at = getenv(names[i]);
-        at = at ? strstr(at, "expandable_segments") : NULL;
-        if (!at)
-            continue;
-        at += strlen("expandable_segments");
-        at += strspn(at, " :");
-        if (!strncmp(at, "True", 4))
+        bool keeps = false; /* the last one in the variable counts */
+        for (const char *at = getenv(names[i]); at && (at = strstr(at, option));) {
+            at += strlen(option);
+            at += strspn(at, " :");
+            keeps = !strncmp(at, "True", 4);
+        }
+        if (keeps)
             return true;
     }
     return false;
@@ -79,17 +80,15 @@ static bool keeps_the_total(void)
 
 CUresult wrap_cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
 {
-    static uint64_t reals[PAGE_DEVICES]; /* the driver's answers */
     struct slice_memory m;
     size_t real = 0;
     if (guard_blocked() && bytes) {
         struct here h = here_of_device(device);
-        uint64_t known = h.ordinal < 0 ? 0 : __atomic_load_n(&reals[h.ordinal], __ATOMIC_RELAXED);
-        if (known && keeps_the_total()) {
-            *bytes = known;
+        bool keeps = h.ordinal >= 0 && keeps_the_total();
+        if (keeps && cached_total(bytes, device))
             return CUDA_SUCCESS;
-        }
-        if (h.ordinal >= 0 && slice_memory(guard_page, h.ordinal, UINT64_MAX, UINT64_MAX, &m)) {
+        /* A smaller figure now would be too small later, so an unknown one is worth the wait for the slice. */
+        if (h.ordinal >= 0 && !keeps && slice_memory(guard_page, h.ordinal, UINT64_MAX, UINT64_MAX, &m)) {
             *bytes = m.total;
             return CUDA_SUCCESS;
         }
@@ -102,8 +101,6 @@ CUresult wrap_cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
     guard_leave();
     if (!result) {
         *bytes = real;
-        if (ordinal >= 0)
-            __atomic_store_n(&reals[ordinal], real, __ATOMIC_RELAXED);
         if (ordinal >= 0 && !keeps_the_total() && slice_memory(guard_page, ordinal, real, real, &m))
             *bytes = m.total;
     }

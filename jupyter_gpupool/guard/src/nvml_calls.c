@@ -16,15 +16,54 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* The word that counts this process's call; only its main thread uses it. */
+/* The word that counts this process's call; only its main thread uses it. So it is set, not added to: a call that a
+ * longjmp has left would otherwise count until the process ends. */
 static uint32_t *counted;
+
+/* The process that noted it, in the low half; above, if its session was suspended then, 1 + the lease's epoch. */
+static uint64_t began;
+
+/* The broker removes the lease when the driver has suspended the processes, and writes the next one before it opens
+ * the gate. */
+static bool suspended(const struct page *page)
+{
+    return !page_has_lease(page) && __atomic_load_n(&page->gate, __ATOMIC_SEQ_CST) == GATE_CLOSED;
+}
+
+void nvml_calls_began(const struct page *page)
+{
+    uint64_t before = __atomic_load_n(&began, __ATOMIC_ACQUIRE), now = (uint32_t)getpid();
+    if ((uint32_t)before != now) {
+        /* In the child of a fork() it is the parent's, and a suspended parent's locks are copied. */
+        uint32_t epoch = page ? (uint32_t)page->epoch + 1 : 0;
+        if (page && suspended(page) && (!before || before >> 32 == epoch))
+            now |= (uint64_t)epoch << 32;
+    } else if (before == now || !page || suspended(page)) {
+        return;
+    }
+    __atomic_compare_exchange_n(&began, &before, now, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+
+/* The driver can suspend only a process that has called CUDA or NVML. If this one had not when its session was
+ * suspended, the driver answers it: there has been no other suspend since, unless an admin's pause has set processes
+ * aside. */
+static bool spared(const struct page *page)
+{
+    uint64_t word = __atomic_load_n(&began, __ATOMIC_ACQUIRE);
+    if (guard_has_context() || word >> 32 == 0 || word >> 32 != (uint32_t)page->epoch + 1)
+        return false;
+    for (int i = 0; i < PAGE_SLOTS; i++)
+        if (__atomic_load_n(&page->slot[i].landing, __ATOMIC_SEQ_CST) == LANDING_ASIDE)
+            return false;
+    return true;
+}
 
 /* A killed process leaves its slot, and nothing of it is suspended. */
 static bool suspends(void)
 {
     if (landing_moves())
         return true;
-    if (!page_suspends(guard_page))
+    if (!page_suspends(guard_page) || spared(guard_page))
         return false;
     if (page_deaths()) {
         page_lock();
@@ -41,12 +80,13 @@ static CUresult wait_for_resume(void)
 
 EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits)
 {
+    nvml_calls_began(guard_page ? guard_page : seen);
     if (syscall(SYS_gettid) != getpid() || gate_inside())
         return NVML_CALL_PASSES;
     if (!__atomic_load_n(&guard_settled, __ATOMIC_ACQUIRE)) {
         /* It has not called CUDA. An NVML call is no reason to load the driver and take a slot, unless it would
          * block. */
-        if (!seen || !page_suspends(seen))
+        if (!seen || !page_suspends(seen) || spared(seen))
             return NVML_CALL_PASSES;
         CUresult error = guard_settle();
         if (error)
@@ -57,12 +97,12 @@ EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits)
         return NVML_CALL_PASSES;
     for (;;) {
         /* A full barrier before the load of the gate; the broker closes the gate before it reads the count. */
-        __atomic_add_fetch(&slot->nvml, 1, __ATOMIC_SEQ_CST);
+        __atomic_exchange_n(&slot->nvml, 1, __ATOMIC_SEQ_CST);
         if (!suspends()) {
             counted = &slot->nvml;
             return NVML_CALL_COUNTED;
         }
-        __atomic_sub_fetch(&slot->nvml, 1, __ATOMIC_SEQ_CST);
+        __atomic_store_n(&slot->nvml, 0, __ATOMIC_SEQ_CST);
         if (!waits || gate_ends())
             return NVML_CALL_ENDS;
         if (wait_for_resume())
@@ -73,7 +113,14 @@ EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits)
 EXPORTED void gpupool_nvml_leave(void)
 {
     if (counted) /* NULL in a process that another thread has forked during the call */
-        __atomic_sub_fetch(counted, 1, __ATOMIC_SEQ_CST);
+        __atomic_store_n(counted, 0, __ATOMIC_SEQ_CST);
+    counted = NULL;
+}
+
+void nvml_calls_thread_ends(void)
+{
+    if (syscall(SYS_gettid) == getpid())
+        gpupool_nvml_leave();
 }
 
 void nvml_calls_fork(enum fork_when when)

@@ -203,6 +203,7 @@ static void thread_ends(void *unused)
     if (guard_slot_user)
         __atomic_sub_fetch(&users, 1, __ATOMIC_SEQ_CST);
     guard_slot_user = false;
+    nvml_calls_thread_ends();
     if (guard_first)
         __atomic_store_n(&has_first, 0, __ATOMIC_SEQ_CST);
     guard_first = false;
@@ -344,35 +345,45 @@ static const char *map(const char *path, bool *lost)
     return NULL;
 }
 
-enum page_state page_settle(void)
+static enum page_state find_page(void)
 {
     static bool remembered;
-    const char *path = getenv("GPUPOOL_PAGE");
+    const char *path = getenv("GPUPOOL_PAGE"), *why = NULL;
+    bool lost = false;
+    if (!path || !*path)
+        return PAGE_READY;
+    pthread_mutex_lock(&lock); /* the first calls of CUDA and of NVML may come at once */
     if (!guard_page) {
-        if (!path || !*path)
-            return PAGE_READY;
         if (!remembered)
             broker_remember(); /* once: another thread may have asked by now */
         remembered = true;
-        bool lost;
-        const char *why = map(path, &lost);
-        /* Deleted under a living session, for example at a logout: the broker still has it. */
-        if (why && lost)
-            return PAGE_LOST;
-        if (why)
-            return refuse(why);
-        gate_at_exit();
+        why = map(path, &lost);
+        if (!why)
+            gate_at_exit();
     }
+    pthread_mutex_unlock(&lock);
+    /* Deleted under a living session, for example at a logout: the broker still has it. */
+    return why && lost ? PAGE_LOST : why ? refuse(why) : PAGE_READY;
+}
+
+enum page_state page_settle(void)
+{
+    enum page_state state = guard_page ? PAGE_READY : find_page();
+    if (state != PAGE_READY || !guard_page)
+        return state;
+    nvml_calls_began(guard_page);
     if (!take_slot())
         return refuse("cannot be used by a process that cannot read /proc/self/stat. A later call tries again");
     return guard_slot() ? PAGE_READY : refuse("has no room for a 257th process. End some of its processes");
 }
 
-/* For the guard of NVML, which has no connection to the broker: it needs a page that has no path. */
+/* For the guard of NVML, which has no connection to the broker: it needs a page that has no path. It is no reason to
+ * load the driver and take a slot, and a thread that may only show figures does not ask again. */
 __attribute__((visibility("default"))) const struct page *gpupool_page(void);
 const struct page *gpupool_page(void)
 {
-    guard_settle();
+    if (!guard_page && find_page() == PAGE_LOST && broker_page() == ANSWER_OK)
+        find_page();
     return guard_page;
 }
 

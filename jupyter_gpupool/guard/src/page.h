@@ -126,6 +126,15 @@ static inline bool page_suspends(const struct page *page)
     return false;
 }
 
+/* Whether the session has a lease: memory on any device. */
+static inline bool page_has_lease(const struct page *page)
+{
+    for (int i = 0; i < PAGE_DEVICES; i++)
+        if (__atomic_load_n(&page->granted[i], __ATOMIC_SEQ_CST))
+            return true;
+    return false;
+}
+
 /* A number for a device's UUID (FNV-1a), none of those above. */
 static inline uint64_t page_name(const char *uuid)
 {
