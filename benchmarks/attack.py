@@ -27,7 +27,7 @@ def line(kind: str, **fields: Any) -> bytes:
 
 
 class Attack:
-    """One attacker: its connections until ``seconds`` are over, and its counts."""
+    """One attacker. It opens connections for ``seconds`` and counts what happens."""
 
     def __init__(self, path: str, seconds: float) -> None:
         self.path = path

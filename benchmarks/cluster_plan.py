@@ -69,7 +69,8 @@ class Node:
         self.name = name
         self.budgets = [Budgets(name, 1) for _ in range(shards)]
         self.used: Counter[Key] = Counter()
-        #: What its kernels would use if all of them computed: it keeps that if nobody else waits.
+        #: What the node's kernels would use if all of them computed. The node keeps it while no
+        #: other waits.
         self.kernels: Counter[Key] = Counter()
         self.waiting: list[tuple[float, str, tuple[Key, ...]]] = []
         self.last = [-1.0] * shards

@@ -183,7 +183,7 @@ def crowd(earlier: int) -> list[Look]:
 
 
 def countdown() -> list[Look]:
-    """An idle kernel while nobody waits; then somebody does."""
+    """An idle kernel keeps its slice until another kernel waits."""
     stage = Stage("idle: nobody waits, then somebody who can use the slice")
     for name, gib in (("mine", 6), ("bob", 6), ("cat", 6)):
         stage.open(name, gib)

@@ -29,7 +29,7 @@ class Member:
         if self.pid == 0:
             status = 1
             try:
-                # Also if this process is killed.
+                # The child also ends if its parent is killed.
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
                 os.close(self._tell)
                 if os.getppid() == parent:

@@ -139,7 +139,7 @@ def configuration(night_at: float, night: float) -> dict[str, Any]:
         datetime.fromtimestamp(at, timezone.utc).strftime("%H:%M")
         for at in (night_at, night_at + 12 * 3600)
     ]
-    # Everybody here is one user, who is in all groups and chooses one for each kernel.
+    # All kernels here belong to one user, who is in all groups and chooses one for each kernel.
     me = [getpass.getuser()]
     groups: dict[str, Any] = {"services": {"guarantee": "2GiB", "users": me, "order": 9}}
     for order, (name, weight) in enumerate(WEIGHTS.items()):

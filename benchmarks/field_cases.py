@@ -347,7 +347,7 @@ def flood(quick: bool) -> Case:
         start(calm)
         before = [t for times in observe(calm, here.seconds(60)) for t in times]
         crowd = [notebook("flooder", 0.0, 100 + n) for n in range(many)]
-        # Their share is an eleventh of the card: most of them wait for a first turn all the time.
+        # Each has an eleventh of the card, so at any time most of them wait for a first turn.
         start(crowd, ready=False)
         begun = time.time()
         during = [t for times in observe(calm, here.seconds(160)) for t in times]

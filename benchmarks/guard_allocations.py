@@ -32,7 +32,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 #: Most nanoseconds that the guard may add to an allocation, and to a free.
 BUDGETS_NS = {"alloc": 80.0, "free": 100.0}
 
-#: Most nanoseconds in all for an allocation that the broker has just refused.
+#: An allocation that the broker has just refused may take at most so many nanoseconds.
 REFUSED_NS = 5000.0
 
 #: Another process of the session: it makes a context, allocates a little, and waits.
@@ -124,7 +124,7 @@ def neighbour(stack: ExitStack, env: dict[str, str]) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", NEIGHBOUR], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    stack.callback(child.communicate)  # its end of input ends it
+    stack.callback(child.communicate)  # the program ends when its input ends
     assert child.stdout is not None
     assert child.stdout.readline() == b"\n", "a neighbour has not started"
 

@@ -53,7 +53,7 @@ def waits(rows: Sequence[dict[str, Any]], crowd: str, seconds: float) -> list[Wa
             asked[name] = group, at, max(0.0, rest)
         elif new == "attaching" and name in asked:
             group, since, rest = asked.pop(name)
-            # Its place is that of the victim whose suspend has just ended, if one had to go for it.
+            # The kernel takes the place of a victim whose suspend has just ended, if it needed one.
             found.append(Wait(group, since, min(rest, max(0.0, freed - since))))
     return found
 

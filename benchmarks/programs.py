@@ -126,7 +126,7 @@ class Player(threading.Thread):
         self.pause = pause
         self.times: list[tuple[float, float]] = []
         self.error = ""
-        #: Its process runs; and it has all that its turns need, such as its first slice.
+        #: The process runs, and has all that its turns need, such as a first slice.
         self.open, self.ready = threading.Event(), threading.Event()
         self._stopped = threading.Event()
         self._random = random.Random(seed)
@@ -167,7 +167,7 @@ class Player(threading.Thread):
 
 
 class Client(Player):
-    """Somebody who calls a service."""
+    """A client that calls a service."""
 
     def __init__(self, service: Service, pause: float, seed: int, **request: Any) -> None:
         super().__init__(pause, seed)
@@ -185,7 +185,7 @@ class Client(Player):
 
 
 class Notebook(Player):
-    """Somebody at a notebook: each cell computes, changes the state and checks it."""
+    """A user at a notebook, whose cells compute, change the state and check it."""
 
     def __init__(
         self, pause: float, seed: int, *, size: int, seconds: float, **slice_: Any

@@ -194,7 +194,7 @@ def kernels(gib: float, turns: int) -> dict[str, Any]:
         rows = client.call("journal", after=0, limit=1000)["rows"]
     took = [
         statistics.median(r["seconds"] for r in rows if r["kind"] == "suspend"),
-        # Its ``seconds`` are the wait's.
+        # The row's own ``seconds`` measure the wait, not the resume.
         statistics.median(r["detail"]["driver_seconds"] for r in rows if r["kind"] == "resume"),
     ]
     return {

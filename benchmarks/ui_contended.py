@@ -118,7 +118,7 @@ def told(session: dict[str, Any], now: float) -> str:
 def figures_between(
     before: tuple[dict[str, Any], float], after: tuple[dict[str, Any], float]
 ) -> tuple[str, ...]:
-    """Return the broker's figures from a second before one status until another one."""
+    """Return the figures that a page may show from a second before ``before`` until ``after``."""
     begin, end = before[1] - 1.0, after[1]
     times = [begin + 0.1 * step for step in range(int((end - begin) / 0.1) + 1)]
     return tuple(
@@ -241,7 +241,7 @@ def mine(replay: Replay, name: str) -> str:
 
 
 def countdown(replay: Replay) -> None:
-    """An idle kernel counts down; then somebody asks for what it holds."""
+    """An idle kernel counts down; then another kernel asks for its slice."""
     scene, place = "idle, nobody waits; then somebody does", replay.place
     place.do_fresh(idle_timeout=3600, preempt=[])
     label = mine(replay, "quiet")

@@ -34,7 +34,7 @@ from .ui_rest import DEVICES, SESSIONS, stage
 
 GiB = 1 << 30
 
-#: So many of the other sessions have a slice; the notebook still has room at once.
+#: This many other sessions have a slice, which leaves room for the notebook at once.
 HOLDING = 20
 POOL = {
     "emulate": f"{DEVICES}x8GiB,context=64MiB",
@@ -123,14 +123,14 @@ class Decisions:
         return min(found)[1]
 
     def last(self, state: str) -> float:
-        """Return when it last entered a state, since the last call."""
+        """Return when the kernel last entered ``state``; only rows since the last call count."""
         rows = self._client.call("journal", after=self._seq, session=self._session)["rows"]
         self._seq = rows[-1]["seq"]
         times = [r["time"] for r in rows if r["kind"] == "state" and r["detail"]["new"] == state]
         return float(times[-1])
 
     def idle_since(self) -> float:
-        """Return since when it is idle."""
+        """Return the time at which the kernel became idle."""
         for session in self._client.call("status")["sessions"]:
             if session["id"] == self._session and session["idle_since"] is not None:
                 return float(session["idle_since"])

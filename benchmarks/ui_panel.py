@@ -41,8 +41,8 @@ WANTING = 40
 #: Longest seconds until the delta of a change, and of the page's work on it.
 COMES, RESTS = 1.0, 0.1
 
-#: Chromium's counters of a page's seconds. Its scripts lack the callbacks of promises, in which
-#: JupyterLab updates widgets: hence the trace.
+#: Chromium's counters of a page's seconds. ScriptDuration leaves out the callbacks of promises, in
+#: which JupyterLab updates widgets. So the trace counts those.
 METRICS = ("TaskDuration", "ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
 
 

@@ -27,7 +27,7 @@ MAX_DEVICES = 64
 #: process.
 MAX_MEMORY = 1 << 40
 MAX_TOTAL = 16 << 40
-#: The least bytes/s of copies: a user who writes ``bandwidth=8`` means GB/s.
+#: The lowest accepted rate of copies, in bytes/s. It refuses ``bandwidth=8``, which means GB/s.
 MIN_BANDWIDTH = 1_000_000
 #: Device memory comes in pages of this many bytes, as on current NVIDIA hardware.
 PAGE = 2 << 20

@@ -16,12 +16,12 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Mapping
 
 from jupyter_client.kernelspec import KernelSpecManager
 
 from .errors import Code, GPUPoolError
-from .launcher import LAUNCHER
+from .launcher import LAUNCHER, REMOTE_PROVISIONER, encrypts
 from .text import did_you_mean
 
 PROVISIONER = "gpupool-provisioner"
@@ -30,6 +30,7 @@ PROVISIONER = "gpupool-provisioner"
 LOCAL_PROVISIONER = "local-provisioner"
 
 SUFFIX = " (Pooled GPU)"
+REMOTE_SUFFIX = " (Pooled GPU of the cluster)"
 _NAME = re.compile(r"^[a-z0-9._-]+$", re.IGNORECASE)  # as in jupyter_client
 
 
@@ -50,14 +51,14 @@ class PooledKernel:
 
 
 def list_pooled() -> list[PooledKernel]:
-    """Return the installed kernelspecs that start through our provisioner, by name."""
+    """Return the installed kernelspecs that start through a provisioner of ours, by name."""
     found = []
     for name, folder in sorted(KernelSpecManager().find_kernel_specs().items()):
         try:
             spec = _read(Path(folder))
         except KernelSpecError:
             continue  # a broken kernelspec is not listed
-        if _provisioner(spec) == PROVISIONER:
+        if _provisioner(spec) in (PROVISIONER, REMOTE_PROVISIONER):
             metadata = spec.get("metadata", {}).get("gpupool", {})
             wraps = str(metadata.get("wraps", "")) if isinstance(metadata, dict) else ""
             shown = str(spec.get("display_name", name))
@@ -70,6 +71,7 @@ def wrap(
     *,
     user: bool = False,
     prefix: str | None = None,
+    remote: bool = False,
     new_name: str | None = None,
     display_name: str | None = None,
 ) -> Path:
@@ -81,20 +83,25 @@ def wrap(
         As ``jupyter kernelspec list`` shows it.
     user, prefix:
         The place, as for ``jupyter kernelspec install``; neither: system-wide.
+    remote:
+        Its kernels start on the machine that the cluster chooses. That machine looks for the
+        kernelspec under the same name.
     new_name, display_name:
-        Default: ``gpupool-<name>``, and the original's with " (Pooled GPU)" added.
+        Default: ``gpupool-<name>``, with ``remote`` ``gpupool-remote-<name>``; and the original's
+        with " (Pooled GPU)" or " (Pooled GPU of the cluster)" added.
 
     Raises
     ------
     KernelSpecError
         If the kernelspec does not exist, is already pooled or uses another provisioner, if a
-        kernelspec that is no twin has the new name, or if the folder cannot be written.
+        kernelspec that is no twin has the new name, if its kernels must encrypt and cannot, or if
+        the folder cannot be written.
     """
     manager = KernelSpecManager()
     folder = _find(manager, name)
     spec = _native_or_read(folder)
     provisioner = _provisioner(spec)
-    if provisioner == PROVISIONER:
+    if provisioner in (PROVISIONER, REMOTE_PROVISIONER):
         raise KernelSpecError(
             f"The kernelspec {name!r} uses the GPU pool already.",
             next_step="`jupyter gpupool list` shows all that do.",
@@ -105,7 +112,9 @@ def wrap(
             "this machine can use its GPU pool.",
             next_step="Wrap a kernelspec without a kernel_provisioner.",
         )
-    target = (new_name or f"gpupool-{name}").lower()
+    if remote:
+        _check_encryption(name, spec)
+    target = (new_name or f"gpupool-{'remote-' if remote else ''}{name}").lower()
     if not _NAME.match(target):
         raise KernelSpecError(
             f"{target!r} is not a kernelspec name.",
@@ -113,13 +122,17 @@ def wrap(
         )
     _refuse_taken(manager, target)
     metadata = dict(spec.get("metadata") or {})
-    metadata["kernel_provisioner"] = {"provisioner_name": PROVISIONER, "config": {}}
+    metadata["kernel_provisioner"] = {
+        "provisioner_name": REMOTE_PROVISIONER if remote else PROVISIONER,
+        "config": {},
+    }
     metadata["gpupool"] = {"wraps": name}
     # For clients without provisioners; the provisioner removes the launcher. It runs in this
     # environment, even if the kernel belongs to another one.
     spec["argv"] = [sys.executable, "-m", LAUNCHER, "--kernel", target, "--", *spec["argv"]]
     spec["metadata"] = metadata
-    spec["display_name"] = display_name or f"{spec.get('display_name', name)}{SUFFIX}"
+    suffix = REMOTE_SUFFIX if remote else SUFFIX
+    spec["display_name"] = display_name or f"{spec.get('display_name', name)}{suffix}"
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / target
         shutil.copytree(folder, copy)
@@ -201,6 +214,18 @@ def _read(folder: Path) -> dict[str, Any]:
 def _provisioner(spec: dict[str, Any]) -> str:
     stanza = (spec.get("metadata") or {}).get("kernel_provisioner") or {}
     return str(stanza.get("provisioner_name", "")) if isinstance(stanza, dict) else ""
+
+
+def _check_encryption(name: str, spec: Mapping[str, Any]) -> None:
+    """Refuse a kernel that another machine would refuse at each start."""
+    if not encrypts(spec):
+        raise KernelSpecError(
+            f"The kernelspec {name!r} does not say that its kernel encrypts its messages, so it "
+            "may not be used from another machine.",
+            code=Code.NO_CURVE,
+            next_step='If the kernel can do that, add "supported_encryption": ["curve"] to its '
+            "metadata.",
+        )
 
 
 def _is_twin(spec: dict[str, Any]) -> bool:

@@ -50,8 +50,12 @@ OPENED_VARIABLE = "GPUPOOL_OPENED"
 #: Options of a kernelspec's ``config``.
 OPTIONS = ("memory", "limit", "devices", "compute", "priority", "group", "attach", "broker_socket")
 
-#: Those of them that are no part of a request.
-_BESIDE = ("group", "attach", "broker_socket")
+#: Starts a kernel on the machine that a cluster chooses. Its options for that choice.
+REMOTE_PROVISIONER = "gpupool-remote-provisioner"
+PLACEMENT_OPTIONS = ("model", "data")
+
+#: The options that do not belong to a request.
+_BESIDE = ("group", "attach", "broker_socket", *PLACEMENT_OPTIONS)
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 
@@ -101,6 +105,12 @@ def has_launcher(command: Sequence[str]) -> bool:
     return any(part in (LAUNCHER, IPYKERNEL_LAUNCHER) for part in command)
 
 
+def encrypts(spec: Mapping[str, Any]) -> bool:
+    """Return whether a kernelspec says that its kernel encrypts its messages."""
+    supported = (spec.get("metadata") or {}).get("supported_encryption") or ()
+    return "curve" in ([supported] if isinstance(supported, str) else supported)
+
+
 def enter_session(
     command: list[str],
     environ: MutableMapping[str, str],
@@ -133,7 +143,7 @@ def enter_session(
     return command, f"it is not an ipykernel, so only the guard could ask for its GPU slice, {why}"
 
 
-def check_options(stanza: Mapping[str, Any], kernel: str) -> None:
+def check_options(stanza: Mapping[str, Any], kernel: str, known: Sequence[str] = OPTIONS) -> None:
     """Refuse options of a kernelspec that do not exist.
 
     Raises
@@ -142,13 +152,18 @@ def check_options(stanza: Mapping[str, Any], kernel: str) -> None:
         With the unknown option and the nearest known one.
     """
     for name in stanza:
-        if name not in OPTIONS:
+        if name not in known:
             raise ConfigError(
                 f"The kernelspec of {kernel!r} has the option {name!r} for its GPU pool "
-                f"provisioner, which does not exist; there are {', '.join(OPTIONS)}.",
+                f"provisioner, which does not exist; there are {', '.join(known)}.",
                 code=Code.UNKNOWN_OPTION,
-                next_step=did_you_mean(name, OPTIONS),
+                next_step=did_you_mean(name, known),
             )
+
+
+def options_of(provisioner: str) -> tuple[str, ...]:
+    """Return the options that a kernelspec may have for a provisioner of ours."""
+    return (*OPTIONS, *PLACEMENT_OPTIONS) if provisioner == REMOTE_PROVISIONER else OPTIONS
 
 
 def same_environment(python: str) -> bool:
@@ -274,17 +289,23 @@ def _without_session(command: list[str], env: dict[str, str], why: str) -> tuple
 
 
 def open_session(
-    command: list[str], spec: Mapping[str, Any], kernel: str, env: dict[str, str]
+    command: list[str],
+    spec: Mapping[str, Any],
+    kernel: str,
+    env: dict[str, str],
+    *,
+    client_here: bool = True,
 ) -> tuple[list[str], str]:
     """Open a session for this process, with the request in the kernelspec ``spec``.
 
-    Return the kernel's command, and why it gets no GPU ("" if it may get one).
+    Return the kernel's command, and why it gets no GPU ("" if it may get one). Unless its client
+    runs elsewhere, a configuration here that differs from the broker's is noted in ``env``.
     """
-    from .config.differences import notice
-
     metadata = spec.get("metadata") or {}
-    stanza = (metadata.get("kernel_provisioner") or {}).get("config") or {}
+    provisioner = metadata.get("kernel_provisioner") or {}
+    stanza = provisioner.get("config") or {}
     shown = str(spec.get("display_name") or kernel)
+    check_options(stanza, shown, options_of(str(provisioner.get("provisioner_name"))))
     request, attach = _wanted(stanza, shown)
     if attach != "manual" and not runs_ipykernel(command):
         attach = "lazy"  # as in the provisioner: no agent sees its cells
@@ -299,16 +320,19 @@ def open_session(
             group=str(stanza.get("group") or "") or None,
         )
         final, why_not = enter_session(command, env, answer, socket)
-        text = notice(None, answer, who="This kernel's client")
-        if text:
-            env[NOTICE_VARIABLE] = text
+        if client_here:
+            # Slow to import.
+            from .config.differences import notice
+
+            text = notice(None, answer, who="This kernel's client")
+            if text:
+                env[NOTICE_VARIABLE] = text
         client.call("launched", session=answer["session"], pid=os.getpid())
     return final, why_not
 
 
 def _wanted(stanza: Mapping[str, Any], kernel: str) -> tuple[dict[str, Any], str | None]:
     """Return the request and the attach policy in a kernelspec's ``config``."""
-    check_options(stanza, kernel)
     request = {k: v for k, v in stanza.items() if k not in _BESIDE and v}
     for name in ("memory", "limit"):
         if name in request:
@@ -367,7 +391,6 @@ def _label(env: Mapping[str, str], shown: str) -> str:
 
 def living_broker(named: str) -> Path:
     """Return the socket of a living broker; start this user's own if there is none."""
-    from .config import load_settings
     from .starting import answers, ensure_broker, revive
 
     if named:
@@ -376,6 +399,8 @@ def living_broker(named: str) -> Path:
             revive(path, timeout=START_TIMEOUT)
         check_socket(path)
         return path
+    from .config import load_settings
+
     configured = load_settings().socket
     path = find_socket(configured)
     if answers(path):

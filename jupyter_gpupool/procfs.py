@@ -228,7 +228,7 @@ def translated(number: int, beside: int) -> int:
 
 
 def other_space(pid: int) -> int | None:
-    """Return the PID namespace of a process, 0 if it is this process's; None: not known."""
+    """Return the PID namespace of a process: 0 for this process's own, None if unknown."""
     found = spaces(pid)
     if found is None:
         return None

@@ -34,6 +34,7 @@ from .guard.install import without_guard
 from .launcher import (
     NOTICE_VARIABLE,
     OPENED_VARIABLE,
+    OPTIONS,
     check_options,
     enter_session,
     has_launcher,
@@ -82,7 +83,7 @@ class KernelNotStarted(GPUPoolError, HTTPError):
             next_step=error.next_step,
             details=error.details,
         )
-        # Last: the base classes call each other, and this one sets what the server shows.
+        # HTTPError comes last, because the base classes call each other and it sets what users see.
         asked_wrongly = isinstance(error, (ConfigError, RefusedError))
         HTTPError.__init__(self, 400 if asked_wrongly else 503, str(error))
         self.reason = "The GPU pool refused the kernel"
@@ -145,6 +146,8 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         c.GPUPoolProvisioner.broker_socket = "/run/gpupool/broker.sock" """,
     ).tag(config=True)
 
+    #: What a kernelspec's ``config`` may have.
+    _known: tuple[str, ...] = OPTIONS
     _socket: Path | None = None
     _session: str = ""
     #: The driver hangs if this kernel is killed after a suspend and resume.
@@ -157,7 +160,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         spec = kwargs.get("kernel_spec")
         stanza = getattr(spec, "metadata", {}).get("kernel_provisioner", {}).get("config", {})
         try:
-            check_options(stanza, getattr(spec, "display_name", "this kernel"))
+            check_options(stanza, getattr(spec, "display_name", "this kernel"), self._known)
             super().__init__(**kwargs)
         except GPUPoolError as error:
             raise KernelNotStarted(error) from error
@@ -184,7 +187,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             raise KernelNotStarted(error) from error
         try:
             kwargs = await super().pre_launch(**kwargs)
-            # This server may itself run in a session, whose page is not the kernel's.
+            # This server may itself run in a session, which has another page than the kernel.
             environ = kwargs["env"] = without_guard(kwargs["env"])
             text = await self._in_thread(self._other_configuration, answer)
             if text:

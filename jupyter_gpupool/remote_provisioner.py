@@ -18,12 +18,14 @@ from typing import Any, Mapping
 
 import zmq
 from jupyter_client.provisioning import KernelProvisionerBase
+from traitlets import List, Unicode
 
 from .client import Client
 from .cluster.authenticators import authenticator
 from .cluster.identity import Authenticator, cannot, order_text
 from .cluster.kernel_host import PORTS
 from .errors import Code, GPUPoolError, RefusedError
+from .launcher import REMOTE_PROVISIONER, options_of
 from .provisioner import GPUPoolProvisioner, KernelNotStarted
 
 #: Seconds for an order, and between two questions whether the kernel runs.
@@ -40,6 +42,20 @@ _UNKNOWN_END = frozenset({
 class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
     """Starts a kernel on another machine of the cluster, with the options of the local one."""
 
+    model = Unicode(
+        "",
+        help="""The GPU that the kernel needs: words of its name, as `jupyter gpupool status
+        --cluster --json` shows it. Only machines all of whose GPUs have these words count. Example:
+        c.GPUPoolRemoteProvisioner.model = "H100" """,
+    ).tag(config=True)
+    data = List(
+        Unicode(),
+        help="""Folders that the kernel works with, besides its working folder. Among machines with
+        room and queues alike, those with them in c.GPUPool.cluster_data come first. Example:
+        c.GPUPoolRemoteProvisioner.data = ["/scratch/imagenet"]""",
+    ).tag(config=True)
+
+    _known = options_of(REMOTE_PROVISIONER)
     _node: str = ""
     _ports: Mapping[str, int] = {}
     _identity: str = ""
@@ -68,7 +84,8 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         await self._check_ended()
         if not self._node:
             try:
-                answer = await self._in_thread(self._place)
+                folder = str(kwargs.get("cwd") or Path.cwd())
+                answer = await self._in_thread(self._place, folder)
             except GPUPoolError as error:
                 raise KernelNotStarted(error) from error
             self._node, self._identity = str(answer["node"]), str(answer["identity"])
@@ -227,10 +244,11 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
             return
         self.log.warning("GPU pool: the kernel on %s ended:\n%s", self._node, found["log"])
 
-    def _place(self) -> Mapping[str, Any]:
+    def _place(self, folder: str) -> Mapping[str, Any]:
         wanted = {k: v for k, v in self._wanted().items() if k in ("memory", "devices")}
+        data = [*self.data, folder]
         try:
-            answer, self._socket = self._client.ask("place", **wanted)
+            answer, self._socket = self._client.ask("place", **wanted, model=self.model, data=data)
         finally:
             self._client.close()
         return answer

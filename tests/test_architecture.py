@@ -43,7 +43,7 @@ ALLOWED: dict[str, str] = {
     "ipykernel_launcher": "launcher",
     "provisioner": "__init__ client config endpoint guard kernelspecs "
     "launcher protocol starting startrecord",
-    "remote_provisioner": "client cluster provisioner",
+    "remote_provisioner": "client cluster launcher provisioner",
     # emulation: the server finds out without a broker whether there is a driver, real or emulated.
     "server": "__init__ client config durations emulation endpoint protocol starting startrecord",
     "kernelspecs": "launcher",
@@ -65,7 +65,7 @@ THIRD_PARTY = {
     "broker": {"prometheus_client", "tornado", "traitlets", "jupyter_core"},
     "kernel": {"IPython", "traitlets", "ipykernel"},
     "provisioner": {"jupyter_client", "tornado", "traitlets"},
-    "remote_provisioner": {"jupyter_client", "zmq"},
+    "remote_provisioner": {"jupyter_client", "traitlets", "zmq"},
     "server": {
         *("jupyter_core", "jupyter_server", "prometheus_client", "tornado", "traitlets", "yaml"),
     },

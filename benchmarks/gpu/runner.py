@@ -127,7 +127,7 @@ def _found(item: Item, report: Path) -> Any:
 def end_descendants(before: Sequence[psutil.Process]) -> list[str]:
     """Kill all processes that an item has left; describe those that did not end.
 
-    The children that were there ``before`` the item, and theirs, are somebody else's.
+    Children from ``before`` the item, and their children, belong to other programs.
     """
 
     def left() -> Iterator[psutil.Process]:

@@ -160,7 +160,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         case(0.4, call, size, serial, max(30.0, end - time.monotonic()))
         large = larger(cases, size, largest, rounds, phase, end) if not options.quick else 0
         if large:
-            # The same bytes in all, so a phase takes as long as with the small state.
+            # The total of bytes stays the same, so a phase takes as long as with the small state.
             few = max(1, passes * size // large)
             slow = f"job({large}, {rounds}, {few}, {max(1, batch * size // large)}, {phase})"
             # A job alone was measured with the small state: its phases take as long.

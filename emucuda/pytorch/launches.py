@@ -128,7 +128,7 @@ class Launcher:
         try:
             self._work[key]()
         except BaseException as error:  # an interrupt, too, is raised by the launch
-            if key in self._kept:  # nobody waits for it: as on hardware, the context ends
+            if key in self._kept:  # no thread waits for it: as on hardware, the context ends
                 traceback.print_exc()
                 return _LAUNCH_FAILED
             self._thread.error = error

@@ -19,7 +19,7 @@ struct graph_memory {
     int device;
     bool live;
     bool instantiated;   /* in use by one executable graph; a second one is refused */
-    unsigned references; /* nodes, and one while live */
+    unsigned references; /* one for each node, and one while `live` */
     CUmemPoolProps props;
     struct graph_memory *next;
 };

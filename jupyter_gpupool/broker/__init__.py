@@ -44,6 +44,7 @@
 ``gpu/health``          devices that failed
 ``gpu/maintenance``     pause, drain, resume, retest
 ``gpu/setaside``        kernels without a slice, suspended for a pause
+``gpu/refusals``        when a state that the driver refuses to restore counts as lost
 ``pages/setup``         whether new kernels run under the guard, and their variables for it
 ``pages/control``       the shared pages, kept equal to the pool's records
 ``pages/translation``   whose numbers those in a page are, where processes have their own

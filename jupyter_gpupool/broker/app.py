@@ -153,7 +153,8 @@ class BrokerApp:
             # A thread that computes (the text of metrics, a page of history) may otherwise keep the
             # event loop waiting for 5 ms each time: measured, a median of 7 ms instead of 0.7.
             sys.setswitchinterval(SWITCH)
-            # Only now: before, the monitor would take the sessions' processes for foreign ones.
+            # The monitor starts only now. Earlier it would take the sessions' processes for foreign
+            # ones.
             broker.monitor.start()
             broker.maintenance.go_on()
             server = Server(broker.router, _LOG)

@@ -29,8 +29,8 @@ FRESH = 1.0
 PATIENCE = 5.0
 
 
-def summary_of(core: Core) -> Summary:
-    """Return what this machine has."""
+def summary_of(core: Core, data: tuple[str, ...]) -> Summary:
+    """Return what this machine has; ``data`` are the folders on disks of its own."""
     views = core.pool.device_views()
     return Summary(
         len(views), sum(bool(view.drained_reason) for view in views),
@@ -38,7 +38,7 @@ def summary_of(core: Core) -> Summary:
         sum(0 if view.drained_reason else view.free for view in views),
         sum(state == "queued" for state in core.busy.values()),
         tuple((view.device.name, view.free) for view in views if not view.drained_reason),
-        tuple(sorted(Counter(session.owner.name for session in core.sessions).items())),
+        tuple(sorted(Counter(session.owner.name for session in core.sessions).items())), data,
     )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ class ClusterViews:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits for a view."""
+        """Whether a connection waits for a view."""
         return bool(self._waiting)
 
     def look(
@@ -97,7 +97,7 @@ class ClusterViews:
             self._waiting.remove(row)
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Cancel all timers: no waiting request gets an answer any more."""
         for _, _, _, timer in self._waiting:
             timer.cancel()
         self._waiting.clear()

@@ -54,7 +54,7 @@ class Clock:
 
 
 class Core:
-    """The pool and what is kept beside it.
+    """The pool, and the broker's state around it.
 
     Parameters
     ----------

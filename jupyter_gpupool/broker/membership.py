@@ -39,7 +39,7 @@ class _KnownGroups:
     hub_groups: frozenset[str] = frozenset()
     #: Loop time.
     until: float = 0.0
-    #: All that were asked have answered; else nobody knows.
+    #: Whether all sources have answered; if not, groups may be missing.
     sure: bool = False
 
 

@@ -322,10 +322,13 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ledger counts nothing of it any more), kernels (with a slice), connected (the ledger answers)
     "leave": ({}, {}),
     # ---- any client
-    # on a machine of a cluster: where a kernel with ``memory`` bytes on each of ``devices`` GPUs
-    # would start. ok: node, considered (name, and what it lacks), identity
-    # (c.GPUPool.cluster_identity)
-    "place": ({}, {"memory": _COUNT, "devices": _COUNT}),
+    # on a machine of a cluster: where a kernel with ``memory`` bytes on each of ``devices`` GPUs of
+    # this model would start, which works with these folders. ok: node, considered (name, and what
+    # it lacks), identity (c.GPUPool.cluster_identity)
+    "place": (
+        {},
+        {"memory": _COUNT, "devices": _COUNT, "model": Text(), "data": Items(Text(4096), 16)},
+    ),
     # an order in a credential, for the broker of the machine ``node``. ok: result
     "order": ({"node": Text(), "credential": CREDENTIAL}, {}),
     # on a machine of a cluster. ok: name (of this machine), own (what it has), connected (the

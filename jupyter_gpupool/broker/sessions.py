@@ -19,6 +19,7 @@ from ..guard.page import Page
 from ..pool.model import Owner
 from ..procfs import ProcessId, alive, open_pidfd
 from ..protocol import Message
+from .gpu.refusals import Refusals
 from .transport.auth import Peer, User
 from .transport.connection import Connection
 
@@ -138,7 +139,7 @@ class LiveSession:
     #: Its suspended processes, children first; empty once they are resumed.
     frozen: tuple[ProcessId, ...] = ()
     #: Restores in a row that the driver refused, with room and with the state still there.
-    unrestored: int = 0
+    refusals: Refusals = field(default_factory=Refusals)
     #: Why its state could never be suspended where it runs, and its user's notice while host
     #: memory is short there; "" if there is none.
     host_limit: str = ""

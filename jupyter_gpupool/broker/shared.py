@@ -255,7 +255,9 @@ class SharedLimits:
     def _shown(self, connection: Connection, view: Mapping[str, Any] | None) -> dict[str, Any]:
         core, peer = self._core, connection.peer
         user, keys = owner_of(peer.uid).name, None
-        own: Mapping[str, Any] | None = summary_of(core)._asdict()
+        own: Mapping[str, Any] | None = summary_of(
+            core, self._configuration.settings.cluster_data
+        )._asdict()
         if not self._configuration.access.is_admin(peer):
             keys = keys_for(user, core, self._configuration.settings.pool)
             own = of_user(own, user)
@@ -345,8 +347,8 @@ class SharedLimits:
         (connection, request), now = self._pending, time.monotonic()
         self._forget_pending()
         self._reported = now
-        summary, looks = summary_of(self._core), self._views.wanted
-        report = replace(self._budgets.report(now), summary=summary, looks=looks)
+        summary = summary_of(self._core, self._configuration.settings.cluster_data)
+        report = replace(self._budgets.report(now), summary=summary, looks=self._views.wanted)
         text = json.dumps(report_to_json(report), separators=(",", ":"))
         connection.answer(request, {"report": text})
 

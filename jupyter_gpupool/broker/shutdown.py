@@ -125,7 +125,7 @@ class Ending:
 
     def _end_now(self, why: str) -> None:
         # No logging: the thread that was interrupted may hold its lock.
-        with suppress(OSError):  # nobody may read it any more
+        with suppress(OSError):  # perhaps no process reads it any more
             os.write(2, f"{why}: ended by force; the next one goes on from the journal\n".encode())
         for act in self._last_acts:
             act()

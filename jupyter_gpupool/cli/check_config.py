@@ -46,7 +46,7 @@ _DEVICES = re.compile(r"([0-9]{1,4})x(.+)")
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs that sizes are counted on; none: nobody knows them."""
+    """The GPUs against which sizes are checked; empty if they are unknown."""
 
     capacities: Sequence[int]
     #: Where they are, as the end of the sentence "16 GPUs with 1.3 TiB ...".

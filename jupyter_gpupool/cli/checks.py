@@ -358,7 +358,7 @@ def stanzas() -> list[Finding]:
     from traitlets import TraitError
 
     from ..kernelspecs import list_pooled
-    from ..launcher import check_options
+    from ..launcher import PLACEMENT_OPTIONS, check_options, options_of
     from ..provisioner import GPUPoolProvisioner
 
     found = []
@@ -367,8 +367,9 @@ def stanzas() -> list[Finding]:
         stanza = json.loads(path.read_text(encoding="utf-8"))["metadata"]["kernel_provisioner"]
         options = stanza.get("config", {})
         try:
-            check_options(options, kernel.name)
-            GPUPoolProvisioner(**options)
+            check_options(options, kernel.name, options_of(stanza["provisioner_name"]))
+            # The other provisioner, which needs pyzmq with CurveZMQ, has the same ones otherwise.
+            GPUPoolProvisioner(**{k: v for k, v in options.items() if k not in PLACEMENT_OPTIONS})
         except (GPUPoolError, TraitError, TypeError) as error:
             todo = f"Correct {path}: its kernels do not start."
             found.append(Finding("warn", "kernelspec", f"{kernel.name}: {error}", todo))

@@ -43,7 +43,7 @@ def _node(options: Options) -> int:
             code=Code.BAD_REQUEST,
             next_step="Give --head, or --join with the head's address.",
         )
-    import asyncio  # this import and the next are most of the time in which other commands start
+    import asyncio  # not above: these two imports would slow the start of all other commands
     import logging
 
     from ..cluster.node import run_node

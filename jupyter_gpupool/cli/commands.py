@@ -144,7 +144,15 @@ def _list(_: Options) -> int:
         argument("--sys-prefix", action="store_true", help="in this Python environment"),
         argument("--prefix", metavar="FOLDER", help="under FOLDER/share/jupyter/kernels"),
     ),
-    argument("--name", dest="new_name", metavar="NEW", help="default: gpupool-NAME"),
+    argument(
+        "--remote", action="store_true",
+        help="its kernels start on the machine that the cluster chooses; run the same command on "
+        "every machine",
+    ),
+    argument(
+        "--name", dest="new_name", metavar="NEW",
+        help="default: gpupool-NAME, with --remote gpupool-remote-NAME",
+    ),
     argument("--display-name", metavar="TEXT", help="default: with ' (Pooled GPU)' added"),
 )  # fmt: skip
 def _wrap(options: Options) -> int:
@@ -155,10 +163,13 @@ def _wrap(options: Options) -> int:
         options.name,
         user=options.user,
         prefix=sys.prefix if options.sys_prefix else options.prefix,
+        remote=options.remote,
         new_name=options.new_name,
         display_name=options.display_name,
     )
     print(f"Kernel {folder.name!r} uses the pool: {folder}")
+    if options.remote:
+        print("Every machine of the cluster needs this kernel under this name, too.")
     argv = json.loads((folder / "kernel.json").read_text())["argv"]
     if not runs_ipykernel(kernel_command(argv)):
         print(

@@ -111,7 +111,7 @@ def install_service(
 
 def _found(manager: Manager, base: Path) -> dict[Path, Path]:
     """Return the service's files that are there: where they are, by where they belong."""
-    # Their places do not depend on what they say.
+    # The paths of these files do not depend on their contents.
     places = [file.path for file in manager.files(Layout(Path("/"), (), MACHINE_SOCKET, _STATE))]
     found = {place: base / place.relative_to("/") for place in places}
     return {place: path for place, path in found.items() if path.exists()}
@@ -147,7 +147,7 @@ def _running_manager(root: Path | None) -> str:
 
 
 def _layout(config: Sequence[Path]) -> Layout:
-    """Return what the files say, by the configuration that the broker will read."""
+    """Return the contents of the service's files for the configuration ``config``."""
     wanted = [path.expanduser().absolute() for path in config]
     settings = load_timetable(wanted).base
     if settings.socket and Path(settings.socket) != MACHINE_SOCKET:

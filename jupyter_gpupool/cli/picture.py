@@ -306,7 +306,7 @@ def _row(session: Snapshot, letters: Mapping[str, str], now: float) -> tuple[str
 
 
 def _leaving(session: Snapshot, now: float) -> str:
-    """Return when an idle slice leaves, as the chip has it: by the clock only if that decides."""
+    """Return when an idle slice leaves, as the chip does: a time only if no session wants it."""
     if session.get("wanted"):
         kept = (session.get("keep_until") or 0.0) > now
         return ", kept" if kept else ", may move"

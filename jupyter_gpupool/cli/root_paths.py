@@ -23,7 +23,7 @@ def changeable(path: Path) -> str:
         try:
             found = at.lstat()
         except OSError:
-            return ""  # its folder was looked at before
+            return ""  # its folder was checked before
         last = number + 1 == len(steps) or not os.path.lexists(steps[number + 1])
         # In a sticky folder nobody replaces the files of root; but anybody makes new ones.
         sticky = bool(found.st_mode & stat.S_ISVTX) and not last

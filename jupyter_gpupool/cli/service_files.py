@@ -81,7 +81,8 @@ class Manager:
     command_in: Callable[[str], list[str]]
     #: After the files were removed.
     ended: Sequence[Sequence[str]] = ()
-    #: What ``begin`` makes; without it an installation has not come to its end. None: no matter.
+    #: What ``begin`` makes; without it an installation has not come to its end. None: this does not
+    #: matter.
     sign: Path | None = None
 
 

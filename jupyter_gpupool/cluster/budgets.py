@@ -45,7 +45,7 @@ class Budgets:
     share: Mapping[str, int] = field(default_factory=dict)
     #: It grants and asks for nothing more; once no session has a slice, it is no longer counted.
     drains: bool = False
-    #: No session of this node has a slice, of a user without a limit neither.
+    #: No session of this node has a slice, not even one of a user without a limit.
     is_empty: bool = True
     epoch: Epoch = field(default_factory=Epoch)
     ceilings: dict[Key, int] = field(default_factory=dict)

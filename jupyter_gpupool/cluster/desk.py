@@ -48,7 +48,7 @@ def _brief(node: dict[str, Any]) -> dict[str, Any]:
     """Return a node without the details of its summary: they are unknown then."""
     summary = node.get("summary")
     return node if summary is None else {
-        **node, "summary": {**summary, "gpus": None, "sessions": None},
+        **node, "summary": {**summary, "gpus": None, "sessions": None, "data": None},
     }  # fmt: skip
 
 
@@ -94,7 +94,7 @@ class Desk:
         return report.node
 
     def fence(self, node: str) -> None:
-        """Note that no kernel runs on a node any more, as an admin says."""
+        """Note the word of an admin that no kernel runs on a node any more."""
         self._do(ev.Fenced(now=time.monotonic(), node=node))
 
     def drain(self, node: str, drains: bool) -> None:

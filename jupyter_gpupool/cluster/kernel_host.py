@@ -22,7 +22,14 @@ from typing import Any, Mapping, NoReturn
 
 from ..endpoint import user_runtime_dir
 from ..errors import Code, GPUPoolError, RefusedError
-from ..launcher import OPENED_VARIABLE, has_launcher, kernel_command, open_session, read_kernelspec
+from ..launcher import (
+    OPENED_VARIABLE,
+    encrypts,
+    has_launcher,
+    kernel_command,
+    open_session,
+    read_kernelspec,
+)
 from ..local_machine import make_private
 from ..protocol import encode, error_message
 
@@ -91,9 +98,7 @@ def kernelspec(order: Mapping[str, Any], machine: str) -> dict[str, Any]:
         raise missing(
             machine, f"there is no kernelspec {name[:80]!r}", "Have it installed there, too."
         )
-    metadata = spec.get("metadata") or {}
-    supported = metadata.get("supported_encryption") or ()
-    if "curve" not in ([supported] if isinstance(supported, str) else supported):
+    if not encrypts(spec):
         raise RefusedError(
             f"The kernelspec {name!r} on {machine} does not say that its kernel encrypts its "
             "messages, so it may not be used from another machine.",
@@ -180,12 +185,16 @@ def start(message: Mapping[str, Any]) -> tuple[list[str], dict[str, str], dict[s
     })  # fmt: skip
     env["JPY_SESSION_NAME"] = str(order.get("label") or "")
     metadata = dict(spec.get("metadata") or {})
-    stanza = dict((metadata.get("kernel_provisioner") or {}).get("config") or {})
+    provisioner = dict(metadata.get("kernel_provisioner") or {})
+    stanza = dict(provisioner.get("config") or {})
     # The user's options of this start come before those of the kernelspec.
     stanza.update(order.get("options") or {})
     stanza["broker_socket"] = message["socket"]
-    spec["metadata"] = {**metadata, "kernel_provisioner": {"config": stanza}}
-    command, why_not = open_session(command, spec, str(order["kernel"]), env)
+    spec["metadata"] = {
+        **metadata,
+        "kernel_provisioner": {**provisioner, "config": stanza},
+    }
+    command, why_not = open_session(command, spec, str(order["kernel"]), env, client_here=False)
     if has_launcher(command):
         env[OPENED_VARIABLE] = "1"
     return command, env, {"ip": address, **ports, "note": why_not}, place.open_log()

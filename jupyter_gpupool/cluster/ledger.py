@@ -216,7 +216,7 @@ class Ledger:
             return [*self._forget(node), Send(self._answer(node))]
         if not self.serving:
             return [Send(self._answer(node))]
-        # Those that wait longest first.
+        # The nodes that have waited longest come first.
         return [*self._lend(node), *self._push_all(freed, but=node.name)]
 
     def _begin(self, number: int) -> None:
@@ -252,7 +252,7 @@ class Ledger:
     # ------------------------------------------------------------------ counting
 
     def _count(self, node: Node, report: Report) -> list[Key]:
-        """Count what a report says; return the keys of which there is more now."""
+        """Count what a report says; return the keys of which the ledger can lend more now."""
         while node.offers and node.offers[0][0] <= report.applied:
             node.offers.popleft()
         old, node.counted = node.counted, {}

@@ -3,8 +3,9 @@
 """Orders of one broker to another, and their results, carried by the agents of both.
 
 A letter goes to the ledger, which passes it on to the agent of the machine that it names. It may be
-lost: the broker that waits for its result gives up. With MUNGE an agent can neither read nor make a
-credential: it can only lose letters, or give a wrong result. With a Hub's token it can do both.
+lost: the broker that waits for its result gives up, at once if the ledger did not take it. With
+MUNGE an agent can neither read nor make a credential: it can only lose letters, or give a wrong
+result. With a Hub's token it can do both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ..errors import GPUPoolError
+from ..errors import Code, GPUPoolError, RefusedError
 from ..protocol import error_message
 from .broker_calls import BrokerCalls
 
@@ -56,7 +57,7 @@ class Mail:
             while True:
                 found = await self._link.call("orders", WAIT + GRACE, wait=WAIT)
                 for order in found["orders"]:
-                    self._spawn(self._send(order["node"], {**order, "from": found["node"]}))
+                    self._spawn(self._send_order({**order, "from": found["node"]}))
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -65,11 +66,26 @@ class Mail:
         """Take a letter of another agent: an order for this machine's broker, or a result."""
         self._spawn(self._result(letter) if "result" in letter else self._order(letter))
 
-    async def _send(self, node: str, letter: dict[str, Any]) -> None:
+    async def _send_order(self, order: dict[str, Any]) -> None:
+        """Send an order; its broker hears at once if the ledger does not take it."""
+        if not await self._send(order["node"], order):
+            # It may have left all the same: the code says that nobody knows.
+            lost = RefusedError(
+                f"{order['node']} does not answer: the ledger, which passes orders on, does not.",
+                code=Code.UNREACHABLE,
+                next_step="Kernels there probably still run. Try again, or ask your administrator.",
+            )
+            result = json.dumps(error_message(lost, None))
+            await self._result({"name": order["name"], "result": result})
+
+    async def _send(self, node: str, letter: dict[str, Any]) -> bool:
+        """Send a letter; return whether the ledger has taken it."""
         try:
             await self._relay(node, json.dumps({"letter": letter}, separators=(",", ":")))
         except OSError as error:
             _LOG.warning("A letter to %s is lost: %s", node, error)
+            return False
+        return True
 
     async def _order(self, letter: dict[str, Any]) -> None:
         try:

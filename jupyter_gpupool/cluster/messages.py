@@ -59,6 +59,8 @@ class Summary(NamedTuple):
     gpus: tuple[tuple[str, int], ...] = ()
     #: How many sessions each user has there.
     sessions: tuple[tuple[str, int], ...] = ()
+    #: Folders on disks of its own.
+    data: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Report:
     drains: bool = False
     leaves: bool = False
     summary: Summary | None = None
-    #: Somebody there looks at the cluster: the ledger sends what all nodes have.
+    #: A user of that node looks at the cluster, so the ledger sends it what all nodes have.
     looks: bool = False
 
 
@@ -197,8 +199,8 @@ def _summary(values: list[Any] | None) -> Summary | None:
     """Return a summary; None from a node whose version sends another one."""
     if values is None or len(values) != len(Summary._fields):
         return None
-    *figures, gpus, sessions = values
-    return Summary._make([*figures, _counts(gpus), _counts(sessions)])
+    *figures, gpus, sessions, data = values
+    return Summary._make([*figures, _counts(gpus), _counts(sessions), tuple(map(str, data))])
 
 
 def _counts(rows: list[Any]) -> tuple[tuple[str, int], ...]:

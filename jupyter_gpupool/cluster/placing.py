@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ..units import format_bytes
@@ -19,6 +21,10 @@ class PlacementRequest:
     #: Bytes on each of so many GPUs.
     memory: int
     devices: int = 1
+    #: Words that the name of each GPU must have; "" for any model.
+    model: str = ""
+    #: Folders that the kernel works with.
+    data: tuple[str, ...] = ()
 
 
 class Considered(NamedTuple):
@@ -44,8 +50,9 @@ class Placement:
 def place(nodes: Iterable[Mapping[str, Any]], wanted: PlacementRequest) -> Placement:
     """Choose a machine among those that the ledger has shown.
 
-    What counts, in this order: room now on each GPU that is needed, the shortest queue, other
-    kernels of the user (its quota is lent there already), the most free memory, the name.
+    What counts, in this order: room now on each GPU that is needed, the shortest queue, how much
+    of its data is on disks of that machine, other kernels of the user (its quota is lent there
+    already), the most free memory, the name.
     """
     found: list[tuple[tuple[Any, ...], str]] = []
     considered = []
@@ -58,6 +65,7 @@ def place(nodes: Iterable[Mapping[str, Any]], wanted: PlacementRequest) -> Place
         rank = (
             not has_room(summary, wanted.memory, wanted.devices),
             summary["waiting"],
+            -_folders(summary["data"] or (), wanted.data),
             -_leases(node, wanted.user),
             -summary["free"],
             node["name"],
@@ -76,6 +84,15 @@ def has_room(summary: Mapping[str, Any], memory: int, devices: int) -> bool:
     return len([free for _, free in summary["gpus"] if free >= memory]) >= devices
 
 
+def is_model(name: str, model: str) -> bool:
+    """Return whether a GPU's name has all words of a model: "A10" is no "NVIDIA A100"."""
+    return {*_words(model)} <= {*_words(name)}
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
 def _lacks(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
     """Return why a machine cannot take the kernel, however long it waits."""
     summary = node["summary"]
@@ -89,11 +106,35 @@ def _lacks(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
     most = summary["capacity"] // summary["devices"]
     if most < wanted.memory:
         return f"its GPUs have {format_bytes(most)} and {format_bytes(wanted.memory)} is needed"
+    if wanted.model:
+        return _lacks_model(summary["gpus"], wanted.model)
     return ""
+
+
+def _lacks_model(gpus: list[Any] | None, model: str) -> str:
+    """Return why a machine is not sure to give a kernel this model of GPU.
+
+    Its own pool chooses the GPU and knows nothing of models, so all of them must be of this one.
+    """
+    if gpus is None:
+        return "the models of its GPUs are not known, because the cluster is too large for a list"
+    others = sorted({name for name, _ in gpus if not is_model(name, model)})
+    if not others:
+        return ""
+    if any(is_model(name, model) for name, _ in gpus):
+        return f"it has {', '.join(others)}, too, and its pool may choose any of its GPUs"
+    return f"its GPUs are {', '.join(others)}, and {model} is needed"
 
 
 def _count(gpus: int) -> str:
     return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+
+
+def _folders(own: Iterable[str], wanted: Iterable[str]) -> int:
+    """Return how many of the folders that a kernel works with are below a machine's own."""
+    return sum(
+        any(PurePosixPath(one).is_relative_to(folder) for folder in own) for one in {*wanted}
+    )
 
 
 def _leases(node: Mapping[str, Any], user: str) -> int:

@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 NAMESPACE, NAME = "gpupool", "ledger"
 
-#: Seconds for which an answer is waited for in one call, and in which a call must end.
+#: Seconds that one call waits for an answer, and seconds after which the call must have ended.
 POLL, PATIENCE = 10.0, 15.0
 #: Seconds without an answer after which an agent ends, so that `node` starts one that connects
 #: anew: a driver of Ray that has outlived its head may never find the new ledger.
@@ -192,7 +192,7 @@ async def run_agent(
         for task in done:
             task.result()
         logging.shutdown()
-        # A thread in a call of Ray would hold up a regular end.
+        # A normal exit would wait for a thread that is in a call of Ray.
         os._exit(1)
     finally:
         for task in tasks:

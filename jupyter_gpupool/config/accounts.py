@@ -18,7 +18,8 @@ from .settings import BrokerSettings
 
 NSSWITCH = Path("/etc/nsswitch.conf")
 
-#: Sources of NSS that are files of the machine: what they do not know, nobody does.
+#: Sources of NSS that are files of this machine. If NSS has no other source, a name that they do
+#: not know does not exist.
 _LOCAL = frozenset({"files", "compat", "db", "systemd", "altfiles", "mymachines", "extrausers"})
 
 #: Likeness from which an account counts as what was meant: many names are short.

@@ -52,7 +52,7 @@ def not_logged(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """One option whose value here differs from the broker's; values as people write them."""
+    """One option whose value here differs from the broker's. Values are in the form of the file."""
 
     option: str
     here: str

@@ -27,6 +27,7 @@ from .reading import (
     read_count,
     read_devices,
     read_folder,
+    read_folders,
     read_function,
     read_host_memory,
     read_host_reserve,
@@ -274,6 +275,16 @@ class GPUPool(Configurable):
         default="1000",
         example="cluster_min_uid = 500",
         read=read_uid,
+    )
+    cluster_data = _option(
+        List(Unicode()),
+        "Folders on this machine's own disks, with data that other machines of cluster_nodes lack. "
+        "Among machines with room and queues alike, a kernel that works below one of them starts "
+        "here. All users of the cluster can read the list.",
+        unit="list of at most 8 absolute paths",
+        default="[] (all data is on file systems that the machines share)",
+        example='cluster_data = ["/scratch/imagenet"]',
+        read=read_folders,
     )
     on_ledger_loss = _choice(
         OnLedgerLoss,

@@ -7,6 +7,7 @@ A reader returns the value for the broker, or raises ``ValueError`` with a sente
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,6 +35,10 @@ QUOTA_KEYS = tuple(
 
 #: A reserve that is a share has at least so many bytes, but at most this part of a small limit.
 LEAST_RESERVE, MOST_RESERVE_PART = 1 << 30, 4
+
+
+#: Most folders of ``cluster_data``, and characters of each: every report of a machine has them.
+MOST_FOLDERS, MOST_PATH = 8, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +325,19 @@ def read_uid(value: Any) -> int:
     if type(value) is not int or not 1 <= value < (1 << 32) - 1:
         raise ValueError(f"{value!r} is not the id of a user other than root.")
     return value
+
+
+def read_folders(value: Sequence[str]) -> tuple[str, ...]:
+    """Return absolute paths that a report of this machine has room for."""
+    if len(value) > MOST_FOLDERS:
+        raise ValueError(f"There are {len(value)} folders. Write at most {MOST_FOLDERS}.")
+    found = tuple(os.path.normpath(read_path(one)) for one in value)
+    for path in found:
+        if len(path) > MOST_PATH:
+            raise ValueError(
+                f"{path[:40]!r}... has {len(path)} characters. Write a path of at most {MOST_PATH}."
+            )
+    return found
 
 
 def read_port(value: Any) -> int:

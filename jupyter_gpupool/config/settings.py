@@ -65,6 +65,7 @@ class BrokerSettings:
     cluster_identity: str = ""
     cluster_address: str = ""
     cluster_min_uid: int = 1000
+    cluster_data: tuple[str, ...] = ()
     on_ledger_loss: OnLedgerLoss = "closed"
     cluster_min_share: int = 4 << 30
     schedules: tuple[Schedule, ...] = ()

@@ -248,7 +248,7 @@ class SessionLink:
         """
         with self._lock:
             client = self._client if self._greeted else None
-            self._reports.send()  # in order: cells from before the request
+            self._reports.send()  # first, because these cells ended before the request
         if client is None:
             self._poke.set()
             raise self.unavailable()

@@ -162,7 +162,7 @@ def session_rows(
         rows.append(("share", " ".join(session["standing"])))
     if details and session.get("attach"):
         rows.append(("attaches", _ATTACH.get(str(session["attach"]), str(session["attach"]))))
-    # That it is off is news: nothing enforces the slice then.
+    # The user must learn that the guard is off, because nothing enforces the slice then.
     if "guard" in session and (details or not session["guard"]):
         rows.append(("guard", _GUARD if session["guard"] else f"off: {session['guard_reason']}"))
     if snapshot.get("emulated") or any(

@@ -33,7 +33,7 @@ from .running import free_from, slice_ends
 from .schedule import Plan
 from .session import Session
 
-#: So many sessions at the head of the queue are simulated; those behind go at the pool's pace.
+#: The pool simulates this many sessions at the head of the queue; the others go at its pace.
 SIMULATED = 6
 
 #: The rules of a wait for the leases of others: of these alone there are estimates.

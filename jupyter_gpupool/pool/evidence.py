@@ -12,7 +12,7 @@ from typing import NamedTuple, Sequence
 #: Of all ranges, so many should hold the real wait.
 COVER = 0.88
 
-#: So many of the last waits count; with fewer than these there is no range. (A ninth wait is beyond
+#: This many of the last waits count; with fewer waits there is no range. (A ninth wait is beyond
 #: the least and the most of eight others in a fifth of all cases.)
 MOST, LEAST = 100, 9
 
@@ -21,7 +21,7 @@ SHORTEST = 0.05
 
 
 class Figure(NamedTuple):
-    """The seconds of a wait from ``at`` on, as the simulation has them."""
+    """A forecast of the simulation: the seconds that a wait lasts after ``at``."""
 
     at: float
     seconds: float

@@ -114,12 +114,13 @@ class Facts:
         #: Attached with less than guaranteed on some device, and with more.
         self.short: dict[str, Session] = {}
         self.grown: dict[str, Session] = {}
-        #: Those that cannot be suspended, and one that waits for it; see :mod:`.unsuspendable`.
+        #: Sessions that cannot be suspended, each with one that waits for it; see
+        #: :mod:`.unsuspendable`.
         self.stuck: dict[str, tuple[Session, Session]] = {}
         #: When idle sessions leave, and the sessions for which that must be seen again.
         self.leaving = Leaving()
         self.untimed: dict[str, Session] = {}
-        #: Those whose slice an admin has recalled; see :mod:`.recall`.
+        #: Sessions whose slice an admin has recalled; see :mod:`.recall`.
         self.recalled: dict[str, Session] = {}
         self.usage: dict[str, OwnerUsage] = {}
         #: The same of groups: what their members have, those of the groups in them included.

@@ -127,7 +127,7 @@ class Pool:
         return actions
 
     def _settle(self, relieve: frozenset[str] | tuple[()]) -> Actions:
-        """Plan, and carry that out, until planning again would change nothing."""
+        """Plan and apply the plan, until a new plan changes nothing."""
         facts, first = self._facts, self._plan
         actions: Actions = []
         for _ in range(ROUNDS):

@@ -94,7 +94,7 @@ class Meter:
         """Return what counts against the budget at ``now``, and whether that is used up."""
         rate, seconds = self.rate, max(0.0, now - self.at)
         if daily is not None and daily.rule == "refill":
-            # Nothing lies between the two ends: the rate is one and the same since ``at``.
+            # The rate has not changed since ``at``.
             today = self.today + (rate - daily.seconds / DAY) * seconds
             today = min(daily.seconds, max(0.0, today))
             if today >= daily.seconds - EXACT:

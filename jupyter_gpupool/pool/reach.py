@@ -209,7 +209,7 @@ class Reach:
             self._failed.setdefault((found.where, self._asker(s)), []).insert(0, failure)
 
     def _asker(self, s: Session) -> object:
-        in_use = leases_in_use(self._draft)  # else any session may preempt what there is
+        in_use = leases_in_use(self._draft)  # otherwise any session may preempt the existing leases
         return (s.owner, asker_kind(s, self._shares, in_use=True)) if in_use else None
 
     def _reason(self, rule: Rule, found: Asking) -> Reason:

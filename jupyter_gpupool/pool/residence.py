@@ -59,7 +59,7 @@ ResidenceRule = Literal["work", "clock"]
 #: The longest allowance, in seconds.
 STAY_MOST = 600.0
 
-#: Number of remembered gaps, and the least number before they count.
+#: How many gaps a session remembers, and how many it needs before they count.
 GAPS, ENOUGH = 8, 3
 
 #: A shorter patience must have lost at most this part of the longest patience's loss.

@@ -72,9 +72,9 @@ STAY_LEAST = 1.0
 
 #: The tier of ``turns``.
 TURN = 4
-#: Not a tier of :meth:`Asker.tier`: the daily budget ends what runs, whether others wait or not.
+#: This is no tier of :meth:`Asker.tier`: a spent budget ends a lease even if no session waits.
 STOPPED = 5
-#: Neither: an admin has recalled the slice.
+#: This is no tier either: an admin has recalled the slice.
 RECALLED = 6
 
 #: The rules by tier.

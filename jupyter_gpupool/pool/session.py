@@ -155,7 +155,7 @@ class Session:
     failures: int = 0
     #: Why its last suspend failed, though host memory had room; it is tried again.
     refused: str = ""
-    #: That was a limit of host memory below its state: only less state or a higher limit helps.
+    #: The limit of host memory is below its state, so only less state or a higher limit helps.
     confined: bool = False
     #: Why it was preempted while in use, until it has its next lease; "" if it was not.
     preempted: str = ""

@@ -41,7 +41,7 @@ class Contender:
     devices: tuple[str, ...]
     #: Whether it called CUDA, had work in flight, or waited for its turn.
     busy: bool
-    #: Busy seconds so far in all; the same on each of its devices.
+    #: All busy seconds so far. They are the same on each of the session's devices.
     used: float
 
 
@@ -92,7 +92,7 @@ def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
         clocks[uuid] = max(least, clocks.get(uuid, least))
     contended = contended_devices(runners)
     contenders = [r for r in runners if r.busy and not contended.isdisjoint(r.devices)]
-    # It must have its turn on all of its devices: the one where that comes last counts.
+    # A session must have its turn on all of its devices, so the device with the latest turn counts.
     ahead = {
         r.session: max(virtual[r.session][u] - clocks[u] for u in contended.intersection(r.devices))
         for r in contenders
@@ -106,7 +106,8 @@ def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
         for uuid in contended.intersection(r.devices):
             start = virtual[r.session][uuid]
             for other in busy[uuid]:
-                # No credit for turns that it could not use because it lacked its other devices.
+                # A session gets no credit for turns that it could not use without its other
+                # devices.
                 own = virtual[other.session]
                 own[uuid] = max(own[uuid], start)
     run = {r.session for r in chosen}

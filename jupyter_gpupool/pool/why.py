@@ -117,7 +117,7 @@ def _expected_lines(facts: Facts, s: Session, explained: Explanation) -> Iterabl
 
 
 def _beyond_lines(found: Explanation) -> Iterable[str]:
-    """Yield why the guarantee of its group does not put a waiting session first."""
+    """Yield why a waiting session does not go first although its group has a guarantee."""
     where, rule = found.standing, found.reason.rule if found.reason else ""
     if not where.guarantees or rule == "class-closed" or any(b.spent for b in where.budgets):
         return

@@ -280,7 +280,7 @@ def _check_same(link: SessionLink, asked: Asked) -> None:
 
 
 def _check_group(link: SessionLink, group: str) -> None:
-    """Refuse a block with another group than the session's, which it has for good."""
+    """Refuse a block that names another group: a session never changes its group."""
     if not group:
         return
     sessions = link.call("status")["sessions"]

@@ -197,7 +197,7 @@ def remove(name: str) -> None:
 
 
 def clean(now: float) -> None:
-    """Remove the records of commands that ended long ago, and all but the newest."""
+    """Remove the records of commands that ended long ago; of the others keep only the newest."""
     ended = [record for record in every() if not record.lives]
     ended.sort(key=lambda record: record.ended or record.created, reverse=True)
     for place, record in enumerate(ended):
@@ -294,7 +294,7 @@ class LogWriter:
                 data = data[count:]
 
     def close(self) -> None:
-        """End; a later write begins again."""
+        """Close the file; a later write opens it again."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -71,7 +71,7 @@ def visible(
     view["sessions"] = [
         {
             **session,
-            # This changes for all sessions at once, and matters only to queued ones.
+            # This value changes for all sessions at once, but matters only to queued ones.
             "queue_length": (
                 session.get("queue_length") if session.get("queue_position") is not None else None
             ),

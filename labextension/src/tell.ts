@@ -35,7 +35,7 @@ export function unanswered(error: unknown): boolean {
   );
 }
 
-/** The next step after an error: the server's, and further help. */
+/** The next step after an error: what the server advises, and where to find more help. */
 export function nextStep(trans: TranslationBundle, code: string, next: string): string {
   // For a missing socket the server's text already has it.
   return code === 'broker-unavailable'

@@ -284,7 +284,7 @@ def test_a_full_disk_does_not_stop_the_pool(small_disk, make_broker):
         assert [r["kind"] for r in broker.rows("open", "attach")] == ["open", "attach"]
 
 
-def test_full_disk_at_a_start_is_told_and_starts_no_other(small_disk, make_broker, caplog):
+def test_full_disk_at_a_start_is_reported_and_starts_no_broker(small_disk, make_broker, caplog):
     broker = make_broker().started
     broker.kill()
     with small_disk:

@@ -68,8 +68,8 @@ def seen(broker, kernel, least):
 # ------------------------------------------------------------------ memory
 
 
-def test_slice_can_be_all_but_the_drivers_residue(ready, made):
-    """residue: memory in use before the first session is the driver's; no kernel waits for it."""
+def test_slice_can_have_all_memory_except_the_drivers_residue(ready, made):
+    """residue: the driver owns memory in use before the first session; no kernel waits for it."""
     broker = ready(("residue", {"bytes": "40MiB"}))
     (capacity,) = {d["memory_capacity"] for d in broker.status()["devices"]}
     assert capacity == CAPACITY - 40 * MiB - 2 * MiB  # the margin for changes of the residue
@@ -262,6 +262,7 @@ def test_restore_that_fails_and_keeps_the_state_is_retried(ready, made):
     assert not broker.rows("lost")
 
 
+@pytest.mark.long
 def test_state_that_can_never_be_restored_counts_as_lost(ready, made):
     """restore-hides-loss: the driver says that it has the state, and refuses it for good."""
     broker = ready(("restore-hides-loss", {}))
@@ -271,8 +272,8 @@ def test_state_that_can_never_be_restored_counts_as_lost(ready, made):
     away(one)
     broker.faults.set("restore-failed", pid=one.process.pid, count=1)
     one.do("ask", hold="cell")
-    (row,) = wait_until(lambda: broker.rows("lost"), "the loss", 60)
-    assert row["reason"].startswith("The driver refused 4 times"), row
+    (row,) = wait_until(lambda: broker.rows("lost"), "the loss", 280)
+    assert row["reason"].startswith("The driver refused "), row
     assert "tries again" not in row["reason"]
     other = made(broker, "other")  # its GPUs are for others again
     other.attach()

@@ -55,7 +55,7 @@ class Service:
 def run(folder, monkeypatch, scenario):
     """Run ``scenario(service, connect)``; ``connect(uid)`` returns a socket of that user."""
     users = []
-    monkeypatch.setattr(module, "peer_of", lambda _socket: Peer(1, users.pop(0), 0))
+    monkeypatch.setattr(module, "peer_of", lambda _socket, _named: Peer(1, users.pop(0), 0))
 
     async def main():
         service, path = Service(), str(folder / "s")
@@ -297,7 +297,7 @@ def test_unfinished_requests_of_one_user_are_bounded(folder, monkeypatch):
     run(folder, monkeypatch, scenario)
 
 
-def test_connection_with_an_unread_answer_gets_no_other(folder, monkeypatch):
+def test_connection_with_an_unread_answer_gets_no_further_answer(folder, monkeypatch):
     """Further requests wait until the peer reads, so each connection has one unread answer."""
 
     async def scenario(service, connect):
@@ -414,7 +414,7 @@ class HalfClosed(asyncio.Transport):
 
 def test_silent_peers_that_read_nothing_hold_bounded_bytes(monkeypatch):
     """The broker closes them; their unread bytes count until it discards these bytes."""
-    monkeypatch.setattr(module, "peer_of", lambda _socket: Peer(1, ADA, 0))
+    monkeypatch.setattr(module, "peer_of", lambda _socket, _named: Peer(1, ADA, 0))
     monkeypatch.setattr(dispatch, "USER_UNREAD", 300_000)
 
     async def main():
@@ -442,7 +442,7 @@ def test_silent_peers_that_read_nothing_hold_bounded_bytes(monkeypatch):
 
 
 def test_stalled_long_requests_are_closed_and_others_handled(folder, monkeypatch):
-    """They used to hold all places of their user as long as they liked."""
+    """Unfinished requests could once hold all places of their user for any time."""
     monkeypatch.setattr(module, "READER_PATIENCE", 0.5)
     part = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * (2 * module.CHUNK)
 
@@ -514,7 +514,7 @@ def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
 
 
 def test_replaced_objects_are_collected_in_small_parts(folder, monkeypatch):
-    """Python's own count stays low then: in the end it looked at all of them within a request."""
+    """Python's count of new objects stays low, so it once scanned all objects within a request."""
     young = []
 
     async def scenario(service, connect):

@@ -76,7 +76,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("point", "number"), CASES)
-def test_signal_during_the_start_ends_it_and_frees_the_lock(make_broker, point, number):
+def test_signal_during_the_start_ends_the_broker_and_frees_lock(make_broker, point, number):
     broker = make_broker()
     broker.start(wait=False)
     wait_until(lambda: POINTS[point](broker) or broker.process.poll() is not None, point, 60)
@@ -88,7 +88,7 @@ def test_signal_during_the_start_ends_it_and_frees_the_lock(make_broker, point, 
 
 
 @pytest.mark.long
-def test_signals_spread_over_the_start_end_it(make_broker):
+def test_signals_at_any_time_of_the_start_end_the_broker(make_broker):
     for step in range(60):
         broker = make_broker()
         broker.start(wait=False)
@@ -114,7 +114,7 @@ def test_signal_at_the_request_for_a_sample_is_not_lost(make_broker):
 def test_broker_with_a_blocked_event_loop_ends_in_time(make_broker):
     """A thread forces the end: the loop is blocked in a file system call and gets no signal."""
     broker = make_broker().started
-    # Its children are stopped, so they answer no request.
+    # The broker's children are stopped, so they answer no request.
     stopped = psutil.Process(broker.process.pid).children(recursive=True)
     for child in stopped:
         child.suspend()
@@ -129,7 +129,7 @@ def test_broker_with_a_blocked_event_loop_ends_in_time(make_broker):
     broker.started.stop()
 
 
-def test_second_signal_ends_it_at_once(make_broker):
+def test_second_signal_ends_the_broker_at_once(make_broker):
     broker = make_broker().started
     kernel = kit.Kernel(broker, "one", memory=64 * kit.MiB)
     try:

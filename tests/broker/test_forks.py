@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -53,6 +54,32 @@ def test_process_is_in_a_group_of_its_own_from_the_start(tmp_path):
         with suppress(ProcessLookupError):  # it has ended
             assert os.getpgid(process.pid) == process.pid
         assert process.wait(60) == 0
+
+
+#: Shows in which order a process ends, and writes to the buffered output until the end.
+ENDING = """
+import atexit, ctypes, sys, threading
+text = sys.text = ctypes.create_string_buffer(b"library")
+ctypes.CDLL(None).__cxa_atexit(ctypes.CDLL(None).puts, text, None)
+atexit.register(print, "registered", end=" ")
+main = threading.main_thread()
+threading.Thread(target=lambda: (main.join(), print("thread", end=" "))).start()
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize(("code", "said"), [(None, 0), (3, 3), (259, 3), ("'a reason'", 1)])
+def test_forked_process_ends_as_python_does(tmp_path, code, said):
+    """It waits for its threads, calls what is registered, writes its output, ends its libraries."""
+    (tmp_path / "ending.py").write_text(ENDING.format(code=code))
+    command = [sys.executable, str(tmp_path / "ending.py")]
+    with (tmp_path / "log").open("w+b") as log:
+        output = log.fileno()
+        process = forks.run(command, env=dict(os.environ), standard=[output, output, output])
+    assert process.wait(60) == said
+    words = (tmp_path / "log").read_text()
+    assert words.removeprefix("a reason\n") == "thread registered library\n"
+    assert words.startswith("a reason") == (said == 1)
 
 
 def test_end_of_the_server_fails_one_test_and_is_explained(tmp_path):

@@ -97,8 +97,8 @@ def granted(broker):
     return [d["memory_granted"] for d in broker.status()["devices"]]
 
 
-def test_gang_goes_and_comes_back_as_one(broker, make):
-    """Also while the other device is free: it has none of the two, and says what it waits for."""
+def test_gang_gives_up_and_gets_back_all_its_devices_together(broker, make):
+    """The gang gets neither device while only one is free, and says what it waits for."""
     gang, urgent = displaced(make)
     status = gang.status()
     assert (status["devices"], status["granted_bytes"]) == ([], 0)
@@ -118,7 +118,7 @@ def test_gang_goes_and_comes_back_as_one(broker, make):
     gang.whole()
 
 
-def test_gang_that_lacks_one_of_two_devices_has_none(make_broker):
+def test_gang_that_lacks_one_of_two_devices_gets_neither(make_broker):
     """One victim is gone, the other one cannot be suspended yet."""
     broker = make_broker(lock_timeout=0.5).started
     with ended(broker) as make:

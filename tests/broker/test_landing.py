@@ -106,7 +106,7 @@ def test_queries_of_a_process_and_its_children_take_no_slice(make_broker, kernel
     assert k.status()["used_bytes"] == 16 * MiB
 
 
-def test_process_stays_on_the_gpu_it_asked_if_that_has_room(broker, kernel):
+def test_process_stays_on_the_gpu_that_it_saw_if_that_has_room(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     k.begin(MiB)
@@ -248,7 +248,7 @@ def test_gpus_keep_room_for_a_context_only_beside_others(make_broker):
     assert {d["memory_capacity"] for d in devices(two).values()} == {512 * MiB - CONTEXT}
 
 
-def test_process_waits_with_a_reason_if_the_driver_moves_none(make_broker, kernels):
+def test_process_waits_with_a_reason_if_the_driver_cannot_move(make_broker, kernels):
     broker = make_broker()
     broker.faults.set("migration-refused")
     assert broker.started
@@ -471,7 +471,7 @@ def mixed(folder, parts):
     print(broker.tail())
 
 
-def test_cuinit_during_a_wait_binds_it_to_the_model_it_saw(mixed, kernels):
+def test_cuinit_during_a_wait_binds_the_session_to_its_model(mixed, kernels):
     kernel = maker(kernels, mixed)
     takers = occupy(kernel)
     k = kernel(memory=BIG)

@@ -164,7 +164,7 @@ def test_socket_that_names_no_namespace_is_kept_for_a_day(dead, folder, monkeypa
     assert kept._files_of(broker.socket) == []
 
 
-def test_broker_sweeps_as_it_starts(dead, make_broker):
+def test_broker_removes_left_over_files_as_it_starts(dead, make_broker):
     broker, kernel = dead
     kernel.kill()
     pages = SHARED_MEMORY / folder_name(broker.socket)

@@ -56,7 +56,7 @@ def test_refused_and_ended_claims_leave_no_lock(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_lock_removed_as_it_was_taken_is_not_trusted(folder, monkeypatch):
+def test_lock_that_was_removed_as_it_was_taken_does_not_count(folder, monkeypatch):
     """The old holder removes the file between our open and our lock, so we lock a deleted file."""
     path = folder / "broker.sock"
     real, removed = fcntl.flock, []

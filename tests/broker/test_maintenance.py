@@ -514,7 +514,7 @@ def test_status_warns_of_a_driver_that_hangs_after_a_kill(hanging):
     assert warning in " ".join(done.stdout.split())
 
 
-def test_such_a_driver_gets_a_suspend_before_a_kill(hanging, restored):
+def test_driver_that_hangs_at_a_kill_gets_a_suspend_first(hanging, restored):
     with hanging.client() as client:
         assert client.call("retire", session=restored.session, timeout=60)["safe"]
     assert suspended_now(hanging, restored)

@@ -79,7 +79,7 @@ def broker(make_broker, port, request):
     return make_broker(metrics_port=port, **getattr(request, "param", {})).started
 
 
-def test_without_a_port_it_listens_nowhere_and_imports_nothing(make_broker):
+def test_without_a_port_metrics_listen_nowhere_and_load_nothing(make_broker):
     broker = make_broker().started
     assert listening(broker.process.pid) == []
     code = (
@@ -90,7 +90,7 @@ def test_without_a_port_it_listens_nowhere_and_imports_nothing(make_broker):
     assert done.stdout.strip() == "[]"
 
 
-def test_with_a_port_it_listens_on_loopback_only(served):
+def test_with_a_port_metrics_listen_on_loopback_only(served):
     broker, port = served
     assert listening(broker.process.pid) == [f"0100007F:{port:04X}"]
 
@@ -293,7 +293,7 @@ def test_rubbish_is_refused_without_a_line_in_the_log(served):
     assert broker.tail() == before
 
 
-def test_stalled_clients_delay_no_other_and_are_closed(served):
+def test_stalled_clients_are_closed_and_delay_no_other_client(served):
     broker, port = served
     with ExitStack() as stack:
         stalled = []

@@ -173,7 +173,7 @@ def test_clients_wait_for_a_stopped_broker(folder):
 
 
 def test_broker_with_few_descriptors_keeps_some_for_itself(folder):
-    """It refuses connections with a sentence before it runs out of descriptors."""
+    """The broker refuses connections, and says why, before it runs out of descriptors."""
     broker = kit.Broker(folder)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = 128

@@ -304,7 +304,7 @@ def test_process_that_a_page_names_often_is_checked_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["own link", "link of another", "file"])
-def test_abandoned_page_takes_only_its_own_link_with_it(tmp_path, way):
+def test_abandoned_page_removes_only_its_own_link(tmp_path, way):
     """Another file gets the descriptor's number next, usually another session's page."""
     page = layout.Page.create(tmp_path / "s.page", "s", os.getuid())
     kept = ControlPages(tmp_path, {}, at(tmp_path), logging.getLogger())

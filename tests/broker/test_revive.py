@@ -65,7 +65,7 @@ def test_killed_broker_is_restarted_with_its_configuration(dead):
     assert dead.status()["pid"] == found["pid"]
 
 
-def test_other_server_restarts_the_broker_as_it_was(dead):
+def test_other_server_restarts_the_broker_with_its_old_options(dead):
     """Kernels may depend on its configuration; ``test_differences`` covers the message."""
     path = ensure_broker({"GPUPool": {"emulate": ONE, "idle_timeout": 5}}, str(dead.socket))
     assert dead.status()["settings"]["idle_timeout"] == 77

@@ -134,7 +134,7 @@ def test_kernel_that_asked_a_paused_gpu_moves_to_another(driver, kernel):
     maintain(driver, "resume")
 
 
-def test_kernel_that_ends_while_it_is_suspended_leaves_nothing(driver, kernel):
+def test_kernel_that_ends_while_suspended_leaves_no_session(driver, kernel):
     k = kernel(memory=BIG)
     k.do("ask")
     maintain(driver, "pause")

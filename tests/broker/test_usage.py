@@ -17,7 +17,7 @@ from .kit import wait_until
 
 USER = getpass.getuser()
 
-#: Everybody of this machine's user is in one group, which may use a hundred GPU-seconds a day.
+#: This machine's user is in one group, which may use a hundred GPU-seconds a day.
 GROUPS = {
     "lab": {"weight": 2, "users": [USER], "gpu_seconds_per_day": 100},
     "others": {"users": ["nobody"]},

@@ -83,7 +83,7 @@ def test_doctor_tests_the_guard_as_a_broker_would(monkeypatch, capsys):
     assert found["guard's limits"]["verdict"] == "ok"
 
 
-def test_a_missing_guard_is_a_warning_and_cells_attach(monkeypatch, tmp_path, capsys):
+def test_doctor_warns_of_a_missing_guard_and_cells_attach(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(install, "_LIB", tmp_path)
     monkeypatch.setenv("GPUPOOL_EMULATE", "1x256MiB,context=16MiB")
     _, found = doctor(capsys)

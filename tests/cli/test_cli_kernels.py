@@ -62,6 +62,15 @@ def test_wrap_writes_to_the_given_prefix(kernels, tmp_path, capsys):
     assert (tmp_path / "p/share/jupyter/kernels/mine/kernel.json").exists()
 
 
+def test_wrap_for_other_machines_says_where_it_must_be(kernels, capsys):
+    assert main(["wrap", "python3", "--user", "--remote"]) == 0
+    twin = kernels / "gpupool-remote-python3"
+    assert capsys.readouterr().out == (
+        f"Kernel 'gpupool-remote-python3' uses the pool: {twin}\n"
+        "Every machine of the cluster needs this kernel under this name, too.\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

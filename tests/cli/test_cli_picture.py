@@ -90,7 +90,7 @@ def test_groups_preemption_and_growth_are_in_the_table():
     assert "   77aa33   ada           preempted  -" in lines
 
 
-def test_picture_and_top_tell_the_same_idle_time_or_none():
+def test_picture_and_top_show_no_idle_time_if_it_is_unknown():
     """A zero would say that it has just become idle; the status of others has no time."""
     theirs = {"id": "dd00", "owner": "other", "state": "idle", "granted_bytes": GiB, "devices": []}
     found = pool(sessions=[attached("3f2a1b", "idle", 4 * GiB, idle_since=100.0), theirs])

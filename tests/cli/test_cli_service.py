@@ -159,7 +159,7 @@ def test_upgrade_keeps_the_configuration_files(call, manager, tmp_path, capsys):
 
 
 @root_only
-def test_file_being_written_is_never_one_that_is_there(call):
+def test_installation_does_not_write_through_an_existing_link(call):
     folder = call.machine / "etc/tmpfiles.d"
     folder.mkdir(parents=True)
     (folder / ".gpupool.conf.new").symlink_to(call.machine / "victim")

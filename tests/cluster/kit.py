@@ -40,6 +40,10 @@ def is_alive(pid):
     return False
 
 
+def having_slices(sessions):
+    return {name for name, session in sessions.items() if session["slices"]}
+
+
 class Process:
     """A module of the cluster that runs as a process."""
 
@@ -127,14 +131,20 @@ class Cluster:
     def wait_serving(self):
         wait_until(lambda: (self.order() or {}).get("serving"), "the ledger to lend")
 
-    def attached(self):
-        """Return how many slices the machines have granted, as each broker itself shows it."""
-        return sum(
-            bool(session["slices"])
-            for broker in self.brokers.values()
-            if broker.process is not None
-            for session in broker.status()["sessions"]
-        )
+    def sessions(self):
+        """Return the sessions of all machines, by id, as each broker itself shows them."""
+        running = [broker for broker in self.brokers.values() if broker.process is not None]
+        return {s["id"]: s for broker in running for s in broker.status()["sessions"]}
+
+    def attached(self, sessions=None):
+        """Return how many slices the machines have granted at one instant.
+
+        The brokers are read one after the other, so a slice that one machine gives back meanwhile
+        and another one grants is there twice. What is there in a second reading, too, was held
+        between both.
+        """
+        found = having_slices(self.sessions() if sessions is None else sessions)
+        return len(found if len(found) <= QUOTA else found & having_slices(self.sessions()))
 
     def losses(self):
         """Return how often each broker has noticed that no ledger answers."""

@@ -11,6 +11,9 @@ import asyncio
 import json
 import os
 import sys
+import time
+import uuid
+from pathlib import Path
 
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
@@ -22,16 +25,27 @@ def printed(content):
     return content["text"] if content.get("name") == "stdout" else ""
 
 
+def processor_seconds(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with ended children
+
+
+def manager_of(kernel_id, *, remote):
+    found = AsyncKernelManager(
+        kernel_name="gpupool-python3", kernel_id=kernel_id,
+        kernel_spec_manager=KernelSpecManager(),
+    )  # fmt: skip
+    if remote:
+        # As if the kernelspec named it.
+        found.provisioner = GPUPoolRemoteProvisioner(
+            kernel_id=kernel_id, kernel_spec=found.kernel_spec, parent=found
+        )
+    return found
+
+
 class Manager:
     def __init__(self):
-        self.manager = AsyncKernelManager(
-            kernel_name="gpupool-python3", kernel_id="a-kernel",
-            kernel_spec_manager=KernelSpecManager(),
-        )  # fmt: skip
-        # As if the kernelspec named it.
-        self.manager.provisioner = GPUPoolRemoteProvisioner(
-            kernel_id="a-kernel", kernel_spec=self.manager.kernel_spec, parent=self.manager
-        )
+        self.manager = manager_of("a-kernel", remote=True)
         self.client = None
 
     async def start(self):
@@ -96,6 +110,29 @@ class Manager:
             return [type(error).__name__, str(error)]
         finally:
             self.manager.provisioner.memory = 0
+
+    async def timed(self, remote, memory, beside):
+        """Return what another kernel's start takes until its first answer, and its machine.
+
+        That is seconds by the clock, and processor seconds of the kernel, of this process and of
+        the processes ``beside``.
+        """
+        manager = manager_of(str(uuid.uuid4()), remote=remote)
+        if remote:
+            manager.provisioner.memory = memory
+        spent, own = -sum(map(processor_seconds, beside)), time.process_time()
+        began = time.perf_counter()
+        await manager.start_kernel(cwd="/")
+        node = manager.provisioner._node if remote else ""
+        client = manager.client()
+        client.start_channels()
+        await client.wait_for_ready(timeout=90)
+        seconds = time.perf_counter() - began
+        spent += sum(map(processor_seconds, [*beside, manager.provisioner.pid]))
+        spent += time.process_time() - own
+        client.stop_channels()
+        await manager.shutdown_kernel(now=True)
+        return seconds, spent, node
 
     async def shutdown(self):
         self.client.stop_channels()

@@ -236,6 +236,34 @@ def test_without_the_ledger_a_machine_shows_itself(cluster, capsys):
     cluster.ledger.start()
 
 
+class Reading:
+    """A broker of which each reading shows other sessions with a slice."""
+
+    process = True
+
+    def __init__(self, *readings):
+        self._readings = [*readings]
+
+    def status(self):
+        shown = self._readings.pop(0)
+        return {"sessions": [{"id": name, "slices": [1]} for name in shown]}
+
+
+@pytest.mark.parametrize(
+    ("readings", "attached"),
+    [
+        # While m0 and then m1 are read, the slice of "a" goes to "c" on m1.
+        ({"m0": ["ab", "b"], "m1": ["c", "c"]}, 2),
+        ({"m0": ["ab", "ab"], "m1": ["c", "c"]}, 3),
+        ({"m0": ["a"], "m1": ["c"]}, 2),
+    ],
+)
+def test_a_slice_that_moves_between_readings_counts_once(readings, attached):
+    found = object.__new__(Cluster)
+    found.brokers = {name: Reading(*each) for name, each in readings.items()}
+    assert found.attached() == attached
+
+
 class Churn:
     """Takes and drops slices on all machines, and kills what carries the quota."""
 
@@ -265,10 +293,8 @@ class Churn:
 
     def look(self):
         """Take what was granted; return whether that was something."""
-        sessions = {
-            s["id"]: s for b in self.cluster.brokers.values() for s in b.status()["sessions"]
-        }
-        assert sum(bool(s["slices"]) for s in sessions.values()) <= QUOTA
+        sessions = self.cluster.sessions()
+        assert self.cluster.attached(sessions) <= QUOTA
         served = [k for k in self.waiting if sessions[k.session]["state"] in ("active", "idle")]
         for kernel in served:
             self.holding[kernel] = self.waiting.pop(kernel)

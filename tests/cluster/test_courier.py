@@ -12,6 +12,7 @@ import pytest
 from jupyter_gpupool.broker.messages.remote import result_text
 from jupyter_gpupool.broker.request_fields import CREDENTIAL, decode_request
 from jupyter_gpupool.cluster.broker_calls import broker_calls
+from jupyter_gpupool.cluster.mail import Mail
 from jupyter_gpupool.errors import ProtocolError, RefusedError
 from jupyter_gpupool.protocol import MAX_REQUEST, decode, encode
 
@@ -58,6 +59,41 @@ def test_an_agent_can_carry_every_credential():
     }))  # fmt: skip
     line = encode({"type": "perform", "id": 1 << 60, "credential": worst["credential"]})
     assert len(line) < MAX_REQUEST
+
+
+class Link:
+    """A broker with one order for m1; keeps what it is told of the result."""
+
+    def __init__(self):
+        self.told = asyncio.get_running_loop().create_future()
+        self._asked = False
+
+    async def call(self, kind, patience, **fields):
+        if kind == "performed":
+            self.told.set_result(fields)
+            return {}
+        if self._asked:
+            await asyncio.Event().wait()
+        self._asked = True
+        return {"node": "m0", "orders": [{"name": "n", "node": "m1", "credential": "c"}]}
+
+
+def test_an_order_that_no_ledger_takes_is_answered_at_once():
+    async def relay(node, text):
+        raise ConnectionResetError("no ledger")
+
+    async def run():
+        link = Link()
+        fetch = asyncio.ensure_future(Mail(link, relay).fetch())
+        try:
+            return await asyncio.wait_for(link.told, 20)
+        finally:
+            fetch.cancel()
+
+    told = asyncio.run(run())
+    answer = json.loads(told["result"])
+    assert (told["name"], answer["type"], answer["code"]) == ("n", "error", "unreachable")
+    assert "m1 does not answer: the ledger, which passes orders on, does not" in answer["message"]
 
 
 def nested(depth):

@@ -62,7 +62,7 @@ def cluster(request):
     if request.param == "redis":
         store = {"RAY_REDIS_ADDRESS": request.getfixturevalue("redis")}
     folder = short_folder()
-    found = RayCluster(folder, **store)
+    found = RayCluster(folder, store=store)
     try:
         yield found.start()
         found.end_kernels()

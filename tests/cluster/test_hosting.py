@@ -191,7 +191,7 @@ def test_the_refusal_names_the_rights_that_a_service_takes(monkeypatch, tmp_path
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nCapEff:\t00000000000000c0\n")
     hosting.check_rights("m1", status)
-    # Those of the unit of install-service.
+    # The values of the unit that install-service writes.
     status.write_text("Name:\tpython\nCapEff:\t000000000008002b\n")
     with pytest.raises(hosting.RefusedError, match="no CAP_SETGID and no CAP_SETUID") as error:
         hosting.check_rights("m1", status)

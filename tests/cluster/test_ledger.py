@@ -254,7 +254,7 @@ def test_a_node_that_fills_again_is_counted_again(world):
     assert (state(world, "n0"), node.budgets.has_left) == ("draining", False)
 
 
-def test_a_node_that_comes_back_uses_no_ceiling_it_had_before(world):
+def test_a_node_that_comes_back_does_not_use_its_old_ceiling(world):
     node = world.nodes["n0"]
     node.spare = 8
     world.ask("n0", "ada", 1)
@@ -274,7 +274,7 @@ def test_a_node_that_comes_back_uses_no_ceiling_it_had_before(world):
     assert sizes(world)["n0"] == 1
 
 
-def test_a_later_order_to_come_back_overtakes_one_to_drain(world):
+def test_a_later_order_to_come_back_replaces_an_order_to_drain(world):
     world.order("n0", True)
     world.report("n0")
     world.order("n0", False)
@@ -551,7 +551,7 @@ class Cluster(RuleBasedStateMachine):
                 assert ledger.counted(key) == sum(parts) + ledger._spent.get(key, 0)
 
     def teardown(self):
-        """Once the network is well again, every waiting session is served in the end."""
+        """When the network works again, every waiting session gets a slice at last."""
         if not hasattr(self, "world"):
             return
         world = self.world

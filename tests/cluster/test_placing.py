@@ -9,9 +9,11 @@ import pwd
 import subprocess
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jupyter_gpupool.broker.hosting import Account, switch_to
-from jupyter_gpupool.cluster.placing import PlacementRequest, place
+from jupyter_gpupool.cluster.placing import PlacementRequest, has_room, is_model, place
 from tests.broker.test_lies import root_only
 
 GiB = 1 << 30
@@ -19,14 +21,14 @@ GiB = 1 << 30
 
 def node(name, *, state="present", counted=(), **summary):
     found = {"devices": 2, "out": 0, "capacity": 20 * GiB, "granted": 0, "free": 20 * GiB,
-             "waiting": 0, **summary}  # fmt: skip
+             "waiting": 0, "data": [], **summary}  # fmt: skip
     works = found["devices"] - found["out"]
     found.setdefault("gpus", [["A", found["free"] // works] for _ in range(works)])
     return {"name": name, "state": state, "counted": list(counted), "summary": found}
 
 
 def chosen(*nodes, memory=4 * GiB, **wanted):
-    return place(nodes, PlacementRequest("ada", memory, **wanted))
+    return place(nodes, PlacementRequest("ada", memory, data=("/scratch/imagenet",), **wanted))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,12 @@ def chosen(*nodes, memory=4 * GiB, **wanted):
             node("b", free=8 * GiB, counted=[["user", "ada", "leases", "", 1]]), node("a"),
             "the user's quota is there",
         ),
+        (
+            node("b", data=["/scratch"]),
+            node("a", data=["/scrat"], counted=[["user", "ada", "leases", "", 1]]),
+            "the data is there",
+        ),
+        (node("a", free=GiB), node("b", free=GiB, waiting=1, data=["/scratch"]), "nobody waits"),
         (node("b"), node("a", free=8 * GiB), "it has more room"),
         (node("a"), node("b"), "its name comes first"),
         (node("b"), node("a", out=2), "its GPUs are in service"),
@@ -72,7 +80,92 @@ def test_each_machine_that_will_not_do_is_named_with_its_reason():
     )
 
 
-def test_no_machine_is_chosen_where_none_will_do():
+@pytest.mark.parametrize(
+    ("name", "model", "is_it"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100", True),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB", True),
+        ("NVIDIA A100-SXM4-80GB", "A10", False),
+        ("NVIDIA A100-SXM4-80GB", "A100 40GB", False),
+        ("NVIDIA H100", "NVIDIA H100 ", True),
+    ],
+)
+def test_a_model_is_words_of_a_name(name, model, is_it):
+    assert is_model(name, model) is is_it
+
+
+def test_a_machine_of_another_model_is_named_with_what_it_has():
+    found = chosen(
+        node("a", gpus=[["A10", 10 * GiB]] * 2), node("b", gpus=[["A100", GiB], ["A10", GiB]]),
+        node("c", gpus=None), node("d", free=0, gpus=[["NVIDIA A100", 0]] * 2), model="a100",
+    )  # fmt: skip
+    assert found.node == "d", "a full machine of the model, not a free one of another"
+    assert found.reasons == (
+        "a: its GPUs are A10, and a100 is needed; "
+        "b: it has A10, too, and its pool may choose any of its GPUs; "
+        "c: the models of its GPUs are not known, because the cluster is too large for a list"
+    )
+
+
+FOLDERS = ["/scratch", "/scratch/imagenet", "/data", "/"]
+
+
+@st.composite
+def machines(draw):
+    size, count = draw(st.integers(1, 4)) * GiB, draw(st.integers(0, 3))
+    gpus = [
+        [draw(st.sampled_from(["NVIDIA A10", "NVIDIA A100", "NVIDIA A100 80GB"])),
+         draw(st.integers(0, size))]
+        for _ in range(count)
+    ]  # fmt: skip
+    out = draw(st.integers(0, 2))
+    return {
+        "state": draw(st.sampled_from(["present"] * 3 + ["silent", "draining", "fenced"])),
+        "counted": [["user", user, "leases", "", draw(st.integers(0, 3))] for user in ("ada", "b")],
+        "summary": draw(st.sampled_from([None] + [{
+            "devices": count + out, "out": out, "capacity": (count + out) * size, "granted": 0,
+            "free": sum(free for _, free in gpus), "waiting": draw(st.integers(0, 2)),
+            "gpus": draw(st.sampled_from([gpus, gpus, None])),
+            "data": draw(st.lists(st.sampled_from(FOLDERS), max_size=2)),
+        }] * 5)),
+    }  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(machines(), max_size=5),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from(["", "A10", "A100", "80gb a100"]),
+    st.randoms(),
+)
+def test_no_machine_is_better_than_the_chosen_one(rows, memory, devices, model, chance):
+    nodes = [{"name": f"m{number}", **row} for number, row in enumerate(rows)]
+    wanted = PlacementRequest("ada", memory * GiB, devices, model, ("/scratch/imagenet/train",))
+    found = place(nodes, wanted)
+    chance.shuffle(nodes)
+    assert place(nodes, wanted).node == found.node, "the order of the list is no reason"
+    lacks = dict(found.considered)
+    assert lacks.keys() == {one["name"] for one in nodes}
+    fit = {one["name"]: one["summary"] for one in nodes if not lacks[one["name"]]}
+    assert bool(found.node) == bool(fit)
+    for name, summary in fit.items():
+        (state,) = [one["state"] for one in nodes if one["name"] == name]
+        assert state == "present"
+        assert summary["devices"] - summary["out"] >= devices
+        assert summary["capacity"] >= summary["devices"] * memory * GiB
+        assert not model or all(is_model(gpu, model) for gpu, _ in summary["gpus"])
+    if found.node:
+        best = fit[found.node]
+        alike = [
+            other
+            for other in fit.values()
+            if has_room(other, wanted.memory, devices) or not has_room(best, wanted.memory, devices)
+        ]
+        assert all(best["waiting"] <= other["waiting"] for other in alike)
+
+
+def test_no_machine_is_chosen_if_no_machine_can_take_the_kernel():
     assert chosen(node("a", state="fenced")).node == ""
     assert chosen().node == ""
 

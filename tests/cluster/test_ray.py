@@ -62,9 +62,9 @@ class RayNode:
 class RayCluster(Cluster):
     """The machines of :class:`Cluster`; Ray carries their messages and runs the ledger."""
 
-    def __init__(self, folder, **store):
-        super().__init__(folder)
-        self.store = store  # variables of the head: where Ray keeps its state
+    def __init__(self, folder, *, store=None, **options):
+        super().__init__(folder, **options)
+        self.store = store or {}  # variables of the head: where Ray keeps its state
         with socket.socket() as free:
             free.bind(("", 0))
             self.port = free.getsockname()[1]

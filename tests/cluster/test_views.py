@@ -33,6 +33,7 @@ ANN = Key("user", "ann", "memory")
 SUMMARY = Summary(
     2, 1, 30 * GIB, 4 * GIB, 11 * GIB, 3,
     gpus=(("NVIDIA A100", 11 * GIB),), sessions=(("ada", 2), ("ann", 1)),
+    data=("/scratch",),
 )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def test_a_year_is_as_a_walk_over_its_minutes(place, days, hours):
     days=st.frozensets(st.integers(0, 6), min_size=1),
     hours=st.lists(spans | nightly, min_size=1, max_size=3),
 )
-def test_any_year_of_any_zone_is_as_a_walk_over_it(zone, year, days, hours):
+def test_any_year_of_any_zone_agrees_with_a_plain_search(zone, year, days, hours):
     one = RuleTimes("r", days, tuple(hours), ZoneInfo(zone))
     assert by_product(one, zone, year) == brute_force(one, zone, year)
 
@@ -145,7 +145,7 @@ def test_any_year_of_any_zone_is_as_a_walk_over_it(zone, year, days, hours):
     hours=spans | nightly,
     second=st.integers(0, 350 * 86400),
 )
-def test_any_instant_is_as_a_walk_over_the_year(place, days, hours, second):
+def test_any_instant_agrees_with_a_plain_search_of_the_year(place, days, hours, second):
     one = RuleTimes("r", days, (hours,), ZoneInfo(place[0]))
     steps = brute_force(one, *place)
     now = steps[0][0] + second
@@ -214,7 +214,7 @@ def test_a_time_that_the_clock_skips_is_the_jump():
 
 
 def test_a_time_that_the_clock_shows_twice_is_the_first():
-    first = utc(2026, 10, 25, 0, 30)  # 02:30 of summer time; 01:00 UTC puts the clock back
+    first = utc(2026, 10, 25, 0, 30)  # 02:30 in summer time; at 01:00 UTC the clock goes back
     assert instant(date(2026, 10, 25), 150, BERLIN) == first
     assert instant(date(2026, 10, 25), 180, BERLIN) == utc(2026, 10, 25, 2, 0)
 

@@ -126,6 +126,7 @@ def test_pool_options_accept_these_values(name, value, found):
         ("metrics_port", 0, 0),
         ("admins", ["ada"], ("ada",)),
         ("cluster_min_uid", 500, 500),
+        ("cluster_data", ["/scratch/", "/a/../b"], ("/scratch", "/b")),
         ("cluster_identity", "munge:/run/m.socket", "munge:/run/m.socket"),
         ("cluster_identity", "http://hub:8081/hub/api", "http://hub:8081/hub/api"),
     ],
@@ -281,6 +282,10 @@ def test_state_dir_differs_for_users_and_root(monkeypatch, tmp_path):
         ("fair_share_half_life", -1, ("'-1' is not a duration. Write one like 90s, 10m or 2h.")),
         ("groups", [], "[] is not allowed. It takes: dict of group name to dict."),
         ("schedules", {}, "{} is not allowed. It takes: list of dicts."),
+        ("cluster_data", ["here"], "'here' is not an absolute path. Begin it with '/' or '~'."),
+        ("cluster_data", ["/a"] * 9, "There are 9 folders. Write at most 8."),
+        ("cluster_data", ["/" + "a" * 200], (f"{'/' + 'a' * 39!r}... has 201 characters. Write a "
+         "path of at most 200.")),
         ("cluster_min_uid", 0, "0 is not the id of a user other than root."),
         ("cluster_identity", "krb5", ("'krb5' names no way to identify users. Write 'munge', "
          "'munge:/path/of/its/socket', or the address of a JupyterHub's API.")),

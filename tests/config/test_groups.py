@@ -203,7 +203,7 @@ def test_a_group_that_is_wrong(group, message):
 
 
 @pytest.mark.parametrize("name", ["", " a", "a b", "x" * 70, "-", 5])
-def test_a_name_that_is_none(name):
+def test_invalid_group_name_is_refused(name):
     (found,) = faults(groups={name: {}})
     assert f"{name!r} is not a name for a group." in found
 

@@ -160,7 +160,7 @@ def test_combinations_are_those_that_occur():
 # ------------------------------------------------------------------ the machine's own zone
 
 
-def test_without_a_zone_it_is_the_machines(monkeypatch):
+def test_schedule_without_a_zone_uses_the_machines_zone(monkeypatch):
     monkeypatch.setenv("TZ", "Asia/Kolkata")
     (one,) = read_schedules([{"name": "n", "hours": "20:00-08:00", "set": {"linger": 1}}])
     assert (one.zone, one.rule.zone) == ("Asia/Kolkata", ZoneInfo("Asia/Kolkata"))

@@ -56,7 +56,7 @@ async def resumed(service, target, to, origin, need):
 # ------------------------------------------------------------------ memory
 
 
-async def test_memory_in_use_before_the_first_session_is_the_drivers(emulated):
+async def test_memory_used_before_any_session_counts_as_driver_memory(emulated):
     """residue: part of it comes with the first context, so the service measures after its tests."""
     machine = emulated(TWO)
     machine.faults.set("residue", device=0, bytes="100MiB")

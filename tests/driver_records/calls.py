@@ -18,7 +18,7 @@ BUT_ONE = "buffer but for one"
 #: What is not called with ``--anywhere``: there it may succeed.
 INITIALISING = ("cuInit", "nvmlInit", "nvmlInit_v2", "nvmlInitWithFlags")
 
-#: So many arguments of a function are made zero, one at a time.
+#: The recorder sets this many arguments of a function to zero, one at a time.
 ARGUMENTS = 6
 
 #: Where the zeroed buffer is that stands for every pointer, and its bytes. A driver that takes the

@@ -557,7 +557,7 @@ def runs(process: psutil.Process) -> bool:
 
 
 def reap(pid: int) -> None:
-    """Reap a child of ours if it has ended."""
+    """Reap a child of this process if it has ended."""
     with suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
 

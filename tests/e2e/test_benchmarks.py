@@ -18,7 +18,7 @@ from benchmarks.owed import beyond, waits
 
 ROOT = Path(__file__).parents[2]
 
-#: Those that take minutes, each with its arguments; they have a test of their own.
+#: Benchmarks that take minutes, with their arguments; each has its own test.
 SCENARIOS = {
     "day_and_night": ["day_and_night"],
     "half_time": ["half_time"],
@@ -103,7 +103,7 @@ def test_wait_owes_a_time_slice_its_rest_at_most(leaves, owed):
     assert beyond([(90.0, 0.0), (104.0, took), (130.0, 1.0)], [wait]) == [0.0, took - owed, 1.0]
 
 
-def test_wait_behind_another_owes_it_no_second_time_slice():
+def test_wait_that_loses_its_turn_owes_one_time_slice_only():
     """The place that a time slice leaves goes to another kernel of the crowd."""
     rows = shown(leaves=110.0)[:-2]
     rows += [

@@ -62,7 +62,7 @@ def killer(pool, every, stop):
 async def crowd(pool, names, at_once, kill_every):
     room, stop = asyncio.Semaphore(at_once), threading.Event()
     runs = [asyncio.create_task(one(pool, name, label, room)) for label, name in names]
-    # In a thread: the event loop is that of the notebooks' clients.
+    # This runs in a thread, because the clients of the notebooks use the event loop.
     enemy = asyncio.create_task(asyncio.to_thread(killer, pool, kill_every, stop))
     try:
         done = await asyncio.gather(*runs)

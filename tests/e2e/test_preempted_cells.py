@@ -172,7 +172,7 @@ def test_preempted_kernel_ends_while_it_waits(pool, how):
     play(scenario())
 
 
-def test_kernel_killed_while_it_waits_leaves_nothing(pool):
+def test_kernel_killed_while_it_waits_leaves_no_host_memory(pool):
     pool = pool(ONE, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"
 

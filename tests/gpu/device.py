@@ -158,7 +158,7 @@ class Bench:
         return free
 
     async def _free(self, process: Target) -> int:
-        """Return the free bytes of the device: the smaller figure of NVML's and the driver's."""
+        """Return the free bytes of the device: the smaller of NVML's figure and the driver's."""
         free, _ = await process.do("info")
         return min(free, (await self.sample()).free)
 

@@ -100,7 +100,7 @@ assert torch.equal(there.cpu(), late)
 """,
 )
 
-#: Events recorded before the suspend, and new events, on streams from before it.
+#: Streams from before the suspend record events and wait for them, for old and for new events.
 EVENTS = (
     _DEVICE
     + """

@@ -429,7 +429,7 @@ typedef struct {
     char data[64];
 } ipc_handle;
 
-/* Another process of the session owns the memory and is charged for it; here it is opened. */
+/* Another process of the session owns the memory and is charged for it; this one only opens it. */
 static pid_t exporter;
 static int exporter_end;
 

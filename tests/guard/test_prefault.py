@@ -2,14 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Host memory that is populated at once, as a checkpoint's is: huge pages, by several threads."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-from jupyter_gpupool.guard import install
 
 MiB = 1 << 20
 
@@ -17,48 +12,53 @@ MiB = 1 << 20
 POPULATED, UNPOPULATED, RESERVED = 0x8022, 0x22, 0xC022
 
 MAP = """
-import ctypes, os, sys
-bytes_, prot, flags, how = map(int, sys.argv[1:])
 whole = ctypes.CDLL(None, use_errno=True)
-call = whole.mmap64 if how else whole.mmap
-call.restype = ctypes.c_void_p
-call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-before = len(os.listdir("/proc/self/task"))
-ctypes.set_errno(7)
-at = call(None, bytes_, prot, flags, -1, 0)
-error = ctypes.get_errno()
-rows, here = {}, False
-for line in open("/proc/self/smaps"):
-    if "-" in line.split()[0] and ":" not in line.split()[0]:
-        low, high = (int(x, 16) for x in line.split()[0].split("-"))
-        here = low < at + bytes_ and at < high
-    elif here:
-        name, _, value = line.partition(":")
-        if name == "Rss":
-            rows[name] = rows.get(name, 0) + 1024 * int(value.split()[0])
-        if name == "VmFlags":
-            rows.setdefault(name, []).append("hg" in value.split())
-zero = prot != 3 or not any(ctypes.string_at(at, bytes_))
-print([at != ctypes.c_void_p(-1).value, rows["Rss"], any(rows["VmFlags"]), zero, error,
-       len(os.listdir("/proc/self/task")) - before])
+for call in whole.mmap, whole.mmap64:
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+
+def mapped(size, prot, flags, call):
+    "Return success, resident bytes, huge pages, zeroes, errno and new threads."
+    before = len(os.listdir("/proc/self/task"))
+    ctypes.set_errno(7)
+    at = call(None, size, prot, flags, -1, 0)
+    error = ctypes.get_errno()
+    if at == ctypes.c_void_p(-1).value:
+        return False, error
+    resident, huge, here = 0, False, False
+    for line in open("/proc/self/smaps"):
+        first = line.split()[0]
+        if "-" in first and ":" not in first:
+            low, high = (int(x, 16) for x in first.split("-"))
+            here = low < at + size and at < high
+        elif here and first == "Rss:":
+            resident += 1024 * int(line.split()[1])
+        elif here and first == "VmFlags:":
+            huge = huge or "hg" in line.split()
+    zero = prot != 3 or not any(ctypes.string_at(at, size))
+    return True, resident, huge, zero, error, len(os.listdir("/proc/self/task")) - before
 """
 
 
-def mapped(size, prot=3, flags=POPULATED, how=0, **env):
-    """Return success, resident bytes, huge pages, zeroes, errno and new threads."""
-    done = subprocess.run(
-        [sys.executable, "-c", MAP, *map(str, (size, prot, flags, how))],
-        env={**os.environ, "LD_PRELOAD": str(install.library()), **env},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return eval(done.stdout)
+@pytest.fixture
+def child(session):
+    """A process with a context, whose gate is closed as before a suspend."""
+    session.grant(session.uuids, each=64 * MiB, limit=64 * MiB)
+    made = session.child()
+    assert made.do("_ = context()") == 0
+    session.page.set_gate(2)
+    made.do(MAP)
+    return made
 
 
-@pytest.mark.parametrize("how", [0, 1], ids=["mmap", "mmap64"])
+def mapped(child, size, prot=3, flags=POPULATED, call="mmap"):
+    return child.do(f"_ = mapped({size}, {prot}, {flags}, whole.{call})")
+
+
+@pytest.mark.parametrize("call", ["mmap", "mmap64"])
 @pytest.mark.parametrize("size", [64 * MiB, 70 * MiB + 12345])
-def test_populated_mapping_is_whole_and_zero(size, how):
-    made, resident, _, zero, error, threads = mapped(size, how=how)
+def test_populated_mapping_is_whole_and_zero(child, size, call):
+    made, resident, _, zero, error, threads = mapped(child, size, call=call)
     assert made
     assert resident >= size
     assert (zero, error, threads) == (True, 7, 0)
@@ -68,9 +68,9 @@ def test_populated_mapping_is_whole_and_zero(size, how):
     not Path("/sys/kernel/mm/transparent_hugepage").exists(),
     reason="this kernel has no transparent huge pages",
 )
-def test_populated_mapping_may_have_huge_pages():
+def test_populated_mapping_may_have_huge_pages(child):
     """Whether the kernel has some is another question: then its pages are small."""
-    assert mapped(64 * MiB)[2]
+    assert mapped(child, 64 * MiB)[2]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_populated_mapping_may_have_huge_pages():
         (64 * MiB, 3, RESERVED),
     ],
 )
-def test_other_mappings_stay_as_they_are(size, prot, flags):
-    made, resident, huge, *_, threads = mapped(size, prot, flags)
+def test_other_mappings_stay_as_they_are(child, size, prot, flags):
+    made, resident, huge, *_, threads = mapped(child, size, prot, flags)
     assert made
     assert not huge
     assert threads == 0
@@ -91,15 +91,20 @@ def test_other_mappings_stay_as_they_are(size, prot, flags):
         assert resident < size
 
 
-def test_mapping_without_address_space_fails_as_before():
-    code = MAP.replace(
-        "at = call(",
-        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); at = call(",
-    ).split("rows, here")[0]
-    done = subprocess.run(
-        [sys.executable, "-c", code + "print(at == ctypes.c_void_p(-1).value, error)",
-         str(4096 * MiB), "3", str(POPULATED), "0"],
-        env={**os.environ, "LD_PRELOAD": str(install.library())},
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert done.stdout.split() == ["True", "12"]
+def test_process_with_its_slice_gets_plain_mappings(session, child):
+    """A library that lets mremap() move such a mapping needs it in one piece."""
+    session.page.set_gate(0)
+    assert mapped(child, 64 * MiB)[1:3] == (64 * MiB, False)
+
+
+def test_process_without_a_context_gets_plain_mappings(session):
+    session.grant(session.uuids, each=64 * MiB, limit=64 * MiB)
+    session.page.set_gate(2)
+    made = session.child()
+    made.do(MAP)
+    assert mapped(made, 64 * MiB)[1:3] == (64 * MiB, False)
+
+
+def test_mapping_without_address_space_fails_as_before(child):
+    child.do("import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))")
+    assert mapped(child, 4096 * MiB) == (False, 12)

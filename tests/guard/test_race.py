@@ -10,7 +10,7 @@ from jupyter_gpupool.guard import build
 from tests.emulated import build as emulator_build
 
 MIB = 1 << 20
-#: Small beside the requests: bytes that the accounts lose are not hidden by the context's.
+#: Much smaller than the requests, so that the context cannot hide bytes that the accounts lose.
 CONTEXT = 2 * MIB
 #: Less than the largest request, so that the guard refuses some even without contention.
 LIMIT = CONTEXT + 64 * MIB

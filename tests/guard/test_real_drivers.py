@@ -18,8 +18,8 @@ from tests.driver_records.record import functions, records
 
 PLAIN, PER_THREAD = range(2)
 
-#: A debugger calls these in the process that it debugs, or sets breakpoints in them: it looks for
-#: them by name, and must find the driver's.
+#: A debugger calls these in the process that it debugs, or sets breakpoints in them: the debugger
+#: looks for them by name, and must find those of the driver.
 OF_DEBUGGERS = {
     "cudbgApiAttach", "cudbgApiDetach", "cudbgApiInit", "cudbgMain", "cudbgReportDriverApiError",
     "cudbgReportDriverInternalError",

@@ -371,7 +371,7 @@ def test_waiting_cell_shows_what_helps(
     cell.done()
 
 
-def test_interrupt_after_a_wait_is_not_told_as_one_of_it(
+def test_interrupt_after_a_wait_is_not_shown_as_one_during_it(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()

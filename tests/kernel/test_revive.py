@@ -50,7 +50,7 @@ def test_kernel_starts_a_dead_broker_once_and_waits_for_it(socket: Path, started
 def test_wait_for_a_start_does_not_end_during_the_next_check(
     socket: Path, started: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cell's thread reads the patience at any time, also while this one looks at the files."""
+    """The thread of a cell may read ``patience`` while another thread looks at the files."""
     startrecord.write_record(socket, ["/bin/true"], {})
     one = reviver(socket, started)
     one.away(AWAY)

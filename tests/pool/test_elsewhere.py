@@ -69,7 +69,7 @@ def test_the_reason_names_other_machines(lab):
     assert lab.reason("b") == f"your group lab has its 20 B in use by no kernel here, {rest}"
 
 
-def test_the_reason_names_them_for_the_limit_they_count_in(lab):
+def test_the_reason_names_other_machines_for_a_shared_limit(lab):
     lab.running("a", 12, owner=ANN)
     elsewhere(lab, (0, 0, 1))
     lab.open("b", 8, owner=ANN)

@@ -243,7 +243,7 @@ TURNS = {"preempt": PREEMPT_ALL, "half_life": 3600.0}
 
 
 def may_take(lab, name):
-    """Return the line of a holder about who may take its lease."""
+    """Return the line that tells a holder which session may take its lease."""
     (line,) = [line for line in lab.pool.why(name).lines if "may take it" in line]
     return line
 
@@ -388,7 +388,7 @@ def test_age_that_passes_the_queue_counts(make):
 
 
 @pytest.mark.parametrize(("owner", "half_life"), [("ann", 3600.0), ("bob", 0.0)])
-def test_age_that_passes_no_other_does_not_count(make, owner, half_life):
+def test_age_that_passes_no_other_session_changes_nothing(make, owner, half_life):
     """Sessions of one owner, and all without fair shares, keep the order of class and age."""
     lab = make(device(0), preempt=frozenset(), half_life=half_life)
     lab.running("a", 16, owner="cyd")

@@ -354,7 +354,7 @@ def test_growth_ends_with_the_lease(make):
     assert lab.where("a") == [("G0", 6)]
 
 
-def test_growth_reclaims_nothing_from_its_own_session(make):
+def test_growth_reclaims_no_memory_of_its_own_session(make):
     lab = grown(make, used=6)
     lab.running("b", 4)
     lab.change("a", 4, limit=14)

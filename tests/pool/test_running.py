@@ -166,7 +166,7 @@ def test_preempt_setting_turns_each_rule_off(make):
         assert preempted(lab) == []
 
 
-def test_idle_lease_goes_before_one_in_use(make):
+def test_idle_lease_is_preempted_before_a_lease_in_use(make):
     lab = make(device(0), device(1), preempt=PREEMPT_ALL)
     lab.running("busy", 16, priority="batch")
     lab.idle("idle", 16)
@@ -175,7 +175,7 @@ def test_idle_lease_goes_before_one_in_use(make):
     assert (suspend.session, suspend.busy) == ("idle", False)
 
 
-def test_idle_lease_that_its_user_keeps_counts_as_one_in_use(make):
+def test_kept_idle_lease_counts_as_a_lease_in_use(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.idle("low", 16, priority="batch")
     lab.keep("low", 1000)
@@ -381,7 +381,7 @@ def test_those_that_fit_together_stay_together():
     assert sum(k.moves for k in crowd.kernels.values()) == 0
 
 
-def test_lease_on_several_devices_has_its_turn_as_one():
+def test_lease_on_several_devices_has_one_turn_on_all_of_them():
     crowd = Crowd(2, move=1.0, preempt=PREEMPT_ALL)
     gang = crowd.add("gang", "ann", cell=1e9, devices=2)
     for i in range(2):
@@ -391,7 +391,7 @@ def test_lease_on_several_devices_has_its_turn_as_one():
     assert all(k.computed > 300 for k in crowd.kernels.values())
 
 
-def test_no_turn_is_taken_from_one_who_has_used_less(make):
+def test_session_that_has_used_less_keeps_its_turn(make):
     lab = make(device(0), preempt=PREEMPT_ALL, half_life=1e6)
     lab.running("a", 16, owner="ann")
     lab.after(200)

@@ -67,7 +67,7 @@ def test_share_that_a_group_does_not_use_goes_to_the_others():
     assert max(crowd.kernels["b"].waits) <= 5.0 + 1e-6, "it is next whenever it comes"
 
 
-def test_one_who_floods_does_not_delay_those_who_do_not():
+def test_user_with_many_requests_does_not_delay_the_others():
     """One with 50 kernels against ten with one each: all get the same, and none waits for 50."""
     crowd = Crowd(2, half_life=1200.0)
     for i in range(50):
@@ -83,7 +83,7 @@ def test_one_who_floods_does_not_delay_those_who_do_not():
     assert max(waits) <= 2 * 11 * 8.0
 
 
-def test_first_request_of_others_goes_before_the_second_of_one(make):
+def test_first_request_of_each_user_goes_before_any_second_one(make):
     lab = make(half_life=3600.0)
     lab.running("x", 16)
     lab.running("y", 16)

@@ -42,7 +42,7 @@ def test_backfilling_takes_what_the_head_can_spare_and_no_more():
     got(lab.end("a"), ev.Attach, session="head")
 
 
-def test_session_ahead_takes_over_a_promise_made_before():
+def test_session_ahead_in_the_queue_takes_over_a_promise():
     """It fits if sessions *behind* it give up promises made before it came."""
     lab = Lab(device(0))
     lab.idle("a")

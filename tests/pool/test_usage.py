@@ -281,7 +281,7 @@ def test_budget_of_nothing_promises_no_renewal(make, rule, group):
     assert lines[-1].endswith(f"no GPU-seconds: {kernels} get no new slice.")
 
 
-def test_session_that_may_never_run_is_told_so(make):
+def test_session_that_may_never_run_learns_why(make):
     lab = make(device(0), **budget(0.0, then="stop"))
     lab.open("a", 8, owner="ann")
     refusal = got(lab.hold("a"), ev.HoldRefused).refusal
@@ -307,7 +307,7 @@ def test_session_without_budget_borrows_what_is_free(make):
     got(lab.past[-8:], ev.Suspend, session="b")
 
 
-def test_victim_of_a_spent_budget_is_told_so(make):
+def test_victim_of_a_spent_budget_learns_that_reason(make):
     lab = make(device(0), **budget(100.0), preempt=frozenset({"guarantee"}))
     lab.running("a", 16, owner="ann")
     lab.after(150)
@@ -358,7 +358,7 @@ def test_lone_session_stops_at_the_end_of_its_budget(make):
     got(lab.after(DAY - lab.now + 1), ev.Attach, session="a")
 
 
-def test_refilled_budget_is_back_when_a_part_of_it_is(make):
+def test_refilled_budget_is_back_as_soon_as_a_part_is_refilled(make):
     lab = make(device(0), **budget(8640.0, rule="refill", then="stop"))
     lab.running("a", 16, owner="ann")
     lab.after(10000)
@@ -524,7 +524,7 @@ def test_time_that_the_machine_slept_refills_and_decays(make):
     assert left(lab) == pytest.approx(2000)
 
 
-def test_nobody_pays_for_a_step_of_the_clock(make):
+def test_step_of_the_clock_charges_no_user(make):
     lab = make(device(0), half_life=1e12, groups={"bio": Group(daily=Daily(DAY))})
     open_in(lab, "a", "ann", "bio", 16)
     lab.after(10)

@@ -31,7 +31,7 @@ GPU = [sys.executable, "-m", "tests.broker.guarded_child"]
 
 
 def environment(broker, **more):
-    """Return an environment in which the commands find this broker, and nothing of the user's."""
+    """Return an environment in which the commands find this broker, but no file of the user."""
     return {
         **kit.environment(broker.folder),
         "GPUPOOL_SOCKET": str(broker.socket),

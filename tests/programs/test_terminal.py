@@ -130,7 +130,7 @@ def test_pipeline_keeps_the_terminal(terminal):
     assert screen.wait() == 0
 
 
-def test_wait_is_one_line_that_goes_away(broker, program, terminal):
+def test_wait_shows_one_line_and_then_removes_it(broker, program, terminal):
     first = program("--attach", "hold", "--name", "first", command=["cat"])
     wait_until(lambda: state_of(broker, "first") == "active", "the first")
     words = [*CLI, "run", "--attach", "hold", "--name", "tty", "--", "echo", "<turn>"]

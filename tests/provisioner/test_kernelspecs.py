@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 from jupyter_client import KernelManager
 from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.provisioning import KernelProvisionerFactory
 from scripted_broker import ScriptedBroker
 
+from jupyter_gpupool.cluster.kernel_host import KernelFiles, command_of, kernelspec
 from jupyter_gpupool.kernelspecs import KernelSpecError, list_pooled, unwrap, wrap
+from jupyter_gpupool.remote_provisioner import GPUPoolRemoteProvisioner
 
 SHIPPED = Path(__file__).parents[2] / "share/jupyter/kernels/gpupool-python3"
 
@@ -81,9 +84,29 @@ def test_a_twin_of_the_native_kernel_runs(prefix: str, broker: ScriptedBroker) -
         manager.shutdown_kernel(now=True)
 
 
+def test_a_remote_twin_starts_through_the_remote_provisioner(prefix: str) -> None:
+    folder = wrap("python3", prefix=prefix, remote=True)
+    assert folder.name == "gpupool-remote-python3"
+    manager = KernelManager(kernel_name=folder.name)
+    factory = KernelProvisionerFactory.instance()
+    found = factory.create_provisioner_instance("k", manager.kernel_spec, parent=manager)
+    assert type(found) is GPUPoolRemoteProvisioner
+    assert manager.kernel_spec.display_name.endswith(" (Pooled GPU of the cluster)")
+    # The machine that starts it reads the same file.
+    assert command_of(kernelspec({"kernel": folder.name}, "m1"), KernelFiles("k"), "m1")[:3] == [
+        *(sys.executable, "-m", "ipykernel_launcher")
+    ]
+    assert folder.name in [kernel.name for kernel in list_pooled()]
+    with pytest.raises(KernelSpecError, match="uses the GPU pool already"):
+        wrap(folder.name, prefix=prefix)
+    unwrap(folder.name)
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        ("ir", {"remote": True}, "'ir' does not say that its kernel encrypts its messages"),
         ("pyton3", {}, "There is no kernelspec 'pyton3'. Did you mean 'python3'?"),
         ("gpupool-python3", {}, "uses the GPU pool already."),
         ("remote", {}, "is started by 'k8s-provisioner'; only kernels that start on this machine"),
@@ -94,7 +117,7 @@ def test_a_twin_of_the_native_kernel_runs(prefix: str, broker: ScriptedBroker) -
     ],
 )
 def test_unsuitable_kernelspec_is_refused_with_the_reason(
-    prefix: str, name: str, options: dict[str, str], message: str
+    prefix: str, name: str, options: dict[str, Any], message: str
 ) -> None:
     install(prefix, "ir")
     install(

@@ -208,6 +208,21 @@ print("done")
         assert run(code, PYTORCH_CUDA_ALLOC_CONF=backend).stdout == "done\n"
 
 
+def test_profiler_has_the_times_of_the_host(run):
+    """NVIDIA's profiling library is not emulated: what it would tell is left out."""
+    code = """
+import torch
+with torch.profiler.profile() as profile:
+    torch.ones(3, device="cuda") + 1
+names = {event.key for event in profile.key_averages()}
+assert "aten::add" in names, names
+print("done")
+"""
+    done = run(code)
+    assert done.stdout == "done\n"
+    assert "cuptiSubscribe is of a library that is not emulated" in done.stderr
+
+
 def test_operators_take_the_time_of_the_profile(run):
     code = """
 import torch

@@ -144,7 +144,7 @@ def test_server_sends_the_broker_nothing_without_subscribers(server, broker, ker
     def connections():
         with broker.client() as client:
             counters = client.call("status")["broker"]["counters"]
-        # Without this test's own part: one connection and one message for each look.
+        # The figures leave out this test itself: one connection, and one message for each look.
         looks.append(1)
         return counters["messages"] - len(looks), counters["connections"] - len(looks)
 

@@ -59,7 +59,7 @@ def test_every_ledger_state_has_a_state_in_rest(state):
 
 
 def test_unknown_figures_are_null():
-    brief = {**SUMMARY, "gpus": None, "sessions": None}
+    brief = {**SUMMARY, "gpus": None, "sessions": None, "data": None}
     nothing, some = shown(
         answer(node("gpu1", "unheard", summary=None), node("gpu3", "present", summary=brief))
     )["machines"][1:]

@@ -247,7 +247,7 @@ void refresh_clock(struct warp *w);
 
 /* ---- access.c ---- */
 enum { READ, WRITE };
-/* The host's address of bytes of a lane. */
+/* Returns the address on the host of `size` bytes that a lane reads or writes. */
 void *bytes_of(struct warp *w, unsigned lane, uint64_t address, unsigned size, int mode);
 
 /* ---- move.c ---- */

@@ -42,10 +42,6 @@ RECORDING = "it records a CUDA graph"
 #: suspended, and only the guard keeps a running cell from that.
 UNGUARDED = "it runs without the guard, which would hold its CUDA calls back while it is suspended"
 
-#: Restores in a row that the driver refuses, with room, until the state counts as lost; they take
-#: seven seconds. 580.159.04 says CHECKPOINTED of a process that it can never restore again.
-MOST_REFUSALS = 4
-
 #: Seconds to wait for memory of a process that has just ended, and between two checks.
 ROOM_WAIT, ROOM_POLL = 1.0, 0.05
 
@@ -147,7 +143,7 @@ class DeviceActions:
             self._pages.moved(session, session.frozen, moves)
             self._pages.no_longer_aside(session)
             session.frozen = ()
-            session.unrestored = 0
+            session.refusals.forget()
             return e.AttachDone(
                 now=now, session=name, epoch=epoch,
                 seconds=outcome.driver_seconds, waited=outcome.waited,
@@ -156,19 +152,19 @@ class DeviceActions:
             return e.SessionEnded(now=now, session=name, reason="its process has ended")
         lost, message = outcome.status in ("failed", "hung"), outcome.message
         refused = outcome.status == "refused" and not outcome.stay
+        targets = {piece.device for piece in action.slices}
         if refused:
-            session.unrestored += 1
-            if session.unrestored >= MOST_REFUSALS:
+            if session.refusals.another(targets, now):
                 lost = True
                 message = (
-                    f"The driver refused {session.unrestored} times to restore its GPU state, "
+                    f"The driver refused {session.refusals.count} times to restore its GPU state, "
                     f"although there was room: it is lost. {message}"
                 )
             else:
                 message += " The driver has its state still; the pool tries again."
         if lost or refused:
-            for uuid in dict.fromkeys(piece.device for piece in action.slices):
-                self._start("", self._examine(uuid))
+            for uuid in sorted(targets):
+                self._start("", self._examine(uuid, session))
         return e.AttachFailed(
             now=now,
             session=name,
@@ -178,10 +174,11 @@ class DeviceActions:
             stay=outcome.stay,
         )
 
-    async def _examine(self, uuid: str) -> None:
+    async def _examine(self, uuid: str, session: LiveSession) -> None:
         """Test a device on which a resume failed; take it out of service if it fails."""
         device = await self._service.self_test(uuid)
         if not device.can_suspend:
+            session.refusals.blame(uuid)
             self._health.bad(uuid, device.tier_reason)
 
     def _need(self, record: SessionRecord, action: e.Attach) -> dict[str, int]:

@@ -103,7 +103,8 @@ class Monitor:
         self._reported: set[ProcessId] = set()
         #: Processes on a device that belonged to a session when they were first seen.
         self._ours: set[ProcessId] = set()
-        #: Those of them whose session has ended since the last sample: they are about to end, too.
+        #: Processes whose session has ended since the last sample: the processes are about to end,
+        #: too.
         self._leaving: set[ProcessId] = set()
         self._failing = ""
         #: This process, whose children (workers, self-tests) belong to the pool.

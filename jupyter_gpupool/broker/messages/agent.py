@@ -186,7 +186,7 @@ class AgentMessages:
     def yielded(self, connection: Connection, message: Message) -> None:
         session = session_of(connection)
         if session.agent is not connection:
-            return  # nobody asks a member
+            return  # the broker never asks a member
         _note_cuda(session, message.get("cuda"))
         asked = session.yielding
         if asked is not None and asked[0] == message["epoch"] and not asked[1].done():

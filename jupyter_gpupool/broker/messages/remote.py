@@ -107,6 +107,8 @@ class RemoteMessages:
             owner_of(connection.peer.uid).name,
             int(message.get("memory") or settings.pool.default_memory),
             int(message.get("devices") or 1),
+            str(message.get("model") or ""),
+            tuple(message.get("data") or ()),
         )
         self._look(
             connection, message.get("id"),
@@ -122,14 +124,15 @@ class RemoteMessages:
                 code=Code.NO_HEAD,
                 next_step="Try again, or ask your administrator.",
             )
-        own = {"name": self._node, "summary": summary_of(self._core)._asdict()}
+        data = self._configuration.settings.cluster_data
+        own = {"name": self._node, "summary": summary_of(self._core, data)._asdict()}
         nodes = [{**node, **(own if node["name"] == self._node else {})} for node in view["nodes"]]
         found: Placement = place(nodes, wanted)
         if not found.node:
             raise RefusedError(
                 f"No machine of the cluster can take this kernel: {found.reasons}.",
                 code=Code.NO_MACHINE,
-                next_step="Ask for less, or try again later.",
+                next_step="Ask for less or for another model, or try again later.",
             )
         connection.answer(message.get("id"), {
             "node": found.node,
@@ -281,7 +284,7 @@ class RemoteMessages:
                 self._forget(name)
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Cancel all timers and orders: no request gets an answer any more."""
         if self._agent is not None:
             self._agent[2].cancel()
             self._agent = None

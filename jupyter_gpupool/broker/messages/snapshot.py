@@ -170,7 +170,7 @@ class Snapshots:
         }
 
     def _empty(self, record: SessionRecord, peer: Peer) -> bool:
-        """Return whether to hide this session: another user's, and without a kernel yet."""
+        """Return whether to hide this session: it is of another user and has no kernel yet."""
         session = self._core.sessions.find(record.id)
         return (
             session is not None

@@ -121,7 +121,7 @@ class ControlPages:
             If the page cannot be made, mostly because shared memory is full.
         """
         path = self._path(session)
-        self.make_folder()  # somebody may have deleted it
+        self.make_folder()  # another process may have deleted it
         uid = session.uid if isinstance(session.uid, int) else os.geteuid()
         session.page = Page.create(path, session.id, uid)
         self._set_policy(session.page)
@@ -355,7 +355,8 @@ class ControlPages:
     def read(self, session: LiveSession) -> Reading | None:
         """Return the page's data on living processes; None if the page cannot be read.
 
-        Processes of a container wrote their own numbers; here they have those of this process's.
+        Processes of a container wrote their own numbers; the result has the numbers in this
+        process's namespace.
 
         A process that died by SIGKILL is left out, even if it was in the middle of a call; its
         slot stays until another process of the session needs it.

@@ -70,7 +70,7 @@ async def drain(
 
 
 async def quiesce(pids: Iterable[int], patience: float = LONGEST) -> bool:
-    """Wait until no thread of ``pids`` can be on the way; False if one may be in the end."""
+    """Wait until no thread of ``pids`` can be on its way into the driver; False if not."""
     # Not in the loop's thread: there may be thousands of threads, more if a page is forged.
     waiting = await asyncio.to_thread(on_the_way, tuple(pids))
     loop = asyncio.get_running_loop()

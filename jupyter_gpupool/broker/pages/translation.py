@@ -28,7 +28,8 @@ class Translation:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        #: By session: the PID namespace, and by the process there the process here; None: nobody.
+        #: By session: its PID namespace, and a map from process ids there to ids here (None: no
+        #: process).
         self._known: dict[str, tuple[int, dict[ProcessId, ProcessId | None]]] = {}
         #: By session: the looks that it may cause.
         self._looks: dict[str, TokenBucket] = {}

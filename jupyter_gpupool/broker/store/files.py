@@ -261,7 +261,7 @@ def _write(path: Path, mode: int, content: bytes) -> None:
             file.write(content)
 
 
-#: Age in seconds below which files stay: somebody may be starting a broker with them.
+#: Files younger than so many seconds stay: a broker may be starting with them.
 YOUNG = 600.0
 
 #: The same for a folder of an older version, which does not name its broker.

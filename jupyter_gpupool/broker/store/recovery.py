@@ -19,8 +19,8 @@ detaching    running, none   attached: the suspend had not begun, or was undone
 detaching    checkpointed    detached and suspended: it had succeeded
 any          locked          unlocked, then as running
 any          failed          lost: the broker tells its user and ends it
-any          hung            as the journal has it (stopped by SIGSTOP, most likely)
-any          no answer       as the journal has it: an unknown state must not end a kernel
+any          hung            as the journal says (most likely stopped by SIGSTOP)
+any          no answer       as the journal says: an unknown state must not end a kernel
 ===========  ==============  ======================================================================
 
 A broker that finds none of the devices on which living kernels have state does not start

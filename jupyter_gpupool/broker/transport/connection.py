@@ -228,7 +228,7 @@ class Connection(asyncio.BufferedProtocol):
         self.session = session
 
     def hold_early(self, session: LiveSession | None) -> None:
-        """Note that a message waits for the ``launched`` of this session; None: no more."""
+        """Note that a message waits for ``launched`` of this session; None: it waits no longer."""
         self.early = session
         self.account.early += 1 if session is not None else -1
 

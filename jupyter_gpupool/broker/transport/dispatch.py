@@ -383,7 +383,7 @@ class UserAccount:
         self.ready: dict[Requester, None] = {}
         self.deficit = 0.0
         self.active = False
-        #: Connections whose request waits for the budget; reads with the time of their refusal.
+        #: Connections whose request waits for the budget. A read also has the time of its refusal.
         self.waiting_acts: deque[Requester] = deque()
         self.waiting_reads: deque[tuple[Requester, float]] = deque()
 

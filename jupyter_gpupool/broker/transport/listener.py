@@ -129,7 +129,7 @@ class Claim:
             if mine and (found.st_dev, found.st_ino) == self._bound:
                 self.path.unlink()
         except OSError:
-            pass  # somebody removed it before us
+            pass  # another process removed it before us
         self._drop_given()
         self._give_up_lock()
 
@@ -226,14 +226,15 @@ class Claim:
             raise self._refuse(f"is already there and is {kind}")
         if found.st_uid != os.geteuid():
             raise self._refuse(f"is already there and belongs to user id {found.st_uid}")
-        # We have the lock, but somebody may have deleted the lock's file of a living broker.
+        # We have the lock, but the lock's file of a running broker may have been deleted.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(1.0)
             try:
                 probe.connect(str(self.path))
             except OSError as error:
                 if error.errno != errno.EAGAIN:  # EAGAIN: a broker listens, and its queue is full
-                    # Nobody listens at this file. A given socket has lost its own: it was deleted.
+                    # No broker listens at this file. A socket that systemd gave us has no file any
+                    # more.
                     self._drop_given()
                     self.path.unlink()
                     return

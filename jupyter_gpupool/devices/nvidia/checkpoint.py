@@ -162,7 +162,7 @@ def thread(process: ProcessId) -> DriverAnswer:
 
 def lock(process: ProcessId, drain: float) -> DriverAnswer:
     """Block new CUDA calls and wait ``drain`` seconds for submitted work (NOT_READY if late)."""
-    milliseconds = max(1, round(drain * 1000))  # 0 would mean without a time-out
+    milliseconds = max(1, round(drain * 1000))  # 0 would mean no time limit
     return _call(process, lambda target: target.lock(milliseconds))
 
 

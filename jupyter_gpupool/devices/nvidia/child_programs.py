@@ -44,7 +44,7 @@ NICE = 5
 #: Bytes of the self-test's pattern: more than one 2 MiB page of device memory.
 SIZE = 4 << 20
 
-#: Bytes of the pattern that share their random bytes, after the bytes of the piece's number.
+#: A piece of the pattern has its number, then random bytes, which all pieces share.
 _NOISE, _NUMBER = 1 << 16, 4
 
 _PR_SET_PDEATHSIG = 1

@@ -391,7 +391,8 @@ class Inventory:
         limits = able.reason if self._peers(device) else ""
         tested = self._examiner.apply(found, self._device(uuid), limits)
         if tested.can_suspend and device.can_migrate and not self._peers(device):
-            # The target of its earlier move is set aside, which is no fault of the driver.
+            # An earlier test moved to a device that is set aside now, which is no fault of the
+            # driver.
             tested = replace(tested, can_migrate=True)
         self._devices[uuid] = self._with_landing(tested)
         return self._devices[uuid]

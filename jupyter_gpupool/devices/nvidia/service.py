@@ -111,7 +111,8 @@ class DeviceService(Inventory):
             self._device(uuid)
         gone = [uuid for uuid in origin if uuid not in self._devices]
         if gone:
-            # Its state is safe in host memory; nobody knows yet whether it can come back.
+            # The session's state is safe in host memory, but it may not be able to return to the
+            # GPU.
             return ResumeOutcome(
                 "no-room", f"Device {gone[0]}, from which it was suspended, is no longer there."
             )

@@ -116,8 +116,8 @@ def _named(rows: tuple[DeviceRow, ...], name: str, text: str) -> tuple[DeviceRow
     entries = [entry.strip() for entry in text.split(",")]
     numbers = {n for entry in entries for n in _numbers(entry)}
     if name in _GLOBAL and numbers:
-        # No more GPUs are visible than were named: the others are already hidden, and the
-        # visible ones may be numbered from 0.
+        # Only GPUs that were named are visible: the others are already hidden, and the visible ones
+        # may be numbered from 0.
         if len(rows) <= len(numbers):
             return rows
         return tuple(row for row in rows if row.get("minor", row["index"]) in numbers)

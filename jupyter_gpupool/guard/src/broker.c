@@ -20,7 +20,7 @@
 
 #define LOOK_MS 50            /* between checks of the gate and of interrupts; a connection's retry */
 #define AWAY_NS 4500000000ull /* a call fails if a broker hangs up for so long */
-#define HOME_NS 500000000ull  /* longest wait of cuInit, which needs no lease, and of a notice */
+#define HOME_NS 500000000ull  /* longest wait of a notice, and of cuInit: it needs no lease */
 #define CROWD_MS 4            /* a connection's retry while the broker's queue of connections is full */
 #define HELD_NS 1000000000ull /* a connection that lasted so long shows a working broker */
 #define ANSWER_BYTES 4096     /* bytes of an answer to read: its type comes first */

@@ -56,8 +56,8 @@ bool gate_lets(bool use)
     if (gate == GATE_OPEN)
         return true;
     if (gate == GATE_UNUSED) {
-        /* If the broker closes it meanwhile the exchange fails, and the caller's second look, or
-         * the driver's own lock, decides. */
+        /* If the broker closes the gate meanwhile, the exchange fails. Then the caller looks again,
+         * or the driver's own lock decides. */
         if (use)
             __atomic_compare_exchange_n(&guard_page->gate, &gate, GATE_OPEN, false,
                                         __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);

@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * How much memory there is: the slice's, which is what an application may plan with. See
+ * Memory figures of the slice: an application may plan with these. See
  * slice_memory in info.h for the figures.
  */
 #include "info.h"

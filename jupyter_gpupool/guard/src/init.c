@@ -20,7 +20,7 @@ static bool chosen;
 /* The session's ordinal of each of this process's devices. */
 static int seen, ordinal_of[PAGE_DEVICES];
 
-#define ENDS (-1)      /* no device: such an entry ends the list, as in the driver */
+#define ENDS (-1)      /* an entry that names no device ends the list, as in the driver */
 #define ELSEWHERE (-2) /* a device that the session does not have */
 
 /* The session's device that one entry of a list names: a number, or a UUID or the beginning of one. */

@@ -6,12 +6,15 @@
  * The driver's checkpoint maps host memory for all of the process's device memory with one populated mmap()
  * (MAP_POPULATE), in pages of 4 KiB, and then copies; one thread does both. With 580.159.04 on an H200 the pages
  * take two thirds of the time. This mmap() stands before the C library's: it gives such a mapping huge pages
- * where that is quick, and lets several threads populate it. All other mappings are as the C library makes them.
+ * where that is quick, and lets several threads populate it.
  *
- * Nothing else changes for the caller: the same bytes count for a control group, all zero, and an error while
- * populating is ignored, as mmap(2) says of MAP_POPULATE.
+ * All other mappings are as the C library makes them: of a process without a context, or whose session has its slice
+ * (the gate is closed before each suspend), smaller ones and those with other flags. Nothing else changes for the
+ * caller: the same bytes count for a control group, all zero, and an error while populating is ignored, as mmap(2)
+ * says of MAP_POPULATE.
  */
 #include "cuda_abi.h"
+#include "guard.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -68,7 +71,8 @@ static void *populate_part(void *with)
     while (at < end) {
         size_t bytes = (size_t)(end - at) < step ? (size_t)(end - at) : step;
         uint64_t begun = worked_ns();
-        madvise(at, bytes, MADV_POPULATE_WRITE);
+        if (madvise(at, bytes, MADV_POPULATE_WRITE))
+            break; /* no memory: the kernel has tried */
         at += bytes;
         if (step == STEP && at < end && worked_ns() - begun > bytes / SLOWEST) {
             madvise(at, (size_t)(end - at), MADV_NOHUGEPAGE);
@@ -92,6 +96,8 @@ static void populate(char *begin, size_t bytes)
     size_t each = (bytes / count + HUGE) / HUGE * HUGE;
     pthread_attr_t attributes;
     sigset_t all, before;
+    int cancel;
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* mmap() ends no thread */
     bool threads = !pthread_attr_init(&attributes);
     if (threads)
         threads = !pthread_attr_setstacksize(&attributes, STACK);
@@ -118,11 +124,14 @@ static void populate(char *begin, size_t bytes)
             pthread_join(parts[i].thread, NULL);
     if (threads)
         pthread_attr_destroy(&attributes);
+    pthread_setcancelstate(cancel, NULL);
 }
 
 EXPORT void *mmap(void *at, size_t bytes, int prot, int flags, int fd, off_t offset)
 {
     if (__builtin_expect(flags != POPULATED || bytes < LEAST || prot != (PROT_READ | PROT_WRITE), 1))
+        return map_plainly(at, bytes, prot, flags, fd, offset);
+    if (!guard_blocked())
         return map_plainly(at, bytes, prot, flags, fd, offset);
     char *found = map_plainly(at, bytes, prot, flags & ~MAP_POPULATE, fd, offset);
     if (found == MAP_FAILED)
@@ -131,6 +140,7 @@ EXPORT void *mmap(void *at, size_t bytes, int prot, int flags, int fd, off_t off
     madvise(found, bytes, MADV_HUGEPAGE); /* refused by a kernel without huge pages: then small ones */
     if (madvise(found, HUGE, MADV_POPULATE_WRITE) && errno == EINVAL) { /* an older kernel */
         munmap(found, bytes);
+        errno = error;
         return map_plainly(at, bytes, prot, flags, fd, offset);
     }
     populate(found, bytes);

@@ -20,7 +20,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define AWAY_NS 4500000000ull   /* if no broker is started, a call fails within 5 s in all */
+#define AWAY_NS 4500000000ull   /* if no broker starts, a call fails within 5 s */
 #define START_NS 90000000000ull /* a start loads the driver and tests every device */
 #define AGAIN_NS 2000000000ull  /* between two attempts of this process */
 #define ATTEMPTS 3              /* failed starts in a row after which calls fail at once */

@@ -97,7 +97,7 @@ static void drain(CUstream stream, bool per_thread)
                                                                   : CALL(record, cuEventRecord);
     if (!submit(event, stream)) {
         wait_for(event, began);
-        if (gate_lets(false)) /* else the wait was cut short: its time says nothing */
+        if (gate_lets(false)) /* otherwise the wait was cut short, and its length shows nothing */
             adapt(monotonic() - began);
     }
     if (exchanged)

@@ -71,7 +71,7 @@ export const DeviceBar = React.memo(function DeviceBar(props: {
   );
 });
 
-/** The parts that have a line of their own below the bar. */
+/** The parts that each get a line below the bar. */
 const LISTED: ReadonlySet<IPart['kind']> = new Set(['mine', 'other', 'foreign']);
 
 /** One line: who has how much of the device, and what for. */

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Notices for all users: GPUs out of service, and a configuration that is not this server's. */
+/** Notices for all users: GPUs out of service, and a broker with another configuration. */
 import * as React from 'react';
 
 import type { IPool } from '../api';

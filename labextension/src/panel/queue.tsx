@@ -18,7 +18,7 @@ import { useTools } from './tools';
 /** Others' places are listed up to this one; mine always. */
 export const LISTED = 20;
 
-/** So many of my kernels show at once what can be done; each asks the broker for its plan. */
+/** This many of my kernels show at once what can be done; each asks the broker for its plan. */
 export const OPEN = 2;
 
 export const Queue = React.memo(function Queue(props: {

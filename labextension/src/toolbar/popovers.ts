@@ -19,7 +19,7 @@ const KEEP_MINUTES = 10;
 /** A place beside which the popover can open. */
 export interface IPlace {
   readonly watch: KernelWatch;
-  /** Its button; null while it is not drawn. */
+  /** The button that opens the popover; null while the button is not drawn. */
   readonly button: () => HTMLElement | null;
 }
 

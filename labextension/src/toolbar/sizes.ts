@@ -27,7 +27,8 @@ const UNITS: Readonly<Record<string, number>> = {
 };
 
 /**
- * `12`, `12GiB`, `512 MiB`, `1,5`: a size in bytes, of GiB if no unit is given; or null.
+ * Return the bytes of a text such as `12GiB`, `512 MiB` or `1,5`, or null. Without a unit it means
+ * GiB.
  *
  * A comma before three digits is an error: in some languages it separates thousands.
  */

@@ -31,7 +31,7 @@ async function shoot(lab: Lab, name: string, selectors: string[]): Promise<void>
   await lab.page.screenshot({ path: path.join(FOLDER, `${name}.png`), clip });
 }
 
-/** The same in colours of the system, as people set them who see little. */
+/** The same pictures in the system's own colours, as people with weak eyesight choose them. */
 async function contrast(lab: Lab, name: string, selectors: string[]): Promise<void> {
   await lab.page.emulateMedia({ forcedColors: 'active', colorScheme: 'dark' });
   await shoot(lab, name, selectors);

@@ -135,7 +135,7 @@ test('panel in a tab; a kernel without a tab is shut down by keyboard', async ({
   await expect(kernels).toContainText('alone.ipynb');
   await expect(kernels).not.toContainText('tab closed');
 
-  // Its document without a question whether to save it.
+  // Closes the document without asking whether to save it.
   await page.evaluate(() => {
     for (const widget of [...window.jupyterapp.shell.widgets('main')]) {
       if (widget.node.classList.contains('jp-NotebookPanel')) {

@@ -62,7 +62,7 @@ const status = () =>
     .getAllByRole('status')
     .map(node => node.textContent)
     .join('');
-// A capacity as the driver has it, of no round number of MiB.
+// A capacity that the driver reports: not a whole number of MiB.
 const burst = { ...session().request, limit: 12.04 * GIB };
 
 describe('the popover describes', () => {

@@ -1,0 +1,48 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""When a suspended state that the driver refuses to restore counts as lost.
+
+After a restore without room driver 580.159.04 says CHECKPOINTED still, and refuses each later
+restore, with room too (see ``docs/driver-facts.md``). A refusal may also pass: another program took
+the memory, or the GPU or a service that it needs fails. So only refusals in a row count, on the
+same GPUs, which passed their test after each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+#: So many refusals in a row, and so many seconds from the first to the last, are a loss.
+MOST, PATIENCE = 5, 120.0
+#: After so many seconds without a try the count begins again.
+STALE = 600.0
+
+
+@dataclass
+class Refusals:
+    """The refused restores of a session since its last success."""
+
+    count: int = 0
+    first: float = 0.0
+    last: float = 0.0
+    devices: frozenset[str] = frozenset()
+
+    def another(self, devices: Collection[str], now: float) -> bool:
+        """Count a refusal on these GPUs at ``now``; return whether the state counts as lost."""
+        if self.devices != frozenset(devices) or now - self.last > STALE:
+            self.forget()
+        if not self.count:
+            self.first, self.devices = now, frozenset(devices)
+        self.count += 1
+        self.last = now
+        return self.count >= MOST and now - self.first >= PATIENCE
+
+    def blame(self, device: str) -> None:
+        """Forget them, because a GPU failed its test."""
+        if device in self.devices:
+            self.forget()
+
+    def forget(self) -> None:
+        """Begin again."""
+        self.count, self.devices = 0, frozenset()
