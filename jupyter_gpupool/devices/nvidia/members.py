@@ -22,8 +22,9 @@ from ...procfs import (
     session_of,
 )
 
-#: Part of the path of the mapped guard, which is never the path of its link.
-_GUARD = b"/jupyter_gpupool/guard/lib/"
+#: A part of the path of the mapped guard: of the package's file, which links lead to, and of the
+#: file in a container's folder, which is a second name of that file.
+_GUARDS = (b"/jupyter_gpupool/guard/lib/", b"/gpupool-guard/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,10 @@ def maps_libcuda(pid: int) -> bool | None:
     """
     try:
         with open(PROC / str(pid) / "maps", "rb") as maps:
-            return any(b"/libcuda.so" in line and _GUARD not in line for line in maps)
+            return any(
+                b"/libcuda.so" in line and not any(guard in line for guard in _GUARDS)
+                for line in maps
+            )
     except OSError:
         return None
 
