@@ -188,7 +188,7 @@ def session_of(pid: int) -> str | None:
 def spaces(pid: int) -> tuple[int, int] | None:
     """Return the namespaces of processes and of mounts that a process is in; None: not known."""
     try:
-        # Not Path.stat(): this runs for every process of the machine.
+        # os.stat, because Path.stat is slower and this runs for every process of the machine.
         return (
             os.stat(f"{PROC}/{pid}/ns/pid").st_ino,  # noqa: PTH116
             os.stat(f"{PROC}/{pid}/ns/mnt").st_ino,  # noqa: PTH116

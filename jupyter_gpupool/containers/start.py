@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Starts a Pooled GPU kernel in a container, whose image need not have this package.
 
-Written for every Python and C library: an image that cannot load the guard gets a kernel without a
-GPU, and one line that says why.
+It runs with every Python and every C library. If an image cannot load the guard, its kernel starts
+without a GPU, and one line says why.
 """
 
 import os

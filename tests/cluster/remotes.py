@@ -173,6 +173,20 @@ class RemoteKernel:
         self.order("clean")
 
 
+@contextmanager
+def a_server(cluster):
+    """Yield a :class:`Server` on m0, whose GPU has less room than those of the other machines."""
+    kept = cluster.kernel("m0")
+    kept.attach()
+    home = short_folder()
+    found = Server(cluster, home)
+    yield found
+    found.close()
+    remove(home)
+    print(found.log.read_text())
+    kept.close()
+
+
 class Server:
     """A kernel manager of a user on m0, with the provisioner."""
 

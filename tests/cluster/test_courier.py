@@ -62,7 +62,7 @@ def test_an_agent_can_carry_every_credential():
 
 
 class Link:
-    """A broker with one order for m1; keeps what it is told of the result."""
+    """A broker with one order for m1. It keeps the result that the courier reports."""
 
     def __init__(self):
         self.told = asyncio.get_running_loop().create_future()

@@ -10,10 +10,10 @@ import signal
 
 import pytest
 
-from tests.broker.kit import remove, short_folder, wait_until
+from tests.broker.kit import wait_until
 
 from .kit import is_alive
-from .remotes import USER, HostingBroker, RemoteKernel, Server, User, identified
+from .remotes import USER, HostingBroker, RemoteKernel, User, a_server, identified
 from .test_ray import RayCluster
 
 pytestmark = pytest.mark.skipif(
@@ -35,16 +35,8 @@ def cluster():
 
 @pytest.fixture
 def server(cluster):
-    # The GPU of m0 has less room than those of the other machines.
-    kept = cluster.kernel("m0")
-    kept.attach()
-    home = short_folder()
-    found = Server(cluster, home)
-    yield found
-    found.close()
-    remove(home)
-    print(found.log.read_text())
-    kept.close()
+    with a_server(cluster) as found:
+        yield found
 
 
 @pytest.fixture

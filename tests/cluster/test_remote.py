@@ -18,10 +18,10 @@ from jupyter_gpupool.cluster.kernel_host import (
     kernelspec,
 )
 from jupyter_gpupool.errors import RefusedError
-from tests.broker.kit import remove, short_folder, wait_until
+from tests.broker.kit import wait_until
 
 from .kit import Cluster, is_alive
-from .remotes import ROOTS, USER, USERS, HostingBroker, RemoteKernel, Server, User, identified
+from .remotes import ROOTS, USER, USERS, HostingBroker, RemoteKernel, User, a_server, identified
 
 
 class Pair(Cluster):
@@ -237,16 +237,8 @@ def test_a_kernel_too_large_for_all_machines_is_refused(user):
 
 @pytest.fixture
 def server(cluster):
-    # The GPU of m0 has less room than that of m1.
-    kept = cluster.kernel("m0")
-    kept.attach()
-    home = short_folder()
-    found = Server(cluster, home)
-    yield found
-    found.close()
-    remove(home)
-    print(found.log.read_text())
-    kept.close()
+    with a_server(cluster) as found:
+        yield found
 
 
 def test_a_server_uses_a_kernel_on_another_machine(cluster, server):

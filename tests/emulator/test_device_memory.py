@@ -260,7 +260,8 @@ uuids = [bytes(D.cuDeviceGetUuid(i)[1].bytes).hex() for i in range(D.cuDeviceGet
 print(first, again, *uuids)
 """
     first, again, *found = machine.run(code, CUDA_VISIBLE_DEVICES=visible.format(*uuids)).split()
-    # "No device" is asked again, with the variable as it is then; devices once seen stay.
+    # After "no device" the driver looks again, and reads the variable anew. After success it keeps
+    # its devices.
     assert (first, again) == ("100" if want is None else "0", "0")
     seen = [0] if want is None else want
     assert found == [uuids[i][4:].replace("-", "") for i in seen]

@@ -164,7 +164,7 @@ print(json.dumps([ask(*question) for question in questions]))
 """
 
 
-#: Versions that every name is asked for; the last two are newer than any recorded driver.
+#: The tests ask for every name at these versions. The last two are newer than all recorded drivers.
 ANY = (0, -1, 13000, 13010, 2**31 - 1)
 
 

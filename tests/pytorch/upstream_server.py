@@ -84,7 +84,7 @@ def _in_child(work: Callable[[dict[str, Any]], Any], order: dict[str, Any], pipe
             with os.fdopen(pipe, "w") as stream:
                 json.dump(answer, stream)
         code = 0
-    except BaseException:
+    except BaseException:  # a forked child must not return into its parent's code
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
