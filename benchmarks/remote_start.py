@@ -82,6 +82,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     return {
         "what": "milliseconds from the request to the kernel's first answer",
         "rounds": rounds,
+        "emulated": True,
         "carried_by": carrier,
         "kernels": {"here": summary(took[False]), "another machine": summary(took[True])},
         "difference_p50_ms": more,
