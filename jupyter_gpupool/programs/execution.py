@@ -167,7 +167,9 @@ class Run:
         info = signal.sigtimedwait(AWAITED, self._pause())
         while info is not None:
             number = info.si_signo
-            if number in FORWARDED and is_for_us_alone(info, self._child.pid):
+            if number == signal.SIGCONT:
+                self._child.wake()
+            elif number in FORWARDED and is_for_us_alone(info, self._child.pid):
                 self._child.send(number)
             info = signal.sigtimedwait(AWAITED, 0)
 

@@ -147,6 +147,8 @@ class CommandProcess:
         os.close(report)
         #: How it ended; None while it has not.
         self.status: int | None = None
+        self._stopped = False
+        self._stopped_by: int | None = None
         #: Whether it was let start.
         self.started = False
         #: Why it could not be started; "" if it could, or has not been let.
@@ -179,18 +181,29 @@ class CommandProcess:
 
     def look(self) -> int | None:
         """Return the signal that has stopped it since the last look; note its end. Never waits."""
-        stopped = None
+        self._note_states()
+        number, self._stopped_by = self._stopped_by, None
+        return number
+
+    def wake(self) -> None:
+        """Continue it, if it is still stopped as at the last look.
+
+        ``fg`` of a shell wakes the whole process group. One more SIGCONT would come later than
+        that one, and could end the stop of a second Ctrl-Z.
+        """
+        self._note_states()
+        if self._stopped and self._stopped_by is None:
+            self.send(signal.SIGCONT)
+
+    def _note_states(self) -> None:
         while self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if pid == 0:
                 break
-            if os.WIFSTOPPED(status):
-                stopped = os.WSTOPSIG(status)
-            elif os.WIFCONTINUED(status):
-                stopped = None
-            else:
+            self._stopped = os.WIFSTOPPED(status)
+            self._stopped_by = os.WSTOPSIG(status) if self._stopped else None
+            if not self._stopped and not os.WIFCONTINUED(status):
                 self.status = status
-        return stopped
 
     def stop_as_it_did(self, number: int) -> None:
         """Stop this process as the command has stopped, until somebody wakes both."""

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 
+from tests.broker import kit
 from tests.broker.kit import wait_until
 
 from .runkit import CLI, session_of, state_of
@@ -47,9 +49,9 @@ while True:
         print("<ended %d>" % os.waitstatus_to_exitcode(status), flush=True)
         break
     print("<stopped %s>" % signal.Signals(os.WSTOPSIG(status)).name, flush=True)
-    assert sys.stdin.readline().strip() == "fg"
+    order = sys.stdin.readline().strip()
     os.tcsetpgrp(0, child)
-    os.killpg(child, signal.SIGCONT)
+    (os.kill if order == "wake run alone" else os.killpg)(child, signal.SIGCONT)
 """
 
 COMMAND = [sys.executable, "-c", COUNTER]
@@ -88,6 +90,59 @@ def test_ctrl_z_stops_both_and_fg_wakes_both(broker, terminal):
         screen.read_until(b"<SIGCONT>")
     screen.type(b"end\n")
     screen.read_until(b"<ended 3>")
+
+
+#: Makes a command, and wakes it late: after a second stop. Prints whether it has woken each time.
+LATE = """
+import os, signal
+from pathlib import Path
+from jupyter_gpupool.programs.terminal import CommandProcess
+
+command = CommandProcess(["sleep", "600"])
+command.start(os.environ)
+ours = Path(f"/proc/{command.pid}/stat")
+looks = []
+
+def is_stopped():
+    return ours.read_text().rpartition(")")[2].split()[0] == "T"
+
+def stop():
+    command.send(signal.SIGSTOP)
+    os.waitid(os.P_PID, command.pid, os.WSTOPPED | os.WNOWAIT)
+
+stop()
+looks.append(command.look())
+command.send(signal.SIGCONT)
+stop()
+command.wake()
+print("woken by an order for the first stop:", not is_stopped())
+looks.append(command.look())
+command.wake()
+print("woken after a look:", not is_stopped())
+print("looks:", looks == [signal.SIGSTOP] * 2)
+command.send(signal.SIGKILL)
+"""
+
+
+def test_late_wake_does_not_end_a_second_stop():
+    """``fg`` wakes the group, ``run`` handles its SIGCONT after the next Ctrl-Z."""
+    done = subprocess.run(
+        [sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60, cwd=kit.ROOT
+    )
+    assert done.stdout.splitlines() == [
+        "woken by an order for the first stop: False",
+        "woken after a look: True",
+        "looks: True",
+    ], done.stderr
+
+
+def test_wake_for_run_alone_reaches_the_command(terminal):
+    screen = terminal(shell(COMMAND))
+    screen.read_until(b"<ready>")
+    screen.type(b"\x1a")
+    screen.read_until(b"<stopped SIGTSTP>")
+    screen.type(b"wake run alone\n")
+    screen.read_until(b"<SIGCONT>")
 
 
 def test_command_sees_the_size_of_the_window(terminal):
