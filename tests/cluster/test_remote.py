@@ -246,6 +246,20 @@ def test_a_machine_without_its_agent_is_unreachable(cluster, user):
         wait_until(lambda: "running" in user.order(do="poll", kernel_id="k"), "the agent")
 
 
+def test_a_machine_whose_agent_is_away_is_unreachable_at_once(cluster, user):
+    cluster.agents["m1"].kill()
+    try:
+        nodes = lambda: {n["name"]: n["state"] for n in cluster.order()["nodes"]}  # noqa: E731
+        wait_until(lambda: nodes()["m1"] == "silent", "the ledger to notice")
+        found = user.order(do="poll", kernel_id="k")
+        # Not that it was silent for the minute of an order whose answer is lost.
+        assert found["code"] == "unreachable", found
+        assert "m1 does not answer: its agent was last heard " in found["message"]
+    finally:
+        cluster.agents["m1"].start()
+        wait_until(lambda: "running" in user.order(do="poll", kernel_id="k"), "the agent")
+
+
 def test_a_kernel_too_large_for_all_machines_is_refused(user):
     found = user.call("place", memory=1 << 40)
     assert found["code"] == "no-machine"

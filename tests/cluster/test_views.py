@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -17,6 +18,7 @@ from jupyter_gpupool.cli.cluster_status import lines
 from jupyter_gpupool.cluster import desk
 from jupyter_gpupool.cluster.considering import considered, elsewhere, models, sentences
 from jupyter_gpupool.cluster.ledger_nodes import NodeState
+from jupyter_gpupool.cluster.mail import letter_in
 from jupyter_gpupool.cluster.messages import (
     Epoch,
     Holding,
@@ -75,6 +77,37 @@ def test_only_a_node_that_looks_gets_the_view():
     summary = json.loads(json.dumps(SUMMARY._asdict()))
     assert [each["summary"] for each in view["nodes"]] == [summary, None]
     assert view["left_out"] == 0
+
+
+def test_an_order_for_a_silent_node_comes_back_at_once(monkeypatch):
+    now, posted = [100.0], []
+    monkeypatch.setattr(desk, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def run():
+        limits = {"user": {"*": {"leases": 2}}, "group": {}}
+        found = desk.Desk(limits, ["m0", "m1"], lambda *letter: posted.append(letter), ttl=8.0)
+        found.report(text_of(report("m0")))
+        posted.clear()
+        order = json.dumps({"letter": {"name": "o1", "from": "m0", "credential": "c"}})
+        found.pass_on("m1", order)
+        assert posted == [("m1", order)], "a ledger that has just started knows nothing yet"
+        now[0] += 20
+        found.report(text_of(report("m0", 2)))
+        posted.clear()
+        found.pass_on("m1", order)
+        found.pass_on("m1", '{"letter":{"name":"o2","result":"{}"}}')
+        found.pass_on("m0", order)
+
+    asyncio.run(run())
+    (back, *others) = posted
+    assert others == [("m1", '{"letter":{"name":"o2","result":"{}"}}'),
+                      ("m0", others[1][1])]  # fmt: skip
+    assert back[0] == "m0"
+    letter = letter_in(back[1])
+    assert letter["name"] == "o1"
+    error = json.loads(letter["result"])
+    assert error["code"] == "unreachable"
+    assert error["message"] == "m1 does not answer: its agent was last heard 20 s ago."
 
 
 def test_a_view_of_too_many_machines_says_how_many_it_lacks():
