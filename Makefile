@@ -34,7 +34,7 @@ TORCH_UI_HOME := $(TORCH_VENV)/share/jupyter/labextensions/@jupyter-gpupool/labe
 JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" PYTHON="$(abspath $(BIN))/python" jlpm
 
 .PHONY: run test quick test-python test-beside test-ui test-long lint lint-ui lab docs bench lock clean
-.PHONY: ui screenshots chromium munge gpu torch cluster test-cluster test-hub
+.PHONY: ui screenshots chromium munge redis gpu torch cluster test-cluster test-hub
 
 $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) $(wildcard share/jupyter/kernels/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -127,6 +127,13 @@ munge:
 	  { apt-get update -qq; apt-get install -y -qq munge; } >/dev/null; } || \
 	  echo "MUNGE is missing: apt-get install munge"
 
+# For the test of Ray's head with a store; without it that one is skipped, and says so.
+redis:
+	@command -v redis-server >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  echo "Installing Redis for the test of Ray's head with a store" && \
+	  { apt-get update -qq; apt-get install -y -qq redis-server; } >/dev/null; } || \
+	  echo "Redis is missing: apt-get install redis-server"
+
 # TORCH=1: with the environment of `make torch`, on its example.
 lab: $(if $(TORCH),$(TORCH_VENV)/.lab,$(VENV)/.ui)
 	$(if $(TORCH),$(TORCH_VENV)/bin,$(BIN))/jupyter gpupool demo --lab
@@ -189,7 +196,7 @@ $(CLUSTER_VENV)/.ready: pyproject.toml hatch_build.py $(SOURCES)
 cluster: $(CLUSTER_VENV)/.ready
 	@$(CLUSTER_VENV)/bin/python -m jupyter_gpupool.cluster.trial
 
-test-cluster: $(CLUSTER_VENV)/.ready munge
+test-cluster: $(CLUSTER_VENV)/.ready munge redis
 	$(CLUSTER_VENV)/bin/python -m pytest -m "not long" tests/cluster/test_brokers.py tests/cluster/test_ray.py \
 	  tests/cluster/test_ray_kernels.py tests/cluster/test_head.py tests/cluster/test_trial.py
 

@@ -295,11 +295,14 @@ def open_session(
     env: dict[str, str],
     *,
     client_here: bool = True,
+    model: str = "",
+    data: Sequence[str] = (),
 ) -> tuple[list[str], str]:
     """Open a session for this process, with the request in the kernelspec ``spec``.
 
     Return the kernel's command, and why it gets no GPU ("" if it may get one). Unless its client
     runs elsewhere, a configuration here that differs from the broker's is noted in ``env``.
+    ``model`` and ``data`` are the GPU and the folders by which a cluster has chosen this machine.
     """
     metadata = spec.get("metadata") or {}
     provisioner = metadata.get("kernel_provisioner") or {}
@@ -318,6 +321,8 @@ def open_session(
             request=request,
             attach=attach,
             group=str(stanza.get("group") or "") or None,
+            **({"model": model} if model else {}),
+            **({"data": [*data]} if data else {}),
         )
         final, why_not = enter_session(command, env, answer, socket)
         if client_here:

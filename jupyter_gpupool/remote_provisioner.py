@@ -90,6 +90,9 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
                 raise KernelNotStarted(error) from error
             self._node, self._identity = str(answer["node"]), str(answer["identity"])
             self.log.info("GPU pool: %s starts on %s", self.kernel_spec.display_name, self._node)
+            for name, lacks in answer["considered"]:
+                if lacks:
+                    self.log.info("GPU pool: %s was not possible: %s", name, lacks)
         kwargs["cmd"] = list(self.kernel_spec.argv)
         found = await KernelProvisionerBase.pre_launch(self, **kwargs)
         return dict(found)
@@ -295,5 +298,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         }
 
     def _options(self) -> dict[str, Any]:
-        beside = {"attach": self.attach, "group": self.group}
+        beside = {
+            "attach": self.attach, "group": self.group, "model": self.model, "data": [*self.data]
+        }  # fmt: skip
         return {**self._wanted(), **{name: value for name, value in beside.items() if value}}

@@ -30,6 +30,7 @@
 ``messages/people``     request, release, keep, status, why, hour, journal, watch, ping
 ``messages/admin``      recall, prioritise, end
 ``messages/relay``      what both ask of the pool, and the answer
+``messages/elsewhere``  elsewhere; loaded in a cluster only
 ``messages/remote``     place, order, orders, perform, performed; loaded in a cluster only
 ``hosting``             kernels for servers on other machines; loaded in a cluster only
 ``messages/parsing``    what a message asks for, and whether its sender may ask it

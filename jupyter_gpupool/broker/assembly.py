@@ -58,6 +58,7 @@ from .store.usage import UsageBook
 
 if TYPE_CHECKING:
     # Loaded only on a machine of a cluster.
+    from .messages.elsewhere import ElsewhereMessages
     from .messages.remote import RemoteMessages
     from .shared import LentLimits, SharedLimits
 
@@ -180,9 +181,11 @@ async def assemble(
     )  # fmt: skip
     shared: SharedLimits | None = None
     remote: RemoteMessages | None = None
+    elsewhere: ElsewhereMessages | None = None
     if lent is not None:
         from ..cluster.authenticators import authenticator
         from .hosting import Hosting
+        from .messages.elsewhere import ElsewhereMessages
         from .messages.remote import RemoteMessages
         from .shared import SharedLimits
 
@@ -192,6 +195,7 @@ async def assemble(
             core, configuration, Hosting(core, configuration, lent.budgets.node, checks),
             lent.budgets.node, look=shared.look, check_agent=shared.check_agent,
         )  # fmt: skip
+        elsewhere = ElsewhereMessages(core, configuration, lent.budgets.node, look=shared.look)
     hour = HourBook(core, samples)
     monitor = Monitor(
         core, service, configuration, samples=samples, room=room, pressure=pressure,
@@ -228,7 +232,7 @@ async def assemble(
         guard=guard, people=people,
         admin=AdminMessages(core, configuration, lifecycle=lifecycle, relay=relay, log=log),
         maintenance=maintenance, start_record=start_record, shared=shared, remote=remote,
-        log=log,
+        elsewhere=elsewhere, log=log,
     )  # fmt: skip
 
     usage = UsageBook(core)

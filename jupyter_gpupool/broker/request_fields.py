@@ -216,7 +216,8 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ok: session, token, attach, request, group, env (variables for the kernel's process), config
     # (the options in force that do not have their default, and their origins), pid, broker, retire
     # (true where a kernel must be retired before it is killed). guarded: false for a process that
-    # has loaded the driver already, so that the guard comes too late
+    # has loaded the driver already, so that the guard comes too late. model, data: which GPU it
+    # needs and its folders, if its machine was chosen by these
     "open": (
         {"kernel_id": _WORDS},
         {
@@ -225,6 +226,8 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
             "attach": Text(null=True),
             "group": Text(null=True),
             "guarded": Flag(),
+            "model": Text(),
+            "data": Items(Text(4096), 17),
         },
     ),
     # pid of the process just started for the session. ok: -
@@ -327,7 +330,7 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # it lacks), identity (c.GPUPool.cluster_identity)
     "place": (
         {},
-        {"memory": _COUNT, "devices": _COUNT, "model": Text(), "data": Items(Text(4096), 16)},
+        {"memory": _COUNT, "devices": _COUNT, "model": Text(), "data": Items(Text(4096), 17)},
     ),
     # an order in a credential, for the broker of the machine ``node``. ok: result
     "order": ({"node": Text(), "credential": CREDENTIAL}, {}),
@@ -338,6 +341,10 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # A summary has in ``sessions`` the number of the peer's, and in ``gpus`` model and free bytes
     # of each; both are null where a message had no room for them
     "cluster": ({}, {}),
+    # on a machine of a cluster, for a session that waits. ok: machines (sentences: what others have
+    # of its limits, and whether a kernel like it has room there), considered (name, and that as
+    # text), where the ledger answers
+    "elsewhere": ({}, {"session": Text()}),
     # ok: the snapshot described in ``broker/messages/snapshot.py``
     "status": ({}, {}),
     # why the session waits, or may lose its slice. ok: see ``broker/messages/explanation.py``

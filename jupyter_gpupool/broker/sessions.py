@@ -134,6 +134,9 @@ class LiveSession:
     use: Use = field(default_factory=Use)
     #: Devices on which its processes make a context before they move to its slice.
     landing: tuple[str, ...] = ()
+    #: The GPU that it needs, and its folders, where a cluster has chosen its machine by them.
+    model: str = ""
+    data: tuple[str, ...] = ()
     #: Failed moves of its processes since the last success.
     not_landed: int = 0
     #: Its suspended processes, children first; empty once they are resumed.

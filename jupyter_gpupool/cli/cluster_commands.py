@@ -12,9 +12,10 @@ import os
 from pathlib import Path
 from typing import Any, Mapping
 
+from ..cluster.considering import uses
 from ..errors import Code, RefusedError
 from ..units import format_seconds
-from .leaving import carry_out, leave, node_called, uses
+from .leaving import carry_out, leave, node_called
 from .registry import JSON, SOCKET, Options, argument, command, either
 
 TOKEN = argument(

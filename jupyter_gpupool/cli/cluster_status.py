@@ -12,12 +12,12 @@ import json
 from typing import Any, Iterator, Mapping
 
 from ..client import Client
+from ..cluster.considering import models, uses
 from ..units import format_bytes, format_seconds
-from .leaving import uses
 from .picture import printable
 from .status import connect, socket_path
 
-HEAD = ("MACHINE", "STATE", "GPUS", "GRANTED", "FREE", "WAITING")
+HEAD = ("MACHINE", "STATE", "GPUS", "MODEL", "GRANTED", "FREE", "WAITING")
 
 
 def show_cluster(socket: str, *, as_json: bool) -> int:
@@ -65,84 +65,21 @@ def limits(nodes: list[Mapping[str, Any]]) -> list[str]:
     return [f"{node['name']}: {row}" for node in nodes for row in uses(node)]
 
 
-def elsewhere(found: Mapping[str, Any], owner: str, group: str) -> list[str]:
-    """Return what the other machines have of the limits of a user or group, as sentences."""
-    view = found["view"]
-    if view is None:
-        return ["What other machines have is unknown: the cluster's ledger does not answer now."]
-    names = {("user", owner), ("group", group)}
-    told = []
-    for node in view["nodes"]:
-        if node["name"] != found["name"]:
-            counted = [row for row in node["counted"] if tuple(row[:2]) in names]
-            heard = f"last heard {format_seconds(node['age'])} ago"
-            told += [f"On {node['name']} ({heard}) {row}." for row in uses({"counted": counted})]
-    return told
-
-
-def considered(found: Mapping[str, Any], memory: int, devices: int) -> list[str]:
-    """Return for each other machine whether a kernel of this size has room there, or what it lacks.
-
-    ``memory`` is for each of ``devices``. A kernel stays where it has started, so this helps with
-    the next one.
-    """
-    nodes = [] if found["view"] is None else found["view"]["nodes"]
-    told = [
-        f"{node['name']}: {_lack(node, memory, devices)}."
-        for node in nodes
-        if node["name"] != found["name"]
-    ]
-    asked = format_bytes(memory) + (f" on each of {devices} GPUs" if devices > 1 else "")
-    head = f"It stays on {found['name']}. Could a new kernel of {asked} start on another machine?"
-    return [head, *told] if told else []
-
-
-#: What a machine lacks in a state in which it takes no new kernel.
-_CLOSED = {
-    "draining": "no, it drains and gives no new slices",
-    "left": "no, it has drained and left",
-    "fenced": "no, an administrator has called it dead",
-    "gone": "no, an administrator has called it dead",
-    "unheard": "unknown, the ledger has not heard it",
-}
-
-
-def _lack(node: Mapping[str, Any], memory: int, devices: int) -> str:
-    if node["state"] in _CLOSED:
-        return _CLOSED[node["state"]]
-    if node["state"] == "silent":
-        return f"unknown, it is silent for {format_seconds(node['age'])}"
-    summary = node["summary"]
-    if summary is None or summary["gpus"] is None:
-        return "unknown, it has not told what is free on each GPU"
-    frees = sorted((free for _, free in summary["gpus"]), reverse=True)
-    waiting = summary["waiting"]
-    if not frees:
-        return "no, it has no GPU in service"
-    if len(frees) < devices:
-        return f"no, {len(frees)} of the {devices} GPUs that it asks for are in service"
-    if frees[devices - 1] < memory:
-        each = "a GPU" if devices == 1 else f"each of {devices} GPUs"
-        return f"no, at most {format_bytes(frees[devices - 1], rounding='down')} is free on {each}"
-    if waiting:
-        kernels = "1 kernel waits" if waiting == 1 else f"{waiting} kernels wait"
-        return f"it has room, but {kernels} there"
-    return "yes, it has room and nobody waits"
-
-
 def _state(node: Mapping[str, Any]) -> str:
     if node["state"] == "silent":
         return f"silent for {format_seconds(node['age'])}"
     return str(node["state"])
 
 
-def _figures(summary: Mapping[str, int] | None) -> tuple[str, ...]:
+def _figures(summary: Mapping[str, Any] | None) -> tuple[str, ...]:
     """Return the cells of a machine; a dash for what is unknown."""
     if summary is None:
-        return ("-",) * 4
+        return ("-",) * 5
     devices, out = summary["devices"], summary["out"]
     return (
         f"{devices} ({out} out of service)" if out else str(devices),
+        # Of the GPUs in service: of the others the ledger hears no model.
+        models(summary["gpus"] or ()) or "-",
         format_bytes(summary["granted"]),
         format_bytes(summary["free"], rounding="down"),
         str(summary["waiting"]),

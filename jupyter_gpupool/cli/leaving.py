@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import defaultdict
 from typing import Any, Callable, Mapping
 
 from ..client import Client
+from ..cluster.considering import uses
 from ..errors import Code, RefusedError
-from ..units import format_bytes
 from .status import socket_path
 
 #: Seconds between two checks of an order's progress.
@@ -25,16 +24,6 @@ _NEXT = (
     "c.GPUPool.cluster_nodes on the other machines. To take it back: jupyter gpupool cluster "
     "resume {}."
 )
-
-
-def uses(node: Mapping[str, Any]) -> list[str]:
-    """Return what each user and group may use on a machine, as one line for each."""
-    by_name: dict[str, list[str]] = defaultdict(list)
-    for kind, name, resource, _, amount in node["counted"]:
-        what = resource.removesuffix("s") if amount == 1 else resource
-        text = format_bytes(amount) if resource == "memory" else f"{amount} {what}"
-        by_name[f"{kind} {name}"].append(text)
-    return [f"{name} may use {', '.join(parts)}" for name, parts in by_name.items()]
 
 
 def node_called(name: str, view: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -173,17 +173,10 @@ def why(socket: str, name: str, *, as_json: bool) -> int:
         If no session or several sessions match, or it belongs to another user.
     """
     with connect(socket_path(socket)) as client:
-        sessions = client.call("status")["sessions"]
-        session = find_session(name, sessions)
+        session = find_session(name, client.call("status")["sessions"])
         answer = _clean(client.call("why", session=session))
         if answer.get("clustered") and answer["state"] == "queued":
-            from .cluster_status import ask, considered, elsewhere
-
-            found = ask(client)
-            asks = next(s["asks"] for s in sessions if s["id"] == session)
-            told = elsewhere(found, answer["owner"], answer["group"])
-            places = considered(found, asks["memory"], asks["devices"])
-            answer["standing"] = [*answer["standing"], *told, *places]
+            answer |= _clean(client.call("elsewhere", session=session))
     if as_json:
         print(json.dumps(answer, indent=2))
         return 0
@@ -196,7 +189,7 @@ def why_lines(answer: Mapping[str, Any], width: int) -> list[str]:
     owner, group = printable(str(answer["owner"])), printable(str(answer["group"]))
     whose = f"{owner}, group {group}" if group else owner
     lines = [f"Session {answer['session']} ({whose}):"]
-    for part in (answer["lines"], answer["standing"]):
+    for part in (answer["lines"], answer["standing"], answer.get("machines", ())):
         lines += [""] if part else []
         for sentence in part:
             lines += textwrap.wrap(printable(sentence), width, subsequent_indent="  ")

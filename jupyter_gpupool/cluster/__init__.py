@@ -18,6 +18,7 @@
 ``hub_tokens``        credentials by tokens of a JupyterHub
 ``authenticators``    the choice between these
 ``placing``           on which machine a kernel starts (pure)
+``considering``       what other machines have to do with a wait, in words (pure)
 ``kernel_host``       becomes a kernel for a server on another machine, as its user
 ``mail``              carries orders between brokers, and their results
 ``ledger_service``    a ledger as a process behind a unix socket

@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..errors import Code, RefusedError
+from ..protocol import error_message
+from ..units import format_seconds
 from . import ledger_events as ev
 from .ledger import Ledger
 from .messages import loan_to_json, report_from_json
@@ -92,6 +95,34 @@ class Desk:
         if report.looks:
             self._post(report.node, view_text(self.view()))
         return report.node
+
+    def pass_on(self, node: str, text: str) -> None:
+        """Send a letter to the agent of a node.
+
+        The sender of an order for a silent node hears at once that nobody takes it. Otherwise its
+        broker would wait for a minute.
+        """
+        known = self._ledger.nodes.get(node)
+        age = 0.0 if known is None else time.monotonic() - known.seen
+        if age <= self._ledger.ttl or not self._return(node, text, age):
+            self._post(node, text)
+
+    def _return(self, node: str, text: str, age: float) -> bool:
+        """Send an order back with a refusal; return False for a result, and for no letter."""
+        try:
+            letter = json.loads(text)["letter"]
+            sender, name = str(letter["from"]), str(letter["name"])
+        except (ValueError, KeyError, TypeError):
+            return False
+        refusal = RefusedError(
+            f"{node} does not answer: its agent was last heard {format_seconds(age)} ago.",
+            code=Code.UNREACHABLE,
+            next_step="Kernels there probably still run. Try again, or ask your administrator.",
+        )
+        result = json.dumps(error_message(refusal, None))
+        self._post(sender, json.dumps({"letter": {"name": name, "result": result}},
+                                      separators=(",", ":")))  # fmt: skip
+        return True
 
     def fence(self, node: str) -> None:
         """Note the word of an admin that no kernel runs on a node any more."""

@@ -189,12 +189,16 @@ def start(message: Mapping[str, Any]) -> tuple[list[str], dict[str, str], dict[s
     stanza = dict(provisioner.get("config") or {})
     # The user's options of this start come before those of the kernelspec.
     stanza.update(order.get("options") or {})
+    model, data = str(stanza.pop("model", "")), [*map(str, stanza.pop("data", ()))]
     stanza["broker_socket"] = message["socket"]
     spec["metadata"] = {
         **metadata,
         "kernel_provisioner": {**provisioner, "config": stanza},
     }
-    command, why_not = open_session(command, spec, str(order["kernel"]), env, client_here=False)
+    command, why_not = open_session(
+        command, spec, str(order["kernel"]), env,
+        client_here=False, model=model, data=[*data, str(order["cwd"])],
+    )  # fmt: skip
     if has_launcher(command):
         env[OPENED_VARIABLE] = "1"
     return command, env, {"ip": address, **ports, "note": why_not}, place.open_log()

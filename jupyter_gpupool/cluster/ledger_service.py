@@ -60,7 +60,7 @@ class LedgerService:
             writer.write(json.dumps(self.desk.view()).encode() + b"\n")
             return
         if "to" in message:
-            self._post(str(message["to"]), str(message["text"]))
+            self.desk.pass_on(str(message["to"]), str(message["text"]))
             return
         self._writers[str(message["node"])] = writer
         self.desk.report(line)

@@ -107,11 +107,11 @@ def _lacks(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
     if most < wanted.memory:
         return f"its GPUs have {format_bytes(most)} and {format_bytes(wanted.memory)} is needed"
     if wanted.model:
-        return _lacks_model(summary["gpus"], wanted.model)
+        return lacks_model(summary["gpus"], wanted.model)
     return ""
 
 
-def _lacks_model(gpus: list[Any] | None, model: str) -> str:
+def lacks_model(gpus: list[Any] | None, model: str) -> str:
     """Return why a machine is not sure to give a kernel this model of GPU.
 
     Its own pool chooses the GPU and knows nothing of models, so all of them must be of this one.
@@ -132,9 +132,13 @@ def _count(gpus: int) -> str:
 
 def _folders(own: Iterable[str], wanted: Iterable[str]) -> int:
     """Return how many of the folders that a kernel works with are below a machine's own."""
-    return sum(
-        any(PurePosixPath(one).is_relative_to(folder) for folder in own) for one in {*wanted}
-    )
+    folders = [*own]
+    return sum(lies_on(one, folders) for one in {*wanted})
+
+
+def lies_on(one: str, own: Iterable[str]) -> bool:
+    """Return whether a folder is one of a machine's own, or below one."""
+    return any(PurePosixPath(one).is_relative_to(folder) for folder in own)
 
 
 def _leases(node: Mapping[str, Any], user: str) -> int:

@@ -70,7 +70,7 @@ class LedgerActor:
 
     async def relay(self, node: str, text: str) -> None:
         """Pass a letter on to the agent of a node."""
-        self._post(node, text)
+        self._open().pass_on(node, text)
 
     async def view(self) -> dict[str, Any]:
         """Return the members and what counts of each limit, and the ledger's process."""

@@ -101,7 +101,10 @@ class GPUMagics(Magics):  # type: ignore[misc]
             display(PoolDisplay(self.link.call("status"), self.link.session))
         elif command.name == "why":
             answer = self.link.call("why")
-            display(LinesDisplay([*answer["lines"], *answer["standing"]]))
+            machines = []
+            if answer.get("clustered") and answer["state"] == "queued":
+                machines = self.link.call("elsewhere")["machines"]
+            display(LinesDisplay([*answer["lines"], *answer["standing"], *machines]))
         elif command.name == "attach":
             self._attach(self.link, self.gate)
         elif command.name == "release":

@@ -221,7 +221,10 @@ class Watch:
 
     async def why(self, session: str) -> View:
         """Return why a session that :meth:`look` has shown waits, or may lose its slice."""
-        return _plain(await self._link.call("why", session=session))
+        answer = _plain(await self._link.call("why", session=session))
+        if answer.get("clustered") and answer["state"] == "queued":
+            answer |= _plain(await self._link.call("elsewhere", session=session))
+        return answer
 
     async def act(self, kind: str, session: str, **fields: Any) -> Message:
         """Send a request about a session that :meth:`look` has shown to the broker."""

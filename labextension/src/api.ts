@@ -228,6 +228,8 @@ export interface IExplanation {
   readonly time_line?: string;
   /** Guarantees, shares and daily budgets of its user and groups. */
   readonly standing: readonly string[];
+  /** In a cluster, while it waits: what other machines have and lack. */
+  readonly machines?: readonly string[];
   /**
    * The bytes on each GPU with which a waiting kernel would start now, null if there are none.
    * Older servers omit this field and the next one.

@@ -48,6 +48,7 @@ def identified(make):
             folder, sockets=sockets,
             of_node={n: {"cluster_identity": f"munge:{path}"} for n, path in daemons.items()},
             cluster_address="127.0.0.1", cluster_min_uid=1, quotas={"*": {"leases": 2}},
+            cluster_data=["/srv/data"],
         )  # fmt: skip
         found.daemons = daemons
         try:

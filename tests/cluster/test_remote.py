@@ -97,6 +97,26 @@ def test_a_restarted_broker_knows_its_kernels(cluster, user):
         kernel.end()
 
 
+def test_why_counts_the_model_and_the_folders_of_a_kernel(cluster, user):
+    data = ["/srv/data/images", "/home/x"]
+    options = {"memory": "200MiB", "model": "No Such GPU", "data": data}
+    kernel = RemoteKernel(user, options=options)
+    try:
+        for _ in range(2):
+            with cluster.brokers["m1"].client() as client:
+                (seen,) = client.call("status")["sessions"]
+                wait_until(lambda: client.call("cluster")["view"], "the ledger to answer")
+                ((name, text),) = client.call("elsewhere", session=seen["id"])["considered"]
+            assert name == "m0"
+            assert text.startswith("no, its GPUs are ")
+            assert text.endswith("and No Such GPU is needed; /srv/data/images is on a disk there")
+            # Both are in the journal.
+            cluster.brokers["m1"].kill()
+            assert cluster.brokers["m1"].started
+    finally:
+        kernel.end()
+
+
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
@@ -223,6 +243,20 @@ def test_a_machine_without_its_agent_is_unreachable(cluster, user):
         assert "m1 does not answer" in found["message"]
     finally:
         cluster.agents["m0"].start()
+        wait_until(lambda: "running" in user.order(do="poll", kernel_id="k"), "the agent")
+
+
+def test_a_machine_whose_agent_is_away_is_unreachable_at_once(cluster, user):
+    cluster.agents["m1"].kill()
+    try:
+        nodes = lambda: {n["name"]: n["state"] for n in cluster.order()["nodes"]}  # noqa: E731
+        wait_until(lambda: nodes()["m1"] == "silent", "the ledger to notice")
+        found = user.order(do="poll", kernel_id="k")
+        # Not that it was silent for the minute of an order whose answer is lost.
+        assert found["code"] == "unreachable", found
+        assert "m1 does not answer: its agent was last heard " in found["message"]
+    finally:
+        cluster.agents["m1"].start()
         wait_until(lambda: "running" in user.order(do="poll", kernel_id="k"), "the agent")
 
 

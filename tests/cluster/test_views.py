@@ -7,15 +7,18 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 
 from jupyter_gpupool.broker.cluster_views import of_user, visible
 from jupyter_gpupool.cli import main
-from jupyter_gpupool.cli.cluster_status import considered, elsewhere, lines
+from jupyter_gpupool.cli.cluster_status import lines
 from jupyter_gpupool.cluster import desk
+from jupyter_gpupool.cluster.considering import considered, elsewhere, models, sentences
 from jupyter_gpupool.cluster.ledger_nodes import NodeState
+from jupyter_gpupool.cluster.mail import letter_in
 from jupyter_gpupool.cluster.messages import (
     Epoch,
     Holding,
@@ -25,6 +28,7 @@ from jupyter_gpupool.cluster.messages import (
     report_from_json,
     report_to_json,
 )
+from jupyter_gpupool.cluster.placing import PlacementRequest
 
 GIB = 1 << 30
 ADA = Key("user", "ada", "leases")
@@ -75,6 +79,37 @@ def test_only_a_node_that_looks_gets_the_view():
     assert view["left_out"] == 0
 
 
+def test_an_order_for_a_silent_node_comes_back_at_once(monkeypatch):
+    now, posted = [100.0], []
+    monkeypatch.setattr(desk, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def run():
+        limits = {"user": {"*": {"leases": 2}}, "group": {}}
+        found = desk.Desk(limits, ["m0", "m1"], lambda *letter: posted.append(letter), ttl=8.0)
+        found.report(text_of(report("m0")))
+        posted.clear()
+        order = json.dumps({"letter": {"name": "o1", "from": "m0", "credential": "c"}})
+        found.pass_on("m1", order)
+        assert posted == [("m1", order)], "a ledger that has just started knows nothing yet"
+        now[0] += 20
+        found.report(text_of(report("m0", 2)))
+        posted.clear()
+        found.pass_on("m1", order)
+        found.pass_on("m1", '{"letter":{"name":"o2","result":"{}"}}')
+        found.pass_on("m0", order)
+
+    asyncio.run(run())
+    (back, *others) = posted
+    assert others == [("m1", '{"letter":{"name":"o2","result":"{}"}}'),
+                      ("m0", others[1][1])]  # fmt: skip
+    assert back[0] == "m0"
+    letter = letter_in(back[1])
+    assert letter["name"] == "o1"
+    error = json.loads(letter["result"])
+    assert error["code"] == "unreachable"
+    assert error["message"] == "m1 does not answer: its agent was last heard 20 s ago."
+
+
 def test_a_view_of_too_many_machines_says_how_many_it_lacks():
     nodes = [{"name": f"m{i}", "counted": [["user", "x" * 50, "leases", "", 1]] * 4}
              for i in range(1000)]  # fmt: skip
@@ -109,10 +144,10 @@ def found(**fields):
 
 def test_the_table_shows_how_old_the_figures_of_a_machine_are():
     assert lines(found()) == [
-        "MACHINE  STATE            GPUS                  GRANTED  FREE    WAITING",
-        "gpu1     present          2 (1 out of service)  4 GiB    11 GiB  3",
-        "gpu2     silent for 42 s  2                     4 GiB    11 GiB  3",
-        "gpu3     unheard          -                     -        -       -",
+        "MACHINE  STATE            GPUS                  MODEL        GRANTED  FREE    WAITING",
+        "gpu1     present          2 (1 out of service)  NVIDIA A100  4 GiB    11 GiB  3",
+        "gpu2     silent for 42 s  2                     NVIDIA A100  4 GiB    11 GiB  3",
+        "gpu3     unheard          -                     -            -        -       -",
         "The ledger lends nothing before it has heard all machines.",
         "gpu2: its figures are 42 s old.",
         "gpu1: user ada may use 1 lease",
@@ -129,10 +164,11 @@ def test_without_a_view_only_this_machine_is_shown():
 
 
 def test_why_names_what_other_machines_have_of_a_limit():
-    told = elsewhere(found(), "ada", "")
+    view = found()["view"]
+    told = elsewhere(view, "gpu1", "ada", "")
     assert told == ["On gpu2 (last heard 42 s ago) user ada may use 2 leases."]
-    assert elsewhere(found(), "ann", "") == []
-    assert "is unknown" in elsewhere(found(view=None), "ada", "")[0]
+    assert elsewhere(view, "gpu1", "ann", "") == []
+    assert "is unknown" in elsewhere(None, "gpu1", "ada", "")[0]
 
 
 def test_a_user_sees_no_limits_and_no_sessions_of_others():
@@ -145,33 +181,70 @@ def test_a_user_sees_no_limits_and_no_sessions_of_others():
     assert of_user({"sessions": None}, "ann") == {"sessions": None}, "unknown stays unknown"
 
 
-def test_why_says_of_each_other_machine_whether_it_has_room():
-    def told(memory, devices=1, **changes):
-        summary = {**SUMMARY._asdict(), "waiting": 0, "gpus": [["A", 8 * GIB], ["B", 3 * GIB]]}
-        node = {"name": "gpu2", "state": "present", "age": 0.4, "summary": summary, "counted": []}
-        node.update(changes)
-        node["summary"] = node["summary"] and {**summary, **node["summary"]}
-        here = found()["view"]["nodes"][0]
-        return considered(found(view={"nodes": [here, node]}), memory * GIB, devices)[-1]
+def of(memory, devices=1, **wanted):
+    return PlacementRequest("ada", memory * GIB, devices, **wanted)
 
-    head, *_ = considered(found(), 4 * GIB, 2)
-    assert head == (
-        "It stays on gpu1. Could a new kernel of 4 GiB on each of 2 GPUs start on another machine?"
-    )
-    assert told(8) == "gpu2: yes, it has room and nobody waits."
-    assert told(8, summary={"waiting": 1}) == "gpu2: it has room, but 1 kernel waits there."
-    assert told(8, summary={"waiting": 3}) == "gpu2: it has room, but 3 kernels wait there."
-    assert told(9) == "gpu2: no, at most 8 GiB is free on a GPU."
-    assert told(3, 2) == "gpu2: yes, it has room and nobody waits."
-    assert told(4, 2) == "gpu2: no, at most 3 GiB is free on each of 2 GPUs."
-    assert told(1, 3) == "gpu2: no, 2 of the 3 GPUs that it asks for are in service."
-    assert told(1, summary={"gpus": []}) == "gpu2: no, it has no GPU in service."
-    assert told(1, summary={"gpus": None}).startswith("gpu2: unknown, ")
-    assert told(1, summary=None).startswith("gpu2: unknown, ")
-    assert told(1, state="silent", age=42) == "gpu2: unknown, it is silent for 42 s."
+
+def told(memory, devices=1, *, wanted=None, **changes):
+    """Return the words about a machine with these changes."""
+    summary = {**SUMMARY._asdict(), "waiting": 0, "gpus": [["A", 8 * GIB], ["B", 3 * GIB]]}
+    node = {"name": "gpu2", "state": "present", "age": 0.4, "summary": summary, "counted": []}
+    node.update(changes)
+    node["summary"] = node["summary"] and {**summary, **node["summary"]}
+    here = found()["view"]["nodes"][0]
+    view = {"nodes": [here, node]}
+    (text,) = considered(view, "gpu1", of(memory, devices, **(wanted or {}))).values()
+    return text
+
+
+def test_why_says_of_each_other_machine_whether_it_has_room():
+    assert told(8) == "yes, it has room (1x A, 1x B) and nobody waits"
+    assert told(8, summary={"waiting": 1}) == "it has room (1x A, 1x B), but 1 kernel waits there"
+    assert told(8, summary={"waiting": 3}) == "it has room (1x A, 1x B), but 3 kernels wait there"
+    assert told(9) == "no, at most 8 GiB is free on a GPU (1x A, 1x B)"
+    assert told(3, 2) == "yes, it has room (1x A, 1x B) and nobody waits"
+    assert told(4, 2) == "no, at most 3 GiB is free on each of 2 GPUs (1x A, 1x B)"
+    assert told(1, 3) == "no, 2 of the 3 GPUs that it asks for are in service (1x A, 1x B)"
+    assert told(1, summary={"gpus": []}) == "no, it has no GPU in service"
+    assert told(1, summary={"gpus": None}).startswith("unknown, ")
+    assert told(1, summary=None).startswith("unknown, ")
+    assert told(1, state="silent", age=42) == "unknown, it is silent for 42 s"
     for state in set(get_args(NodeState)) - {"present", "silent"}:
-        assert re.match("gpu2: (no|unknown), ", told(1, state=state)), state
-    assert considered(found(view=None), GIB, 1) == []
+        assert re.match("(no|unknown), ", told(1, state=state)), state
+    assert considered(None, "gpu1", of(1)) == {}
+
+
+def test_why_says_which_model_a_machine_lacks():
+    only_a, b = {"gpus": [["A", 8 * GIB]]}, {"model": "b"}
+    assert told(1, wanted=b) == "no, it has A, too, and its pool may choose any of its GPUs"
+    assert told(1, wanted=b, summary=only_a) == "no, its GPUs are A, and b is needed"
+    assert told(1, wanted={"model": "a"}, summary=only_a) == "yes, it has room (A) and nobody waits"
+    assert models([["B", 1], ["A", 2], ["B", 3]]) == "1x A, 2x B"
+
+
+def test_why_says_whether_the_data_is_on_a_machine():
+    folders = {"data": ("/scratch/a", "/home/ada")}
+    assert told(1, wanted=folders).endswith("nobody waits; /scratch/a is on a disk there")
+    assert told(9, wanted={"data": ("/scratch", "/scratch/b")}).endswith(
+        "; /scratch, /scratch/b are on a disk there"
+    )
+    many = {"data": tuple(f"/scratch/{i}" for i in range(5))}
+    assert told(1, wanted=many).endswith("; /scratch/0, /scratch/1, /scratch/2 and 2 more are on "
+                                         "a disk there")  # fmt: skip
+    assert told(1, wanted={"data": ("/home",)}).endswith("; none of its folders is on a disk there")
+    assert told(1, wanted=folders, summary={"data": []}).endswith("nobody waits")
+    assert told(1, wanted=folders, summary={"data": None}).endswith("nobody waits")
+
+
+def test_why_asks_a_question_and_names_each_machine_below_it():
+    wanted = of(4, 2, model="A100")
+    head, *rows = sentences("gpu1", wanted, {"gpu2": "yes", "gpu3": "no"})
+    assert head == (
+        "It stays on gpu1. Could a new kernel of 4 GiB on each of 2 GPUs of the model A100 start "
+        "on another machine?"
+    )
+    assert rows == ["gpu2: yes.", "gpu3: no."]
+    assert sentences("gpu1", wanted, {}) == []
 
 
 @pytest.mark.parametrize("words", [["--watch"], ["--watch", "--json"]])

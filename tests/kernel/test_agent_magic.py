@@ -152,6 +152,18 @@ def test_gpu_releases_and_keeps_a_slice(broker: ScriptedBroker, kernel: Kernel) 
     assert "back to the pool in 4:57" in text
 
 
+def test_gpu_why_names_other_machines_while_it_waits(
+    broker: ScriptedBroker, kernel: Kernel
+) -> None:
+    share, machine = "You have 2 GiB of 8 GiB.", "gpu2: no, it has no GPU in service."
+    broker.scripts["elsewhere"] = lambda _: {"machines": [machine]}
+    cases = [(True, "queued", machine), (True, "active", share), (False, "queued", share)]
+    for clustered, state, last in cases:
+        found = {"lines": [], "standing": [share], "state": state, "clustered": clustered}
+        broker.scripts["why"] = lambda _, found=found: found  # type: ignore[misc]
+        assert kernel.run("%gpu why").outputs[0]["data"]["text/plain"].splitlines()[-1] == last
+
+
 def test_attach_shows_its_wait_and_can_be_interrupted(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:

@@ -76,13 +76,17 @@ def test_without_the_ledger_only_this_machine_is_shown():
 class Link:
     """A broker that counts the requests."""
 
-    def __init__(self, *, clustered):
-        self.clustered, self.asked = clustered, []
+    def __init__(self, *, clustered, state=""):
+        self.clustered, self.state, self.asked = clustered, state, []
 
     async def call(self, kind, **_):
         self.asked.append(kind)
         if kind == "cluster":
             return answer(node("gpu2", "present"))
+        if kind == "why":
+            return {"id": 1, "lines": ["x"], "state": self.state, "clustered": self.clustered}
+        if kind == "elsewhere":
+            return {"id": 2, "machines": ["gpu2: yes."], "considered": [["gpu2", "yes"]]}
         status = {"now": 1.0, "devices": [], "sessions": [], "host": {}, "settings": {}}
         return {**status, "clustered": self.clustered}
 
@@ -90,16 +94,32 @@ class Link:
         pass
 
 
+def watch_of(link):
+    return Watch(
+        link, list, "me", lambda *_: None, lambda _: None, interval=9.0, idle_warning=1.0,
+        slow_resume=1.0, log=logging.getLogger("test"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("clustered", "state", "told"),
+    [(True, "queued", ["gpu2: yes."]), (True, "active", None), (False, "queued", None)],
+)
+def test_why_has_the_other_machines_of_a_kernel_that_waits(clustered, state, told):
+    async def ask():
+        return await watch_of(Link(clustered=clustered, state=state)).why("s")
+
+    found = asyncio.run(ask())
+    assert found.get("machines") == told
+    assert "id" not in found
+
+
 @pytest.mark.parametrize("clustered", [False, True])
 def test_only_a_machine_of_a_cluster_asks_for_others(clustered):
     link = Link(clustered=clustered)
 
     async def ask():
-        watch = Watch(
-            link, list, "me", lambda *_: None, lambda _: None, interval=9.0, idle_warning=1.0,
-            slow_resume=1.0, log=logging.getLogger("test"),
-        )  # fmt: skip
-        return await watch.machines()
+        return await watch_of(link).machines()
 
     found = asyncio.run(ask())
     assert link.asked == ["status", "cluster"] if clustered else ["status"]

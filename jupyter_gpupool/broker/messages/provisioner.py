@@ -132,6 +132,8 @@ class ProvisionerMessages:
         asked = named(fields)
         request = self._request(fields, owner.name, metered=True)
         session, token = core.sessions.new(owner, peer.uid, message["kernel_id"][:MAX_NAME])
+        session.model = message.get("model", "")
+        session.data = tuple(message.get("data", ()))
         session.home = self._homes.first(request)
         env = {**self._environment, **self._service.environment(session.home)}
         content = self._content if isinstance(session.uid, str) else None

@@ -29,6 +29,7 @@ from .provisioner import ProvisionerMessages
 if TYPE_CHECKING:
     # Loaded only on a machine of a cluster.
     from ..shared import SharedLimits
+    from .elsewhere import ElsewhereMessages
     from .remote import RemoteMessages
 
 #: One user's connections: 8 per allowed session, and at most a quarter of all.
@@ -56,6 +57,7 @@ class Router:
         start_record: StartRecordFile,
         shared: SharedLimits | None,
         remote: RemoteMessages | None,
+        elsewhere: ElsewhereMessages | None,
         log: logging.Logger,
     ) -> None:
         self.log = log
@@ -106,6 +108,7 @@ class Router:
             "lend": shared.lend if shared is not None else _alone,
             "cluster": shared.cluster if shared is not None else _alone,
             "leave": shared.leave if shared is not None else _alone,
+            "elsewhere": elsewhere.elsewhere if elsewhere is not None else _alone,
             "place": remote.place if remote is not None else _alone,
             "order": remote.order if remote is not None else _alone,
             "orders": remote.orders if remote is not None else _alone,

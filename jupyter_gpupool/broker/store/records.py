@@ -74,6 +74,8 @@ def journaled(session: LiveSession, record: SessionRecord) -> dict[str, Any]:
         "moving": dict(session.moving),
         "frozen": [[process.pid, process.start_time] for process in session.frozen],
         "queued_at": session.queued_at,
+        **({"model": session.model} if session.model else {}),
+        **({"data": [*session.data]} if session.data else {}),
     }
 
 
@@ -88,6 +90,8 @@ def read_session(record: SessionRecord, entry: Mapping[str, Any]) -> LiveSession
         moving={str(k): int(v) for k, v in entry.get("moving", {}).items()},
     )
     session.frozen = frozen_in(entry)
+    session.model = str(entry.get("model", ""))
+    session.data = tuple(map(str, entry.get("data", ())))
     if entry["pid"] is not None:
         session.process = ProcessId(int(entry["pid"]), int(entry["start_time"]))
     if record.bound:

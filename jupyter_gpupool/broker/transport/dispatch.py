@@ -330,6 +330,7 @@ PRICES: Mapping[str, float] = {
     "place": 20.0,
     "order": 200.0,
     "cluster": 20.0,
+    "elsewhere": 20.0,
     "status": 8.0,
     "why": 8.0,
     "hour": 8.0,

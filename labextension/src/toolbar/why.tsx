@@ -26,7 +26,7 @@ export function Why(props: IProps): React.JSX.Element {
   const id = React.useId();
   const waits = session.state === 'queued';
   useTick(ticker, waits);
-  const { lines = [], time_line: time } = plan.found ?? {};
+  const { lines = [], time_line: time, machines = [] } = plan.found ?? {};
   return (
     <section className="jp-gpupool-Popover-why" aria-labelledby={id}>
       <h3 id={id} className="jp-gpupool-Popover-title">
@@ -43,6 +43,9 @@ export function Why(props: IProps): React.JSX.Element {
           />
         </p>
       ))}
+      {waits && machines.length > 0 ? (
+        <Machines trans={trans} lines={machines} />
+      ) : null}
       {plan.fault ? (
         <p className="jp-mod-refused">
           <Marked line={plan.fault} />
@@ -52,6 +55,21 @@ export function Why(props: IProps): React.JSX.Element {
         <WaitActions trans={trans} model={model} session={session} plan={plan.found} />
       ) : null}
     </section>
+  );
+}
+
+/** What other machines of the cluster have and lack, in the broker's lines. */
+function Machines(props: {
+  readonly trans: TranslationBundle;
+  readonly lines: readonly string[];
+}): React.JSX.Element {
+  return (
+    <details>
+      <summary>{props.trans.__('Other machines')}</summary>
+      {props.lines.map((line, i) => (
+        <p key={i}>{line}</p>
+      ))}
+    </details>
   );
 }
 

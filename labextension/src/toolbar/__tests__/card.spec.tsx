@@ -504,6 +504,15 @@ describe('the lines of the broker', () => {
     await screen.findByText(lines[0]!);
   });
 
+  it('tell what other machines have', async () => {
+    const model = new FakeModel(session(queued));
+    const machines = ['gpu2: no, at most 3 GiB is free on a GPU (NVIDIA A100).'];
+    model.client.why.mockResolvedValue({ lines, machines });
+    card(model);
+    fireEvent.click(await screen.findByText('Other machines'));
+    screen.getByText(machines[0]!);
+  });
+
   it('tell who may take a slice', async () => {
     const model = new FakeModel(session());
     model.client.why.mockResolvedValue({ lines: ['No kernel waits for this GPU.'] });

@@ -1,0 +1,125 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Why a kernel waits, as far as other machines are concerned: sentences for people. Pure.
+
+A kernel stays on the machine where it has started, so what other machines have free helps with the
+next one. What they have of the same limit is what this one waits for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..units import format_bytes, format_seconds
+from .placing import PlacementRequest, lacks_model, lies_on
+
+#: Folders that a sentence names; a kernel may work with 16.
+MOST_FOLDERS = 3
+
+#: What a machine lacks in a state in which it takes no new kernel.
+_CLOSED = {
+    "draining": "no, it drains and gives no new slices",
+    "left": "no, it has drained and left",
+    "fenced": "no, an administrator has called it dead",
+    "gone": "no, an administrator has called it dead",
+    "unheard": "unknown, the ledger has not heard it",
+}
+
+
+def uses(node: Mapping[str, Any]) -> list[str]:
+    """Return what each user and group may use on a machine, as one line for each."""
+    by_name: dict[str, list[str]] = defaultdict(list)
+    for kind, name, resource, _, amount in node["counted"]:
+        what = resource.removesuffix("s") if amount == 1 else resource
+        text = format_bytes(amount) if resource == "memory" else f"{amount} {what}"
+        by_name[f"{kind} {name}"].append(text)
+    return [f"{name} may use {', '.join(parts)}" for name, parts in by_name.items()]
+
+
+def models(gpus: Iterable[Sequence[Any]]) -> str:
+    """Return the models of a machine's GPUs: one name if all are of one, else counts, too."""
+    counts = Counter(str(name) for name, _ in gpus)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{count}x {name}" for name, count in sorted(counts.items()))
+
+
+def elsewhere(view: Mapping[str, Any] | None, here: str, owner: str, group: str) -> list[str]:
+    """Return what the machines but ``here`` have of the limits of a user or group, as sentences."""
+    if view is None:
+        return ["What other machines have is unknown: the cluster's ledger does not answer now."]
+    names = {("user", owner), ("group", group)}
+    told = []
+    for node in view["nodes"]:
+        if node["name"] != here:
+            counted = [row for row in node["counted"] if tuple(row[:2]) in names]
+            heard = f"last heard {format_seconds(node['age'])} ago"
+            told += [f"On {node['name']} ({heard}) {row}." for row in uses({"counted": counted})]
+    return told
+
+
+def considered(
+    view: Mapping[str, Any] | None, here: str, wanted: PlacementRequest
+) -> dict[str, str]:
+    """Return for each machine but ``here`` whether a kernel like this one has room there.
+
+    If it has none, the text says what the machine lacks.
+    """
+    nodes = [] if view is None else view["nodes"]
+    return {
+        node["name"]: f"{_lack(node, wanted)}{_place_of_data(node, wanted)}"
+        for node in nodes
+        if node["name"] != here
+    }
+
+
+def sentences(here: str, wanted: PlacementRequest, found: Mapping[str, str]) -> list[str]:
+    """Return what :func:`considered` has found as lines below a question."""
+    if not found:
+        return []
+    asked = format_bytes(wanted.memory)
+    asked += f" on each of {wanted.devices} GPUs" if wanted.devices > 1 else ""
+    asked += f" of the model {wanted.model}" if wanted.model else ""
+    head = f"It stays on {here}. Could a new kernel of {asked} start on another machine?"
+    return [head, *(f"{name}: {text}." for name, text in found.items())]
+
+
+def _lack(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
+    if node["state"] in _CLOSED:
+        return _CLOSED[node["state"]]
+    if node["state"] == "silent":
+        return f"unknown, it is silent for {format_seconds(node['age'])}"
+    summary, devices = node["summary"], wanted.devices
+    if summary is None or summary["gpus"] is None:
+        return "unknown, it has not told what is free on each GPU"
+    gpus, waiting = summary["gpus"], summary["waiting"]
+    if not gpus:
+        return "no, it has no GPU in service"
+    if wanted.model and (text := lacks_model(gpus, wanted.model)):
+        return f"no, {text}"
+    has = f" ({models(gpus)})"
+    if len(gpus) < devices:
+        return f"no, {len(gpus)} of the {devices} GPUs that it asks for are in service{has}"
+    free = sorted((free for _, free in gpus), reverse=True)[devices - 1]
+    if free < wanted.memory:
+        each = "a GPU" if devices == 1 else f"each of {devices} GPUs"
+        return f"no, at most {format_bytes(free, rounding='down')} is free on {each}{has}"
+    if waiting:
+        kernels = "1 kernel waits" if waiting == 1 else f"{waiting} kernels wait"
+        return f"it has room{has}, but {kernels} there"
+    return f"yes, it has room{has} and nobody waits"
+
+
+def _place_of_data(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
+    """Return which folders of the kernel are on a disk of the machine; '' if it names none."""
+    own = (node["summary"] or {}).get("data")
+    if not wanted.data or own is None:
+        return ""
+    there = [folder for folder in wanted.data if lies_on(folder, own)]
+    if not there:
+        return "; none of its folders is on a disk there" if own else ""
+    shown = ", ".join(folder[:100] for folder in there[:MOST_FOLDERS])
+    more = f" and {len(there) - MOST_FOLDERS} more" if len(there) > MOST_FOLDERS else ""
+    return f"; {shown}{more} {'is' if len(there) == 1 else 'are'} on a disk there"
