@@ -32,7 +32,7 @@ class Entry:
     """One line of ``entries.txt``."""
 
     symbol: str
-    #: Its name for cuGetProcAddress.
+    #: The name of the function for cuGetProcAddress.
     base: str
     #: Whether it is the variant for per-thread default streams.
     per_thread: bool
@@ -60,11 +60,15 @@ def read(path: Path) -> list[Entry]:
             continue
         entry = _entry(words)
         if entry is None or entry.symbol in found:
-            raise EntriesError(f"{path.name}:{number}: {line.strip()!r} is no entry, or a second.")
+            raise EntriesError(
+                f"{path.name}:{number}: {line.strip()!r} is not an entry, or is a duplicate."
+            )
         found[entry.symbol] = entry
     for entry in found.values():
         if entry.target and found.get(entry.target, entry).kind != "wrap":
-            raise EntriesError(f"{entry.symbol} is the same as {entry.target}, which is no wrap.")
+            raise EntriesError(
+                f"{entry.symbol} is the same as {entry.target}, which is not of kind wrap."
+            )
     return sorted(found.values(), key=lambda e: (e.base, e.per_thread, e.since, e.symbol))
 
 
@@ -162,7 +166,9 @@ def nvml(path: Path) -> Mapping[str, str]:
         if not words:
             continue
         if not words[0].startswith("nvml") or words[1:] not in ([], ["wrap"]) or words[0] in names:
-            raise EntriesError(f"{path.name}:{number}: {line.strip()!r} is no entry, or a second.")
+            raise EntriesError(
+                f"{path.name}:{number}: {line.strip()!r} is not an entry, or is a duplicate."
+            )
         names[words[0]] = len(words) > 1
     head = f"/* Generated from {path.name} by _generate.py. */"
     listed = [head, "enum {", *(f"    N_{name}," for name in names), "    N_COUNT", "};"]

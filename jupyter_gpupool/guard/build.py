@@ -35,9 +35,9 @@ _FLAGS = (
     *("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g1", "-Wall", "-Wextra"),
     *("-fPIC", "-fvisibility=hidden", "-pthread", "-ftls-model=initial-exec"),
 )
-# -Bsymbolic: another library may define the same names; inside the guard its own win. nodelete: a
-# wait at the gate, a signal handler and the driver outlive a dlclose(). Bound lazily: a process
-# that never calls CUDA resolves no symbol.
+# -Bsymbolic: another library may define the same names; the guard must call its own functions.
+# nodelete: a wait at the gate, a signal handler and the driver still need the library after a
+# dlclose(). lazy: a process that never calls CUDA resolves no symbol.
 _LINK = (
     "-shared",
     "-Wl,-Bsymbolic",
@@ -85,7 +85,7 @@ def libraries() -> dict[str, list[Path]]:
 
 
 def _wraps(command: Sequence[str], sources: Sequence[Path], generated: Path) -> set[str]:
-    """Return the entry points that have a C function. Asks the preprocessor: macros make some."""
+    """Return the entry points that have a C function, found by the preprocessor."""
     flags = ["-E", "-P", "-std=gnu11", "-D_GNU_SOURCE", f"-I{generated}", f"-I{SOURCES}"]
     done = subprocess.run(
         [*command, *flags, *map(str, sources)], check=True, stdout=subprocess.PIPE, text=True
@@ -100,7 +100,8 @@ def _generate(soname: str, sources: Sequence[Path], folder: Path) -> Sequence[st
             (folder / name).write_text(text, encoding="ascii")
         return [*include, str(folder / "nvml_gen.S")]
     entries = generator.read(ENTRIES)
-    # The header first, for the preprocessor; it does not depend on the set of functions.
+    # Write the header first, because the preprocessor needs it; it does not depend on the set of
+    # functions.
     (folder / "entries_gen.h").write_text(generator.header(entries), encoding="ascii")
     wraps = _wraps(compiler(), sources, folder)
     for name, text in generator.generate(entries, wraps).items():
@@ -118,7 +119,7 @@ def compile(  # noqa: A001 - the name that the package build and the tests call
 
     ``sanitize`` is ``"address"`` or ``"thread"``: the libraries are then instrumented, and a
     program that loads them must preload the sanitizer's runtime. ``strict`` makes warnings errors:
-    right for developers, wrong where a newer compiler has new warnings.
+    developers want this, but users may have a newer compiler with new warnings.
 
     Raises
     ------
@@ -147,7 +148,7 @@ def _compile(target: Path, sources: Sequence[Path], command: Sequence[str]) -> N
     newest = max(path.stat().st_mtime_ns for path in inputs)
     if target.exists() and target.stat().st_mtime_ns >= newest:
         return
-    # Compiled aside and renamed: a process may be running on the old file.
+    # Compile under another name and rename: a process may be using the old file.
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     link = [*_LINK, f"-Wl,-soname,{target.name}", "-o", str(aside)]
     with tempfile.TemporaryDirectory(prefix="gpupool-build-") as folder:

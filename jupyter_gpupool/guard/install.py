@@ -18,8 +18,8 @@ from ..errors import Code, GPUPoolError
 #: The guard's two libraries: the CUDA driver, and NVML for its memory queries.
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 
-#: Name of a folder of links, made by :func:`guard_directory`. By this name the entries of search
-#: paths are recognised, even those of a broker that has ended.
+#: Name of a folder of links, made by :func:`guard_directory`. This name identifies the guard's
+#: entries in search paths, even those of a broker that has ended.
 FOLDER = "gpupool-guard"
 
 #: Variables that no process outside the session may inherit.
@@ -101,7 +101,7 @@ def guard_directory(base: Path) -> Path:
             for name in (soname, soname.removesuffix(".1")):
                 if (target / soname).is_file():
                     _link(folder / name, target / soname)
-                else:  # without this library NVML answers itself; a dead link would hide it
+                else:  # programs then find the driver's NVML; a dead link would hide it
                     (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise GuardFolderError(

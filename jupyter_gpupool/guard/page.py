@@ -31,11 +31,12 @@ SIZE = HEADER_BYTES + SLOTS * SLOT_BYTES
 #: The gate (``enum page_gate``).
 OPEN, UNUSED, CLOSED, PAUSED = range(4)
 
-#: In place of a path: the page has none here, and each process asks the broker for it (``page.c``).
+#: Stands in place of a path: the page has no path here, and each process asks the broker for it
+#: (``page.c``).
 PASSED = "passed"
 
-#: How the broker opens a page: a container's root may hold a lease of the file, which must not
-#: delay all other sessions by 45 s (F_SETLEASE).
+#: Flags with which the broker opens a page. O_NONBLOCK: root in a container may hold a file lease
+#: of it (F_SETLEASE), which would otherwise delay all other sessions by 45 s.
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
 
 #: ``enum page_pins``, in words for people.
@@ -48,10 +49,10 @@ PINS = {
 
 SLOT_CUDA, SLOT_CONTEXT = 1, 2
 
-#: Values of ``sees`` of a slot that are no device's name.
+#: Values of ``sees`` of a slot that are not the name of a device.
 SEES_NONE, SEES_SLICE = 0, 1
 
-#: The progress of a process on its way to the slice (``enum slot_landing``).
+#: The progress of a process that moves to the slice (``enum slot_landing``).
 LANDING_NONE, LANDING_BEGUN, LANDING_MOVES, LANDING_RESTORE, LANDING_ASIDE = range(5)
 
 _FIXED = struct.Struct("<IIBBxxI6Q")
@@ -89,8 +90,8 @@ class Slot:
     """One process of the session. ``used`` and ``context`` are bytes by device.
 
     ``sees`` has, for each device of the session, the name of the device that the process sees
-    instead, see :func:`device_name`. ``nvml`` counts calls for which a suspend waits, and which are
-    no use of a device. ``at`` is the place of the slot in the page.
+    instead, see :func:`device_name`. ``nvml`` counts NVML calls: a suspend waits for them, but they
+    are not a use of a device. ``at`` is the place of the slot in the page.
     """
 
     pid: int
@@ -174,8 +175,8 @@ class Page:
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Allocate all now: with full shared memory, a write to a hole ends the process
-            # (SIGBUS).
+            # Allocate the whole file now: if shared memory is full, a write to a hole ends the
+            # process (SIGBUS).
             os.posix_fallocate(descriptor, 0, SIZE)
             if uid != os.geteuid():
                 os.fchown(descriptor, uid, -1)
@@ -213,13 +214,15 @@ class Page:
 
     @classmethod
     def find(cls, path: Path, session: str) -> Page | None:
-        """Return the page of a session whose file has no name, from a process that has it open.
+        """Return the page of a session whose file has no name, taken from a process that has the
+        page open.
 
-        The guard keeps the descriptor for that. None if no process of this user has it.
+        The guard keeps a descriptor of the page for this purpose. None if no process of this user
+        has one.
         """
         gone = f"{path} (deleted)"
         for pid in procfs.all_pids():
-            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
                 for link, target in procfs.open_files(pid):
                     page = cls._open_link(path, link) if target == gone else None
                     if page is not None and page._is_of(session):
@@ -251,7 +254,7 @@ class Page:
         Raises
         ------
         PageError
-            If it is not a page of this version.
+            If the descriptor is not of a page of this version.
         """
         page = cls(Path(PASSED), descriptor)
         try:
@@ -264,8 +267,9 @@ class Page:
     def open_again(self) -> int:
         """Return a descriptor for another process, which the caller closes.
 
-        It shares no flags with this page's own: with O_APPEND, which any process may set on its
-        descriptor, Linux ignores the offset of ``pwrite``, and the gate could not be closed.
+        It shares no flags with the descriptor of this object: with O_APPEND, which any process may
+        set on its descriptor, Linux ignores the offset of ``pwrite``, and the gate could not be
+        closed.
 
         Raises
         ------
@@ -275,7 +279,7 @@ class Page:
         return os.open(self._link(), _FLAGS)
 
     def is_lost(self) -> bool:
-        """Return whether the file has no name any more, so that children would not find it."""
+        """Return whether the file has lost its name, so that children would not find it."""
         try:
             return not os.path.samestat(os.fstat(self._fd), self.path.stat())
         except OSError:
@@ -303,12 +307,13 @@ class Page:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def close(self) -> None:
-        """Forget the file; the session's processes keep theirs.
+        """Close this object's descriptor; the session's processes keep theirs.
 
-        Also removes a link of :meth:`restore`: another file will get the descriptor's number.
+        Also removes a link that :meth:`restore` made: another file will get the descriptor's
+        number.
         """
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # usually it is no link
+            with contextlib.suppress(OSError):  # usually the path is not a link
                 if str(self.path.readlink()) == self._link():
                     self.path.unlink()
             os.close(self._fd)
@@ -363,7 +368,7 @@ class Page:
         return Reading(gate, devices, epoch, limit, granted, tuple(slots))
 
     def devices(self) -> tuple[str, ...]:
-        """Return the devices that the session's processes see, in their order."""
+        """Return the devices that the session's processes see, in CUDA's order."""
         count = min(self.read().devices, DEVICES)
         data = os.pread(self._fd, UUID_BYTES * count, UUID_AT)
         texts = [data[at : at + UUID_BYTES] for at in range(0, len(data), UUID_BYTES)]
@@ -382,7 +387,7 @@ class Page:
         self._write(GATE_AT, bytes([gate]))
 
     def set_devices(self, uuids: Sequence[str]) -> None:
-        """Write which devices the session's processes see, in their order."""
+        """Write the devices that the session's processes see, in CUDA's order."""
         if len(uuids) > DEVICES:
             raise PageError(f"{len(uuids)} devices were given; a page has room for {DEVICES}.")
         texts = [uuid.encode()[: UUID_BYTES - 1].ljust(UUID_BYTES, b"\0") for uuid in uuids]
@@ -397,7 +402,7 @@ class Page:
         self._write(EPOCH_AT, struct.pack("<Q", epoch))
 
     def set_room(self, room: Sequence[int]) -> None:
-        """Write how many bytes the grant could grow now on each device; []: not known."""
+        """Write by how many bytes the grant could grow now on each device; []: not known."""
         values = [*(size + 1 for size in room), *[0] * (DEVICES - len(room))]
         self._write(ROOM_AT, struct.pack(f"<{DEVICES}Q", *values))
 
@@ -410,12 +415,12 @@ class Page:
         self._write(VAIN_AT, struct.pack(f"<{DEVICES}QQ", *values, until))
 
     def set_policy(self, *, managed: bool, context_bytes: int) -> None:
-        """Write what is allowed, and the charge of a context."""
+        """Write whether managed memory is allowed, and the charge of a context."""
         self._write(MANAGED_AT, bytes([managed]))
         self._write(CONTEXT_AT, struct.pack("<Q", context_bytes))
 
     def set_contended(self, contended: bool) -> None:
-        """Say whether another session waits for memory that this one holds."""
+        """Write whether another session waits for memory that this one holds."""
         self._write(CONTENDED_AT, bytes([contended]))
 
     def set_sees(self, slot: Slot, sees: Sequence[int]) -> None:

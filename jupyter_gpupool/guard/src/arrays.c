@@ -60,7 +60,7 @@ static uint64_t array_bytes(const CUDA_ARRAY3D_DESCRIPTOR *d, unsigned levels)
     return sum;
 }
 
-/* Charge, then `call`, which sets *handle. */
+/* Charge the bytes, then make `call`, which sets *handle. */
 #define CREATE(handle, size, call, undo)                                                      \
     struct here h = here_now();                                                               \
     struct own own = {.bytes = h.ordinal < 0 ? 0 : (size), .owner  = h.number,                \

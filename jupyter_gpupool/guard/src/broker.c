@@ -18,12 +18,14 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#define LOOK_MS 50            /* between checks of the gate and of interrupts; a connection's retry */
-#define AWAY_NS 4500000000ull /* a call fails if a broker hangs up for so long */
-#define HOME_NS 500000000ull  /* longest wait of a notice, and of cuInit: it needs no lease */
-#define CROWD_MS 4            /* a connection's retry while the broker's queue of connections is full */
-#define HELD_NS 1000000000ull /* a connection that lasted so long shows a working broker */
-#define ANSWER_BYTES 4096     /* bytes of an answer to read: its type comes first */
+#define LOOK_MS 50            /* time between checks of the gate and of interrupts, and until a connection's
+                               * retry */
+#define AWAY_NS 4500000000ull /* a call fails after a broker has hung up for this long */
+#define HOME_NS 500000000ull  /* longest wait of a notice and of cuInit, which needs no lease */
+#define CROWD_MS 4            /* time until a connection's retry while the broker's queue of connections is full
+                               * */
+#define HELD_NS 1000000000ull /* a connection that lasted this long shows that the broker works */
+#define ANSWER_BYTES 4096     /* how much of an answer to read: its type comes first */
 
 /* Copies: another thread may change the environment while this one waits. A value that is too long
  * counts as missing. */
@@ -88,8 +90,8 @@ static void put_head(struct text *t, const char *type)
     put_string(t, broker.token);
 }
 
-/* The text that follows `<key>: "` in the line's object, the key with its quotes; NULL if it has none.
- * The broker escapes quotes inside strings. */
+/* The text that follows `<key>: "` in the line's object; `key` includes its quotes. NULL if the object has no
+ * such key. The broker escapes quotes inside strings. */
 static const char *find(const char *line, const char *key)
 {
     const char *at = line;
@@ -112,7 +114,7 @@ static bool has(const char *line, const char *key, const char *value)
     return at && !strncmp(at, value, n) && at[n] == '"';
 }
 
-/* Append the text of a key to a sentence of SENTENCE_BYTES. What is not ASCII becomes "?". */
+/* Append the text of a key to a sentence of SENTENCE_BYTES. Every byte that is not ASCII becomes "?". */
 static void add_text(char *sentence, const char *line, const char *key)
 {
     size_t n = strlen(sentence);
@@ -155,7 +157,7 @@ static int dial(bool *full)
     return fd;
 }
 
-/* Read what has arrived, with a descriptor that comes with it: the session's page. */
+/* Read what has arrived. A descriptor that comes with it is the session's page. */
 static ssize_t take(int fd, void *to, size_t size)
 {
     union {
@@ -192,8 +194,9 @@ static int receive(int fd, char *answer, size_t *have)
     return strchr(answer, '\n') || *have == ANSWER_BYTES - 1;
 }
 
-/* The broker acts on a question as soon as it gets it. So an interrupt withdraws the question only while there
- * is no broker. This thread keeps waiting for a broker that is away. */
+/* `through`: this thread's question must reach the broker, and the thread keeps waiting for a broker that is
+ * away. The broker acts on a question as soon as it arrives, so an interrupt withdraws the question only while
+ * there is no broker. */
 static __thread bool through;
 
 /* `at_most`: nanoseconds to wait for the answer, and for a broker that is away; 0: no limit. `why`: as for
@@ -205,7 +208,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
     struct polite p;
     enum answer result;
     uint64_t began = monotonic();
-    uint64_t since = 0; /* the connection began */
+    uint64_t since = 0; /* when the connection began */
     uint64_t away = 0;  /* since when no process listens; 0: one does */
     uint64_t hung = 0;  /* since when a broker has hung up on each connection; 0: it has not */
     int fd = -1;
@@ -240,7 +243,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
                 away = 0; /* a broker listens */
             else if (!away) {
                 away = since;
-                hung = 0; /* it did not hang up: it has died */
+                hung = 0; /* the broker did not hang up: it has died */
             }
             if (fd >= 0 && send(fd, question->at, question->length, MSG_NOSIGNAL) !=
                                (ssize_t)question->length) {

@@ -66,8 +66,8 @@ static __attribute__((noinline)) bool remembered_slowly(void)
     return false;
 }
 
-/* Whether to answer from the cache; if true, the lock is held. The byte that the entry points test comes first:
- * if it is zero, the driver does not block, and one load replaces all those of guard_blocked(). */
+/* Whether to answer from the cache; if true, the lock is held. This tests the byte of the entry points first:
+ * if it is zero, the driver does not block, and this one load replaces all the loads of guard_blocked(). */
 static inline bool remembered(void)
 {
     return __builtin_expect(*__atomic_load_n(&guard_free_gate, __ATOMIC_ACQUIRE), 0) && remembered_slowly();
@@ -89,7 +89,8 @@ bool cached_total(size_t *bytes, CUdevice device)
     return is;
 }
 
-/* ASK(call): the driver's answer; at the gate if the driver would block and nothing is cached. */
+/* ASK(call): return the driver's answer. If the driver would block and nothing is cached, wait at the gate
+ * first. */
 #define ASK(call)                             \
     do {                                      \
         CUresult error = guard_enter_free();  \

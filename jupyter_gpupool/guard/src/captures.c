@@ -84,7 +84,7 @@ static uint64_t context_of(CUstream stream, bool per_thread)
     return table_get(OWN_CONTEXT, (uint64_t)context, &own) ? own.owner : 0;
 }
 
-/* Before the call ends, so that a suspend sees either the call or the recording. */
+/* Count the recording before the call ends, so that a suspend sees either the call or the recording. */
 static CUresult begun(CUresult result, CUstream stream, bool per_thread, int mode)
 {
     if (result || !guard_page)
@@ -105,7 +105,7 @@ static CUresult ended(CUresult result, CUstream stream, bool per_thread)
     int entry = per_thread ? E_cuStreamIsCapturing_ptsz : E_cuStreamIsCapturing, status = 0;
     if (!guard_page || !table_take(OWN_CAPTURE, key_of(stream, per_thread), &own))
         return result;
-    /* An error may mean that another thread has to end the capture. */
+    /* After an error the stream may still record: another thread has to end the capture. */
     if (result && guard_has(entry) && !((is)guard_real[entry])(stream, &status) && status)
         table_put(&own, &stale);
     else

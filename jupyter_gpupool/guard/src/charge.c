@@ -17,7 +17,7 @@
 
 #define LOAD(x) __atomic_load_n(&(x), __ATOMIC_SEQ_CST)
 
-/* Before a slot gets its first bytes. Without ``slots_used`` each sum would read all 256 slots. */
+/* Called before a slot gets its first bytes. Without ``slots_used`` each sum would read all 256 slots. */
 static void reach(const struct page_slot *slot)
 {
     uint64_t wanted = (uint64_t)(slot - guard_page->slot) + 1, seen = LOAD(guard_page->slots_used);
@@ -65,7 +65,7 @@ static void subtract(struct page_slot *slot, int ordinal, uint64_t bytes)
         ;
 }
 
-/* Under the lock: only what fits is added. */
+/* Add the bytes under the lock, and only if they fit. */
 static bool take_locked(struct page_slot *slot, int ordinal, uint64_t bytes, bool reap)
 {
     page_lock();
@@ -87,7 +87,7 @@ static uint64_t missing(int ordinal, uint64_t bytes)
     return wanted > granted ? wanted - granted : 1;
 }
 
-/* Whether the broker has just refused that much, and nothing has changed since. */
+/* Whether the broker has just refused this many bytes, and nothing has changed since. */
 static bool in_vain(int ordinal, uint64_t bytes)
 {
     uint64_t wanted, from = LOAD(guard_page->vain[ordinal]);
@@ -101,7 +101,8 @@ static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t byte
     /* Do not ask the broker for a process that the driver refuses anyway. */
     if (!guard_initialised())
         return CUDA_ERROR_NOT_INITIALIZED;
-    /* In this order: present limits, dead neighbours, idle reserves of our own pools, the broker. */
+    /* Look for the bytes in this order: the present grant, dead processes of the session, idle reserves of this
+     * process's pools, the broker. */
     if (take_locked(slot, ordinal, bytes, !in_vain(ordinal, bytes) || page_deaths()))
         return CUDA_SUCCESS;
     if (pools_reclaim(ordinal) && take_locked(slot, ordinal, bytes, false))
@@ -109,13 +110,14 @@ static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t byte
     for (int tries = 0;; tries++) {
         uint64_t more = in_vain(ordinal, bytes) ? 0 : missing(ordinal, bytes);
         CUresult refused = more ? broker_grow(ordinal, more) : CUDA_ERROR_OUT_OF_MEMORY;
-        /* Not with an error of the gate: the process may be suspended, even if the page grants the bytes. */
+        /* After an error of the gate take nothing: the process may be suspended, even if the page grants the
+         * bytes. */
         bool inside = !refused || refused == CUDA_ERROR_OUT_OF_MEMORY;
         if (more && inside && take_locked(slot, ordinal, bytes, true))
             return CUDA_SUCCESS;
         if (refused || tries == TRIES)
             return refused ? refused : CUDA_ERROR_OUT_OF_MEMORY;
-        /* The broker granted it, but another process of the session took it: ask for the rest. */
+        /* The broker granted the bytes, but another process of the session took them: ask for the rest. */
     }
 }
 
@@ -125,7 +127,8 @@ CUresult guard_charge(int ordinal, uint64_t bytes)
         return CUDA_SUCCESS;
     struct page_slot *slot = guard_slot();
     if (!slot)
-        return CUDA_ERROR_OUT_OF_MEMORY; /* 256 living processes: this one cannot be counted */
+        return CUDA_ERROR_OUT_OF_MEMORY; /* the session has 256 living processes: the page has no slot for this
+                                          * one */
     if (LOAD(guard_page->slots_used) <= (uint64_t)(slot - guard_page->slot))
         reach(slot);
     if (bytes <= LOAD(guard_page->granted[ordinal])) {

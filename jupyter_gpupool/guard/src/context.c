@@ -16,7 +16,7 @@ struct devices {
     struct {
         uint32_t live;     /* contexts, the primary one included */
         bool charged;
-        CUcontext primary; /* while it is active */
+        CUcontext primary; /* the primary context's handle while it is active */
         uint64_t bytes;    /* bytes that were charged */
     } device[PAGE_DEVICES];
 };
@@ -84,8 +84,7 @@ struct here here_of_device(CUdevice device)
     return h;
 }
 
-/* A stream belongs to its context, which may not be the current one. This matters only if a session has more
- * than one device. */
+/* A stream's context may not be the current one. This matters only if a session has more than one device. */
 struct here here_of_stream(CUstream stream, bool per_thread)
 {
     typedef CUresult (*device_of)(CUstream, CUdevice *);
@@ -101,7 +100,7 @@ struct here here_of_stream(CUstream stream, bool per_thread)
     return h;
 }
 
-/* ---- the constant, and what ends with a context */
+/* ---- the constant charge of a context, and what ends with a context */
 
 /* A process with a context has moved with its session. */
 static bool any_live(struct devices *d)
@@ -141,7 +140,7 @@ static CUresult context_begin(int ordinal, uint64_t *charged)
     return result;
 }
 
-/* After a context was made: `primary` is its handle if it is the primary one. */
+/* Called after a context was made: `primary` is its handle if it is the primary context. */
 static CUresult context_end(CUresult result, int ordinal, uint64_t charged, CUcontext primary)
 {
     struct devices *d = devices();
@@ -182,8 +181,8 @@ static void credit_entry(const struct own *own, void *with)
     settle_stale(own);
 }
 
-/* After a context has ended: give its memory back, and with the last one the constant. `number` is its number
- * from the table, 0 if it had none. */
+/* Called after a context has ended: give its memory back, and with the device's last context the constant
+ * charge. `number` is the context's number from the table, 0 if it had none. */
 static void context_gone(int ordinal, uint64_t number, bool was_primary)
 {
     struct devices *d = devices();
@@ -209,9 +208,9 @@ static void context_gone(int ordinal, uint64_t number, bool was_primary)
     pools_settle(ordinal);
 }
 
-/* Before a context ends: take it out of the table and return its number, 0 if it has none. Afterwards would be
- * too late, because the driver may have given its handle to a new context of another thread by then: what that
- * thread allocated under the old number would never be given back. */
+/* Called before a context ends: take it out of the table and return its number, 0 if it has none. After the end
+ * it would be too late: the driver may have given the handle to a new context of another thread. That thread
+ * would allocate under the old number, and these bytes would never be given back. */
 static uint64_t number_taken(CUcontext context)
 {
     struct devices *d = devices();
@@ -315,7 +314,7 @@ CUresult wrap_cuCtxDestroy_v2(CUcontext context)
     struct here here = nowhere;
     uint64_t number = 0;
     if (guard_page && context) {
-        /* The driver tells the device of the current context only. */
+        /* The driver reports the device only of the current context. */
         CUcontext before;
         if (!CALL(push, cuCtxPushCurrent_v2)(context)) {
             here = here_now();

@@ -16,34 +16,34 @@
 
 struct here {
     CUcontext context;
-    uint64_t number; /* of the context: unlike handles, numbers are not used again */
+    uint64_t number; /* the context's number: unlike a handle, it is never used again */
     CUdevice device;
     int ordinal; /* -1: not counted (no page, no context, a device outside the session) */
 };
 
 struct here here_now(void);
-/* The last result of here_now in this thread, without asking the driver. */
+/* The last result of here_now in this thread, without a call of the driver. */
 struct here here_remembered(void);
 struct here here_of_stream(CUstream stream, bool per_thread);
 struct here here_of_device(CUdevice device);
 
 /* ---- calls (memory.c) */
 
-/* At the head of each wrapper: through the gate, counted until the wrapper returns. */
+/* Stands at the head of each wrapper: passes the gate, and counts the call until the wrapper returns. */
 #define ENTER                                                          \
     CUresult entered_ = guard_enter();                                 \
     if (entered_)                                                      \
         return entered_;                                               \
     __attribute__((cleanup(guard_left))) int leaving_ = 0
 
-/* At the head of wrappers that give something back, with its name and arguments. */
+/* Stands at the head of wrappers that free or destroy something, with the wrapper's name and arguments. */
 #define ENTER_BACK(name, ...)                                                                   \
     CUresult entered_ = guard_enter_back(E_##name, (const uint64_t[LATER_ARGUMENTS]){__VA_ARGS__}); \
     if (entered_)                                                                               \
         return entered_ == GUARD_NOTED ? CUDA_SUCCESS : entered_;                               \
     __attribute__((cleanup(guard_left))) int leaving_ = 0
 
-/* At the head of wrappers that ask whether work is done. */
+/* Stands at the head of wrappers that query whether work is done. */
 #define ENTER_QUERY                                                                             \
     CUresult entered_ = guard_enter_query();                                                    \
     if (entered_)                                                                               \
@@ -56,8 +56,8 @@ static inline void guard_left(int *unused)
     guard_leave();
 }
 
-/* After the driver's `result` of an allocation that was charged: enter it in the table, or give the
- * charge back. If the table has no room, `undo` frees it. */
+/* Called with the driver's `result` of an allocation that was charged: enter the allocation in the table, or
+ * give the charge back. If the table has no room, `undo` frees the allocation. */
 CUresult keep(CUresult result, const struct own *own, CUresult (*undo)(CUdeviceptr key));
 /* Before cuInit the driver itself reports the error. */
 static inline bool managed_allowed(void)
@@ -77,7 +77,7 @@ bool capture_any(void);
 
 /* ---- charge.c */
 
-/* Count bytes that the driver has already taken, even beyond the grant. */
+/* Charge bytes that the driver has already taken, even beyond the grant. */
 void charge_fact(int ordinal, uint64_t bytes);
 
 /* ---- reserves.c, pools.c, graphs.c: memory that the driver reserves by its own rules */
@@ -87,7 +87,7 @@ enum reserve_state { ALIVE, ENDING, ENDED };
 
 struct reserve {
     uint32_t kind; /* 0: unused */
-    int ordinal;   /* -1: known, and not counted */
+    int ordinal;   /* -1: the pool is known, and not counted */
     CUdevice device;
     uint32_t calls;   /* calls inside the driver now, each of which may make it grow */
     uint64_t unseen;  /* bytes allocated since the driver was last asked */
@@ -98,21 +98,21 @@ struct reserve {
     uint64_t live;    /* bytes allocated from it */
 };
 
-/* Charges `growth` before a call that may grow the reserve. After the call: reserve_end. */
+/* Charges `growth` before a call that may grow the reserve. Call reserve_end after that call. */
 CUresult reserve_begin(struct reserve *r, uint64_t growth);
 /* Compares the charge with the real growth. CUDA_ERROR_OUT_OF_MEMORY if the growth exceeds the charge and does
  * not fit: then undo the call and call reserve_settle. */
 CUresult reserve_end(struct reserve *r, bool look);
 void reserve_settle(struct reserve *r);
 struct reserve *reserve_graphs(struct here h);
-/* Ask the driver about all reserves of a device (-1: of all). */
+/* Ask the driver for the size of all reserves of a device (-1: of all devices). */
 void pools_settle(int ordinal);
-/* The same after giving up unused reserves; returns whether there is any reserve. */
+/* Give up unused reserves, then do the same; returns whether there is any reserve. */
 bool pools_reclaim(int ordinal);
-/* After a synchronise: pools may have shrunk. Costs one load if there are none. */
+/* Called after a synchronise: pools may have shrunk. Costs one load if there are no pools. */
 void pools_synced(void);
 void pool_freed(const struct own *own);
-/* Counts trims of graph memory: a graph launched before one may reserve again. */
+/* Counts trims of graph memory: a graph that was launched before a trim may reserve memory again. */
 extern uint32_t graph_trims;
 
 #pragma GCC visibility pop

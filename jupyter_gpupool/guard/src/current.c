@@ -23,7 +23,7 @@ static __thread struct {
     struct stack real;   /* the driver's */
     struct stack wanted; /* as the application sees it */
     bool differ;
-    bool lost; /* deeper than this stack: only the driver knows */
+    bool lost; /* the stack is deeper than this array: only the driver knows the rest */
 } mine;
 
 static pthread_key_t at_end;
@@ -39,7 +39,7 @@ static bool push(struct stack *s, CUcontext context)
     return true;
 }
 
-/* As cuCtxSetCurrent: replaces the top. */
+/* Replaces the top of the stack, as cuCtxSetCurrent does. */
 static void set(struct stack *s, CUcontext context)
 {
     if (s->depth)
@@ -96,7 +96,7 @@ void current_apply(void)
     for (; real->depth < wanted->depth; real->depth++) {
         real->at[real->depth] = wanted->at[real->depth];
         if (REAL(cuCtxPushCurrent_v2)(real->at[real->depth])) {
-            /* It has ended meanwhile, so drop what was pushed above it, too. */
+            /* The context has ended meanwhile, so also drop what was pushed above it. */
             mine.wanted.depth = real->depth;
             break;
         }
@@ -232,7 +232,7 @@ CUresult wrap_cuCtxGetCurrent(CUcontext *out)
     return error ? error : REAL(cuCtxGetCurrent)(out);
 }
 
-/* Whether the answer is known; it is *error. */
+/* Whether the guard can answer; the answer is *error. */
 static bool device_of(CUcontext context, CUdevice *out, CUresult *error)
 {
     struct own own;

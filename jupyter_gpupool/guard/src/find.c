@@ -33,7 +33,7 @@ static bool is_driver(const char *path)
                 pread(fd, &head, sizeof head, 0) == sizeof head &&
                 !memcmp(head.e_ident, ELFMAG, SELFMAG) && head.e_ident[EI_CLASS] == ELFCLASS64 &&
                 head.e_machine == EM_X86_64;
-    /* Copies of the guard are small, even instrumented ones; today's drivers are not. */
+    /* Every copy of the guard is smaller than this, even an instrumented one; today's drivers are larger. */
     if (good && st.st_size < 16 << 20) {
         void *text = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
         if (text != MAP_FAILED) {

@@ -10,7 +10,7 @@
  * the driver, in a process by dlsym() and in a file by its text. */
 #define FIND_MARK "gpupool-guard-copy"
 
-/* The opened library, or NULL. `named`: its path where the user names one, or NULL or empty. */
+/* The opened library, or NULL. `named`: the library's path if the user gives one, otherwise NULL or empty. */
 __attribute__((visibility("hidden"))) void *find_library(const char *soname, const char *named);
 
 #endif

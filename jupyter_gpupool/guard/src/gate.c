@@ -18,17 +18,17 @@ const struct gate_word guard_open = {.gate = GATE_OPEN}, guard_shut = {.gate = G
 
 const uint8_t *guard_gate = &guard_shut.gate, *guard_free_gate = &guard_shut.gate;
 
-/* Nanoseconds after which a suspend counts as abandoned: its broker is gone. */
+/* Nanoseconds after which a suspend counts as abandoned, because its broker must have ended. */
 #define LONGEST_SUSPEND 120000000000ull
-/* After so many nanoseconds a query during a suspend answers "not ready". After so many without a query, a
- * thread's next query belongs to another suspend. */
+/* PATIENCE: nanoseconds after which a query during a suspend returns "not ready". ANOTHER_TIME: after this many
+ * nanoseconds without a query, a thread's next query belongs to another suspend. */
 #define PATIENCE 1000000000ull
 #define ANOTHER_TIME 10000000000ull
 
 static bool initialised, context, ending;
 
-/* This thread's calls inside the driver, and the word that counts them. One thread has its own word: it leaves
- * by a plain store, which takes half as long as a locked instruction. */
+/* This thread's calls inside the driver, and the word that counts them. One thread of the process has its own
+ * word: it leaves by a plain store, which takes half as long as a locked instruction. */
 static __thread struct {
     uint32_t depth;
     bool own;
@@ -67,7 +67,7 @@ bool gate_lets(bool use)
            monotonic() >= __atomic_load_n(&guard_page->pause_until, __ATOMIC_RELAXED);
 }
 
-/* A pause is short: wait for its end without asking the broker. */
+/* A pause is short: wait for its end without a question to the broker. */
 static CUresult sit_out(void)
 {
     struct polite p;
@@ -90,11 +90,12 @@ CUresult gate_pass(void)
         /* Before cuInit no call reaches a device: the driver answers with an error. */
         if (!__atomic_load_n(&initialised, __ATOMIC_ACQUIRE))
             return CUDA_SUCCESS;
-        /* The end of the process frees everything, so a suspended kernel shuts down without a lease.
-         * Frameworks know this answer from a driver that was unloaded first. */
+        /* The end of the process frees everything, so a suspended kernel shuts down without a lease. Frameworks
+         * know this answer: a driver that was unloaded before them gives it, too. */
         if (gate_ends())
             return CUDA_ERROR_DEINITIALIZED;
-        CUresult error = landing_aside()   ? broker_attach() /* with the slice the process is restored */
+        CUresult error = landing_aside()   ? broker_attach() /* an admin's pause has suspended the process: the
+                                                              * slice restores it */
                          : landing_moves() ? landing_wait()
                          : __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_PAUSED
                              ? sit_out()
@@ -105,8 +106,8 @@ CUresult gate_pass(void)
     return CUDA_SUCCESS;
 }
 
-/* Registered at the first call, so it runs before all handlers registered earlier, such as cudart's and
- * destructors of objects. */
+/* Exit handlers run in reverse order. This one is registered at the first call, so it runs before all that were
+ * registered earlier, such as those of cudart and the destructors of objects. */
 static void end(void)
 {
     __atomic_store_n(&ending, true, __ATOMIC_RELEASE);
@@ -180,8 +181,9 @@ bool gate_closed(void)
     return landing_moves() || __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_CLOSED;
 }
 
-/* The gate is closed and the lease is gone: the broker removes the lease once all processes of the
- * session are suspended, and the driver suspends a process only when its work is done. */
+/* Whether the work of all processes is done: the gate is closed and the lease is gone. The broker removes the
+ * lease once all processes of the session are suspended, and the driver suspends a process only when its work
+ * is done. */
 static bool drained(void)
 {
     return !page_has_lease(guard_page) && gate_closed();
@@ -192,7 +194,7 @@ static bool drained(void)
 enum purpose {
     LOOK_UP, /* needs no lease */
     USE,     /* waits for the lease, and for the noted calls of all threads */
-    QUERY,   /* asks whether work is done; a noted call may have recorded the event */
+    QUERY,   /* a query whether work is done; a noted call may have recorded the event */
     BACK,    /* frees or destroys */
 };
 
@@ -223,12 +225,13 @@ static bool in(enum purpose purpose, bool gated)
     inside.own = guard_first;
     inside.depth = 1;
     inside.inflight = inflight;
-    /* The usual case: the gate is open, and nothing is owed. The code below has the same result. */
+    /* The usual case: the gate is open, and the process owes no calls. The code below would have the same
+     * result. */
     if (__builtin_expect(__atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_OPEN &&
                              __atomic_load_n(&slot->landing, __ATOMIC_SEQ_CST) < LANDING_MOVES && !owing(),
                          1))
         return true;
-    /* Frees and queries may run in the turn of a neighbour. */
+    /* Frees and queries may run during a pause, in the turn of a neighbour. */
     bool lets = purpose >= QUERY ? gate_lets(true) || !gate_closed() : gate_lets(purpose == USE);
     if ((!gated && !landing_aside()) || lets || !__atomic_load_n(&initialised, __ATOMIC_ACQUIRE)) {
         if (!owing())
@@ -283,7 +286,8 @@ CUresult guard_enter_back(uint32_t entry, const uint64_t *argument)
     /* Without a context the process cannot be suspended, and the driver reports the error of the call. */
     while (!in(BACK, guard_has_context())) {
         if (later_may(entry) && later_note(entry, argument)) {
-            /* The gate has opened meanwhile, and the next call may come much later. */
+            /* The gate may have opened meanwhile. Then make the noted call now: the next call may come much
+             * later. */
             if (!gate_closed() && in(BACK, true))
                 guard_leave();
             return GUARD_NOTED;
@@ -295,7 +299,7 @@ CUresult guard_enter_back(uint32_t entry, const uint64_t *argument)
     return CUDA_SUCCESS;
 }
 
-/* When this thread's present run of unanswered queries began, and the last of them. */
+/* When this thread's present series of unanswered queries began, and when the last of them was made. */
 static __thread struct {
     uint64_t since, last;
 } unanswered;
@@ -313,9 +317,9 @@ CUresult guard_enter_query(void)
         }
         if (__atomic_load_n(&ending, __ATOMIC_ACQUIRE))
             return CUDA_ERROR_DEINITIALIZED;
-        /* It is being suspended, or another thread makes the noted calls. The caller may hold the interpreter's
-         * lock, and another lock that a thread with the interpreter's lock wants. So the wait releases neither,
-         * and is short. */
+        /* The process is being suspended, or another thread makes the noted calls. The caller may hold the
+         * interpreter's lock, and another lock that a thread with the interpreter's lock wants. So the wait
+         * releases neither, and is short. */
         uint64_t now = monotonic();
         if (!unanswered.since || now - unanswered.last > ANOTHER_TIME)
             unanswered.since = now;
@@ -336,8 +340,8 @@ CUresult guard_enter_query(void)
 
 /* ---- from the entry points */
 
-/* Before an uncounted call goes on to the driver: make the owed calls. Those of another thread for its own
- * context do not matter here. */
+/* Before an uncounted call goes on to the driver: make the owed calls. Context changes that other threads owe
+ * do not matter here. */
 static CUresult pay(bool use)
 {
     if (!current_differs() && !(use && owing_calls()))
@@ -416,7 +420,7 @@ CUresult gate_step_in(void)
         __atomic_sub_fetch(inside.inflight, 1, __ATOMIC_SEQ_CST);
         CUresult error = gate_pass();
         if (error) {
-            /* The caller leaves, as after any error of its own. */
+            /* Count the call again: the caller leaves as after any other error. */
             __atomic_add_fetch(inside.inflight, 1, __ATOMIC_SEQ_CST);
             return error;
         }
@@ -453,7 +457,7 @@ void guard_note_init(void)
         __atomic_or_fetch(&slot->flags, SLOT_CUDA, __ATOMIC_RELEASE);
     if (guard_initialised())
         return;
-    cached_fill(); /* a pause may suspend it, and queries go on */
+    cached_fill(); /* an admin's pause may suspend the process, and the cache then answers its queries */
     __atomic_store_n(&initialised, true, __ATOMIC_RELEASE);
     gate_point();
 }

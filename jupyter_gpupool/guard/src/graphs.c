@@ -81,7 +81,7 @@ static void look_through(CUgraph graph, struct totals *sum, int depth)
         munmap(node, room);
 }
 
-/* How much a first launch may add to the reserve: it first uses the idle part again. */
+/* By how much a first launch may enlarge the reserve: the launch uses the idle part of the reserve first. */
 static uint64_t growth(const struct reserve *r, uint64_t bytes)
 {
     typedef CUresult (*attribute)(CUdevice, int, void *);
@@ -93,7 +93,7 @@ static uint64_t growth(const struct reserve *r, uint64_t bytes)
     return bytes > idle ? bytes - idle : 0;
 }
 
-/* Charges for `sum`; on refusal nothing is charged. */
+/* Charges the bytes of `sum`; if one charge is refused, gives the others back. */
 static CUresult begin(const struct totals *sum, struct reserve *r[PAGE_DEVICES])
 {
     CUresult result = CUDA_SUCCESS;
@@ -174,8 +174,8 @@ CUresult wrap_cuGraphInstantiateWithParams_ptsz(CUgraphExec *out, CUgraph graph,
     INSTANTIATE(graph, REAL(cuGraphInstantiateWithParams_ptsz)(out, graph, params));
 }
 
-/* The first launch since the last trim may reserve; a graph without memory nodes never does, and
- * is not in the table. */
+/* Only the first launch since the last trim may reserve memory. A graph without memory nodes never does, and is
+ * not in the table. */
 static bool first(CUgraphExec exec, struct totals *sum)
 {
     uint32_t now = __atomic_load_n(&graph_trims, __ATOMIC_ACQUIRE) + 1;

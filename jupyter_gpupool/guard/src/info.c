@@ -27,7 +27,7 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
         }
     }
     if (guard_page && !guard_has_context()) {
-        /* The driver refuses it without a context, and that answer needs no lease. */
+        /* Without a context the driver refuses the call, and this answer needs no lease. */
         CUresult error = guard_enter_free();
         if (error)
             return error;
@@ -58,15 +58,15 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
     return CUDA_SUCCESS;
 }
 
-/* PyTorch's expandable segments reserve addresses for 9/8 of what cuDeviceTotalMem says first. If the slice grows, a
- * block larger than that ends the process by SIGSEGV (alloc_block of its allocator; seen with 2.6 and 2.11). So a
- * process with that setting gets the device's figure, the only one that never grows. */
+/* PyTorch's expandable segments reserve addresses for 9/8 of what cuDeviceTotalMem says first. If the slice
+ * grows, a block larger than that ends the process by SIGSEGV (alloc_block of its allocator; seen with 2.6 and
+ * 2.11). So a process with that setting gets the total of the device, the only figure that never grows. */
 static bool keeps_the_total(void)
 {
     static const char *const names[] = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"};
     static const char option[] = "expandable_segments";
     for (int i = 0; i < 2; i++) {
-        bool keeps = false; /* the last one in the variable counts */
+        bool keeps = false; /* if the variable has the setting twice, the last one counts */
         for (const char *at = getenv(names[i]); at && (at = strstr(at, option));) {
             at += strlen(option);
             at += strspn(at, " :");
@@ -87,7 +87,8 @@ CUresult wrap_cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
         bool keeps = h.ordinal >= 0 && keeps_the_total();
         if (keeps && cached_total(bytes, device))
             return CUDA_SUCCESS;
-        /* A smaller figure now would be too small later, so an unknown one is worth the wait for the slice. */
+        /* A smaller figure now would be too small later. So if the device's total is not known yet, wait for
+         * the slice. */
         if (h.ordinal >= 0 && !keeps && slice_memory(guard_page, h.ordinal, UINT64_MAX, UINT64_MAX, &m)) {
             *bytes = m.total;
             return CUDA_SUCCESS;

@@ -14,12 +14,12 @@
 #include <sys/types.h>
 
 struct slice_memory {
-    uint64_t total;     /* as large as the slice can become */
-    uint64_t used;      /* by all processes of the session */
-    uint64_t available; /* what may still be taken now */
+    uint64_t total;     /* the largest size that the slice can reach */
+    uint64_t used;      /* bytes that all processes of the session use */
+    uint64_t available; /* bytes that the session may still allocate now */
 };
 
-/* total: the limit, or the grant if that is larger (a limit was lowered), never more than the device
+/* total: the limit, or the grant if it is larger (after the limit was lowered), but never more than the device
  * has. available: the unused bytes of the limit that are free on the device now, but at least the unused bytes
  * of the grant, which are kept for the session. Beyond the grant, free bytes of the device may be guaranteed to
  * a neighbour that does not use them yet, so the broker's figure counts (page->room). A framework that sizes

@@ -20,8 +20,8 @@ static bool chosen;
 /* The session's ordinal of each of this process's devices. */
 static int seen, ordinal_of[PAGE_DEVICES];
 
-#define ENDS (-1)      /* an entry that names no device ends the list, as in the driver */
-#define ELSEWHERE (-2) /* a device that the session does not have */
+#define ENDS (-1)      /* the entry names no device and ends the list, as in the driver */
+#define ELSEWHERE (-2) /* the entry names a device that the session does not have */
 
 /* The session's device that one entry of a list names: a number, or a UUID or the beginning of one. */
 static int by_text(const char *text, size_t length, const char *home)
@@ -39,10 +39,11 @@ static int by_text(const char *text, size_t length, const char *home)
     for (int i = 0; i < (int)guard_page->devices; i++)
         if (!strncasecmp(text, guard_page->uuid[i], length) && length < PAGE_UUID) {
             if (found >= 0)
-                return ENDS; /* a prefix of two UUIDs: for CUDA it names none */
+                return ENDS; /* the beginning of two UUIDs: CUDA takes it for no device */
             found = i;
         }
-    /* A home device from before the lease stands for the slice's device. */
+    /* The program may still use the UUID of a home device from before the lease: this stands for the slice's
+     * device. */
     for (int i = 0; found < 0 && home && *home && i < (int)guard_page->devices; i++) {
         size_t n = strcspn(home, ",");
         if (n == length && !strncasecmp(text, home, n))
@@ -53,8 +54,8 @@ static int by_text(const char *text, size_t length, const char *home)
     return found;
 }
 
-/* Puts the session's devices that `asked` names into ordinal_of. Returns whether it also names others. These
- * are left out; if none is left, the program means "a GPU". */
+/* Puts the session's devices that `asked` names into ordinal_of. Returns whether `asked` also names other
+ * devices. These are left out; if no device is left, the program gets all devices of the session. */
 static bool choose(const char *asked, const char *home)
 {
     bool taken[PAGE_DEVICES] = {false}, others = false;
@@ -123,9 +124,11 @@ CUresult wrap_cuInit(unsigned flags)
     if (error)
         return error;
     if (guard_blocked())
-        return CUDA_SUCCESS; /* done before the context that makes the driver block */
+        return CUDA_SUCCESS; /* cuInit has succeeded already: the driver blocks only in a process that has
+                              * called it */
     if (guard_page) {
-        /* Before this process reads the home devices: the broker changes them only until then. */
+        /* Set the flag before this process reads the home devices: the broker changes them only until it sees
+         * the flag. */
         struct page_slot *slot = guard_slot();
         if (slot)
             __atomic_or_fetch(&slot->flags, SLOT_CUDA, __ATOMIC_SEQ_CST);
@@ -149,7 +152,8 @@ CUresult wrap_cuInit(unsigned flags)
     return error;
 }
 
-/* Without a driver: the text of the error that every call then returns. */
+/* The texts of errors without a driver: they exist for the error that every call then returns, and for success.
+ * */
 static CUresult words(CUresult error, const char **out, const char *of_none, const char *of_success)
 {
     if (!out)
@@ -201,8 +205,8 @@ int guard_current(void)
     return CALL(CUresult(*)(CUdevice *), cuCtxGetDevice)(&device) ? -1 : guard_ordinal(device);
 }
 
-/* ---- fork(): a child has its own slot and no device. Locks are taken in the order in which one
- * may be taken inside another. */
+/* ---- fork(): a child has its own slot and no device. The order in which it takes the locks is the order in
+ * which other code nests them. */
 
 static void init_fork(enum fork_when when)
 {

@@ -12,7 +12,8 @@
 #include <stdio.h>
 #include <unistd.h>
 
-/* Whether a thread of this process lands; the devices on which this thread keeps a context. */
+/* `taken`: whether a thread of this process is landing. `kept`: the devices on which this thread keeps a
+ * context. */
 static uint32_t taken;
 static __thread struct {
     int count;
@@ -54,8 +55,8 @@ CUresult landing_wait(void)
     return error;
 }
 
-/* One thread at a time. Not by a lock: a waiting thread must release the interpreter's lock, and must not count
- * as inside, because the broker waits until no call is inside. */
+/* Let one thread land at a time. A lock would not do: a waiting thread must release the interpreter's lock, and
+ * must not count as a call inside the driver, because the broker waits until no call is inside. */
 static CUresult take_turn(void)
 {
     uint32_t free = 0;
@@ -99,7 +100,7 @@ enum landing_kept landing_over(void)
     return found;
 }
 
-/* A context on each device that this process sees instead of a device of the slice. */
+/* Make a context on each device that this process sees in place of a device of the slice. */
 static CUresult take_contexts(void)
 {
     CUcontext context;
@@ -117,8 +118,8 @@ static CUresult take_contexts(void)
     return CUDA_SUCCESS;
 }
 
-/* Inside a counted call, after an error of "begin" or "move": the session gives its slice back, and this
- * process waits for one that it can use. Success means: look again. */
+/* Called inside a counted call, after an error of "begin" or "move": the session gives its slice back, and this
+ * process waits for a slice that it can use. After success the caller checks the devices again. */
 static CUresult stay(CUresult error)
 {
     if (error == CUDA_ERROR_SYSTEM_NOT_READY)
@@ -137,7 +138,7 @@ static CUresult stay(CUresult error)
     return gate ? gate : error == CUDA_ERROR_NOT_READY ? CUDA_SUCCESS : error;
 }
 
-/* Inside a counted call. Success means: check again. */
+/* Called inside a counted call. After success the caller checks the devices again. */
 static CUresult land(void)
 {
     set(LANDING_BEGUN);
@@ -147,7 +148,7 @@ static CUresult land(void)
     if (!error && !gate)
         gate = take_contexts();
     if (gate || error == CUDA_ERROR_SYSTEM_NOT_READY) {
-        /* Other processes may use the memory that the broker has kept free for this one. */
+        /* Tell the broker that it need not keep memory free for this process any longer. */
         landing_over();
         gate_step_out();
         broker_land("cancel", NULL);
@@ -165,8 +166,8 @@ static CUresult land(void)
     gate_step_out();
     error = broker_land("move", NULL);
     if (error == CUDA_ERROR_SYSTEM_NOT_READY) {
-        /* Interrupted while there is no broker, so it is not known where the process is. All calls
-         * wait until the next broker says so. */
+        /* The wait was interrupted while there is no broker, so this process does not know on which device it
+         * is. All its calls wait until the next broker writes that to the slot. */
         gate_step_back();
         kept.count = 0;
         return error;

@@ -21,7 +21,7 @@
 
 struct noted {
     uint32_t entry;
-    CUcontext context; /* the calling thread's; NULL: none */
+    CUcontext context; /* the context of the thread that noted the call; NULL: none */
     uint64_t argument[LATER_ARGUMENTS];
 };
 
@@ -44,7 +44,7 @@ static struct later *later(void) { return own_block(&the_later, sizeof(struct la
 
 #define ROOM (sizeof((struct chunk *)0)->call / sizeof(struct noted))
 
-/* Their argument is the context to destroy. It may not be current, and must not be while it is destroyed. */
+/* The argument of these calls is the context to destroy, which must not be current at that moment. */
 static bool ends_context(uint32_t entry)
 {
     return entry == E_cuCtxDestroy_v2 || entry == E_cuCtxDetach || entry == E_cuGreenCtxDestroy ||
@@ -85,7 +85,7 @@ bool later_note(uint32_t entry, const uint64_t *argument)
     return noted;
 }
 
-/* Whether this thread may make the noted calls; otherwise *left tells whether there are any. */
+/* Whether this thread may make the noted calls. If not, *left tells whether there are any. */
 static bool begin(struct later *l, bool *left)
 {
     own_lock(&l->lock);
@@ -97,7 +97,7 @@ static bool begin(struct later *l, bool *left)
     return mine;
 }
 
-/* The next call; false: there is none, or the gate was closed, and this thread is done. */
+/* Gets the next noted call. false: there is none, or the gate was closed; this thread then stops. */
 static bool next(struct later *l, struct noted *out, bool *left)
 {
     struct chunk *empty = NULL;
@@ -114,7 +114,7 @@ static bool next(struct later *l, struct noted *out, bool *left)
             empty = c;
         }
     } else {
-        __atomic_store_n(&l->running, 0, __ATOMIC_RELEASE); /* others look without the lock */
+        __atomic_store_n(&l->running, 0, __ATOMIC_RELEASE); /* other threads read it without the lock */
         if (!*left)
             gate_arrears(ARREARS_CALLS, false);
     }
@@ -124,7 +124,8 @@ static bool next(struct later *l, struct noted *out, bool *left)
     return found;
 }
 
-/* The calls of several threads, each in the context that was current in its thread. */
+/* Make the context current in which the thread had noted the call; the calls of the list come from several
+ * threads. */
 static void make_current(CUcontext wanted, CUcontext *pushed)
 {
     CUcontext popped;
@@ -132,7 +133,8 @@ static void make_current(CUcontext wanted, CUcontext *pushed)
         return;
     if (*pushed)
         REAL(cuCtxPopCurrent_v2)(&popped);
-    /* The end of a context freed everything in it; the call then finds nothing to free. */
+    /* If the push fails, the context has ended, and its end freed everything in it: the noted call finds
+     * nothing to free. */
     *pushed = wanted && !REAL(cuCtxPushCurrent_v2)(wanted) ? wanted : NULL;
 }
 
@@ -149,7 +151,7 @@ bool later_do(void)
         return true;
     if (!begin(l, &left))
         return !left;
-    /* Frees for other threads must not break a capture of this thread. */
+    /* Noted calls of other threads must not break a capture of this thread. */
     int mode = RELAXED;
     bool exchanged = guard_has(E_cuThreadExchangeStreamCaptureMode) &&
                      !CALL(exchange, cuThreadExchangeStreamCaptureMode)(&mode);

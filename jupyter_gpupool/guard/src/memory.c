@@ -63,9 +63,9 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *out, size_t bytes)
     return keep(result, &own, REAL(cuMemFree_v2));
 }
 
-/* The driver chooses the pitch: at least the width rounded up to what rows are aligned to, which
- * is known once it has answered. The bytes beyond that are charged afterwards, and the allocation is undone if
- * they do not fit. */
+/* The driver chooses the pitch: the width rounded up to the alignment of rows, or more. The guard knows the
+ * pitch only after the call. It then charges the bytes beyond its estimate, and undoes the allocation if they
+ * do not fit. */
 CUresult wrap_cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
 {
     ENTER;
@@ -102,7 +102,7 @@ CUresult wrap_cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
     ENTER;
     if (!guard_page)
         return REAL(cuMemAllocManaged)(out, bytes, flags);
-    struct here h = here_now(); /* first: it may find a context after all */
+    struct here h = here_now(); /* comes first, because it may find a context that was made past the guard */
     if (!managed_allowed())
         return CUDA_ERROR_NOT_SUPPORTED;
     if (h.ordinal < 0 || !out || !bytes)

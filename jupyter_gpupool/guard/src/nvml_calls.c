@@ -16,11 +16,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* The word that counts this process's call; only its main thread uses it. So it is set, not added to: a call that a
- * longjmp has left would otherwise count until the process ends. */
+/* The word that counts this process's call. Only the main thread uses it, so it is set to 1 or 0 instead of
+ * added to: a call that was left by a longjmp would otherwise count until the process ends. */
 static uint32_t *counted;
 
-/* The process that noted it, in the low half; above, if its session was suspended then, 1 + the lease's epoch. */
+/* Low half: the process that made the first use of CUDA or NVML. High half: 1 + the lease's epoch if its
+ * session was suspended at that moment, otherwise 0. */
 static uint64_t began;
 
 /* The broker removes the lease when the driver has suspended the processes, and writes the next one before it opens
@@ -34,7 +35,8 @@ void nvml_calls_began(const struct page *page)
 {
     uint64_t before = __atomic_load_n(&began, __ATOMIC_ACQUIRE), now = (uint32_t)getpid();
     if ((uint32_t)before != now) {
-        /* In the child of a fork() it is the parent's, and a suspended parent's locks are copied. */
+        /* In the child of a fork() the word is still the parent's. A suspended parent's locks are copied into
+         * the child. */
         uint32_t epoch = page ? (uint32_t)page->epoch + 1 : 0;
         if (page && suspended(page) && (!before || before >> 32 == epoch))
             now |= (uint64_t)epoch << 32;
@@ -44,9 +46,9 @@ void nvml_calls_began(const struct page *page)
     __atomic_compare_exchange_n(&began, &before, now, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
-/* The driver can suspend only a process that has called CUDA or NVML. If this one had not when its session was
- * suspended, the driver answers it: there has been no other suspend since, unless an admin's pause has set processes
- * aside. */
+/* Whether the driver answers this process although its session is suspended. The driver can suspend only a
+ * process that has called CUDA or NVML, so it has not suspended this one if its first call came later. There
+ * has been no other suspend since, unless an admin's pause has set processes aside. */
 static bool spared(const struct page *page)
 {
     uint64_t word = __atomic_load_n(&began, __ATOMIC_ACQUIRE);
@@ -58,7 +60,8 @@ static bool spared(const struct page *page)
     return true;
 }
 
-/* A killed process leaves its slot, and nothing of it is suspended. */
+/* A killed process leaves its slot, but the driver has suspended nothing of it: free its slot before the
+ * answer. */
 static bool suspends(void)
 {
     if (landing_moves())
@@ -84,8 +87,8 @@ EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits)
     if (syscall(SYS_gettid) != getpid() || gate_inside())
         return NVML_CALL_PASSES;
     if (!__atomic_load_n(&guard_settled, __ATOMIC_ACQUIRE)) {
-        /* It has not called CUDA. An NVML call is no reason to load the driver and take a slot, unless it would
-         * block. */
+        /* The process has not called CUDA. For an NVML call the guard loads the driver and takes a slot only if
+         * the call would block. */
         if (!seen || !page_suspends(seen) || spared(seen))
             return NVML_CALL_PASSES;
         CUresult error = guard_settle();

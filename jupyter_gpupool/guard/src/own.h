@@ -16,7 +16,7 @@
  * context and no allocation of the parent. NULL: the machine has no memory. */
 void *own_map(size_t size);
 
-/* The block that `where` points to; the first thread that calls makes it. */
+/* The block that `where` points to; the first call makes it. */
 void *own_block(void **where, size_t size);
 
 /* A lock in such memory: 0 free, 1 held, 2 held and waited for. Held for a few instructions or a

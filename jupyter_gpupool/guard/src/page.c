@@ -22,17 +22,18 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* In place of a path: the page has none in this mount namespace, and each process asks the broker for it. */
+/* Stands in place of a path: the page has no path in this mount namespace, and each process asks the broker for
+ * it. */
 #define PASSED "passed"
 
-#define KEPT_ABOVE 200 /* descriptors below are the program's; see map() */
+#define KEPT_ABOVE 200 /* lower descriptors are left to the program; see map() */
 
 struct page *guard_page;
 
 struct page_slot *guard_the_slot;
 __thread bool guard_slot_user, guard_first;
 
-static struct page_slot leftover; /* counts calls after the slot was given back */
+static struct page_slot leftover; /* takes the counts of calls after the slot was given back */
 static uint32_t users;            /* threads that may write to the slot at any time */
 static uint32_t has_first;        /* includes the first thread */
 static pthread_key_t at_end;
@@ -40,11 +41,11 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t me; /* pid | low half of the start time << 32, as in page->lock */
 
-/* Field 22 of /proc/<pid>/stat: ticks since boot; 0: no such process, or a zombie; UNKNOWN: it cannot be read
- * now (this process may have no descriptor left); the process may be alive. */
+/* Field 22 of /proc/<pid>/stat, in ticks since boot. 0: no such process, or a zombie. UNKNOWN: the file cannot
+ * be read now (this process may have no descriptor left), and the process may be alive. */
 #define UNKNOWN UINT64_MAX
 
-#define LOOK_NS 10000000 /* between checks of all processes, without another reason for one */
+#define LOOK_NS 10000000 /* the least time between two checks of all processes without a special reason */
 
 static uint64_t start_time(uint32_t pid)
 {
@@ -59,7 +60,8 @@ static uint64_t start_time(uint32_t pid)
     if (n <= 0)
         return !n || error == ESRCH ? 0 : UNKNOWN;
     text[n] = 0;
-    char *at = strrchr(text, ')'); /* the process's name before it may contain anything */
+    char *at = strrchr(text, ')'); /* the process's name stands before this field, and may contain any character
+                                    * */
     if (!at || at[1] != ' ' || !at[2])
         return 0;
     at += 2;
@@ -89,7 +91,7 @@ static bool holder_lives(uint64_t holder)
     return started == UNKNOWN || (started && (uint32_t)started == holder >> 32);
 }
 
-/* ---- the lock: of this process's threads, then of the session's processes */
+/* ---- the lock: first among this process's threads, then among the session's processes */
 
 void page_lock(void)
 {
@@ -100,7 +102,7 @@ void page_lock(void)
                                         __ATOMIC_RELAXED))
             return;
         if (holder == me)
-            return; /* of this process before an exec(): its threads are gone */
+            return; /* this process took it before an exec(), and its threads are gone */
         if (tries % 256 == 0 && !holder_lives(holder) &&
             __atomic_compare_exchange_n(&guard_page->lock, &holder, me, false, __ATOMIC_ACQUIRE,
                                         __ATOMIC_RELAXED))
@@ -122,7 +124,7 @@ void page_unlock(void)
 
 /* ---- slots */
 
-/* Free it, as the last step: another process may take it at once. */
+/* Free the slot, as the last step: another process may take it at once. */
 static void clear(struct page_slot *s)
 {
     memset((char *)s + sizeof s->state, 0, sizeof *s - sizeof s->state);
@@ -168,17 +170,18 @@ static struct page_slot *first(uint32_t state, uint32_t pid)
     return NULL;
 }
 
-/* false: the start time of this process cannot be read. If there is no room, guard_slot() is NULL. */
+/* Returns false if the start time of this process cannot be read. If the page has no free slot, guard_slot() is
+ * NULL. */
 static bool take_slot(void)
 {
     uint32_t pid = (uint32_t)getpid();
     uint64_t started = start_time(pid);
     struct page_slot *s;
     if (!started || started == UNKNOWN)
-        return false; /* all others would take it for dead */
+        return false; /* without a start time all other processes would consider this one dead */
     me = pid | started << 32;
     page_lock();
-    /* Left by this process before an exec(), or by an earlier process with its number. */
+    /* A slot left by this process before an exec(), or by an earlier process with the same pid. */
     while ((s = first(SLOT_LIVE, pid)))
         clear(s);
     s = first(SLOT_FREE, 0);
@@ -217,7 +220,8 @@ static void make_key(void)
 void guard_use_slot(void)
 {
     guard_slot_user = true;
-    __atomic_add_fetch(&users, 1, __ATOMIC_SEQ_CST); /* before it reads the slot: see give_back() */
+    __atomic_add_fetch(&users, 1, __ATOMIC_SEQ_CST); /* set before this thread reads the slot: see give_back()
+                                                      * */
     guard_first = !__atomic_exchange_n(&has_first, 1, __ATOMIC_SEQ_CST);
     pthread_once(&once, make_key);
     pthread_setspecific(at_end, &users);
@@ -230,8 +234,8 @@ void guard_pin(uint32_t pins)
         __atomic_or_fetch(&s->pins, pins, __ATOMIC_RELEASE);
 }
 
-/* An orderly end gives the slot back at once; a process that is killed leaves it to be reaped.
- * Without the lock: its holder may be stopped, and no other process writes to the slot. */
+/* An orderly end gives the slot back at once; a process that is killed leaves it to be reaped. This needs no
+ * lock, because no other process writes to the slot; and the holder of the lock may be stopped. */
 __attribute__((destructor)) static void give_back(void)
 {
     struct page_slot *s = guard_slot();
@@ -249,7 +253,7 @@ __attribute__((destructor)) static void give_back(void)
 
 /* ---- the file */
 
-/* One line for each reason, however often a call finds it. */
+/* Write one line for each reason, even if many calls find it. */
 static enum page_state refuse(const char *why)
 {
     static const char *shown;
@@ -282,7 +286,7 @@ void page_passed(int fd)
         close(before);
 }
 
-/* Only the broker's link to its own descriptor is followed: see page_settle(). */
+/* Follow no link except the broker's to its own descriptor: see page_settle(). */
 static int open_page(const char *path, bool *link)
 {
     char to[64];
@@ -290,7 +294,7 @@ static int open_page(const char *path, bool *link)
     if (fd >= 0)
         return fd;
     if (!strcmp(path, PASSED)) {
-        errno = ENOENT; /* not asked for yet */
+        errno = ENOENT; /* this process has not asked for the page yet */
         return -1;
     }
     fd = open(path, OPEN_FLAGS | O_NOFOLLOW);
@@ -304,7 +308,8 @@ static int open_page(const char *path, bool *link)
     return -1;
 }
 
-/* NULL, or why it cannot be used. `lost`: the broker may have the right one for this name. */
+/* Map the page. Returns NULL, or why the page cannot be used. `lost`: the broker may have the right page for
+ * this name. */
 static const char *map(const char *path, bool *lost)
 {
     struct stat st;
@@ -355,7 +360,7 @@ static enum page_state find_page(void)
     pthread_mutex_lock(&lock); /* the first calls of CUDA and of NVML may come at once */
     if (!guard_page) {
         if (!remembered)
-            broker_remember(); /* once: another thread may have asked by now */
+            broker_remember(); /* only once: another thread may already be asking the broker */
         remembered = true;
         why = map(path, &lost);
         if (!why)
@@ -377,8 +382,9 @@ enum page_state page_settle(void)
     return guard_slot() ? PAGE_READY : refuse("has no room for a 257th process. End some of its processes");
 }
 
-/* For the guard of NVML, which has no connection to the broker: it needs a page that has no path. It is no reason to
- * load the driver and take a slot, and a thread that may only show figures does not ask again. */
+/* For the guard of NVML, which has no connection to the broker and cannot find a page without a path. This
+ * neither loads the driver nor takes a slot. It asks the broker once at most, because the thread may only want
+ * to show figures. */
 __attribute__((visibility("default"))) const struct page *gpupool_page(void);
 const struct page *gpupool_page(void)
 {

@@ -59,7 +59,7 @@ enum slot_landing {
     LANDING_NONE = 0,    /* no landing, or it has ended (broker) */
     LANDING_BEGUN = 1,   /* it may have contexts on devices without a slice */
     LANDING_MOVES = 2,   /* the broker may suspend it (guard) */
-    LANDING_RESTORE = 3, /* the driver restores it on the slice (broker) */
+    LANDING_RESTORE = 3, /* the driver has suspended it and restores it on the slice (broker) */
     LANDING_ASIDE = 4,   /* it has no context but is suspended: an admin's pause (broker) */
 };
 
@@ -74,10 +74,11 @@ struct page_slot {
     uint64_t used[PAGE_DEVICES];    /* counted bytes, with contexts */
     uint64_t context[PAGE_DEVICES]; /* the part of the used bytes that contexts are charged */
     uint32_t captures;              /* streams that record a graph: a suspend must not fall inside */
-    uint32_t first;                 /* 1: one more call inside, of the process's first thread */
+    uint32_t first;                 /* 1: the process's first thread is also inside a call */
     uint64_t sees[PAGE_DEVICES];
     uint64_t landing;
-    uint32_t nvml; /* NVML calls of the process's main thread: a suspend waits for them, but they are no use */
+    uint32_t nvml; /* NVML calls of the process's main thread: a suspend waits for them, but they do not count
+                    * as use */
     uint32_t unused;
     uint64_t unused_too;
 };
@@ -96,22 +97,23 @@ struct page {
     uint64_t context_bytes;         /* bytes charged for the first context of a process on a device */
     uint64_t lock;                  /* guard: the process that changes slots: pid | start_time << 32; 0: free */
     uint64_t slots_used;            /* guard: one more than the highest slot that has had bytes; only grows */
-    uint64_t granted[PAGE_DEVICES]; /* bytes of the lease; 0 without one */
-    char uuid[PAGE_DEVICES][PAGE_UUID]; /* of the lease, or of the home devices before the first */
+    uint64_t granted[PAGE_DEVICES]; /* bytes of the lease; 0 without a lease */
+    char uuid[PAGE_DEVICES][PAGE_UUID]; /* the devices of the lease, or the home devices before the first lease
+                                         * */
     char session[64];
     /* Bytes by which the grant could grow now, plus 1; 0: not known. */
     uint64_t room[PAGE_DEVICES];
-    /* The broker refused growth to so many bytes in all, and nothing has changed since. 0: ask. The broker
-     * clears it before it acts on any change, and it expires at vain_until. */
+    /* The broker refused growth to this many bytes in all, and nothing has changed since. 0: ask the broker.
+     * The broker clears the word before it acts on any change, and the word expires at vain_until. */
     uint64_t vain[PAGE_DEVICES];
     uint64_t vain_until; /* CLOCK_MONOTONIC, ns */
     uint8_t unused_too[4096 - 72 - 24 * PAGE_DEVICES - PAGE_DEVICES * PAGE_UUID - 64];
     struct page_slot slot[PAGE_SLOTS];
 };
 
-/* The gate is closed, and a process had a context, so the driver has suspended all of the session's processes or is
- * about to: even those that have called only cuInit or NVML. A session that has never had a slice has no such
- * process. */
+/* Whether the driver has suspended the session's processes or is about to: the gate is closed, and a process
+ * has had a context. The driver then also suspends processes that have called only cuInit or NVML. In a session
+ * that has never had a slice no process has a context. */
 static inline bool page_suspends(const struct page *page)
 {
     if (__atomic_load_n(&page->gate, __ATOMIC_SEQ_CST) != GATE_CLOSED)

@@ -41,7 +41,8 @@ PINS(PIN_IPC, cuMemPoolImportFromShareableHandle,
 PINS(PIN_IPC, cuMemPoolExportPointer, (void *out, CUdeviceptr address), (out, address))
 PINS(PIN_IPC, cuMemPoolImportPointer, (CUdeviceptr *out, CUmemoryPool pool, void *data), (out, pool, data))
 
-/* A file descriptor of device memory: for network and storage devices, which have no suspend. */
+/* Exports device memory as a file descriptor for network and storage devices, which the driver cannot suspend.
+ * */
 PINS(PIN_IPC, cuMemGetHandleForAddressRange,
      (void *handle, CUdeviceptr address, size_t bytes, int type, unsigned long long flags),
      (handle, address, bytes, type, flags))

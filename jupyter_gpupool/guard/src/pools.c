@@ -12,8 +12,8 @@ enum { ALLOC_TYPE_MANAGED = 2 };
 /* After so many bytes allocated from an idle reserve the guard asks the driver for its size. */
 #define UNSEEN (64 * MIB)
 
-/* A pool that was not made here: the default or current pool of a device, an imported pool, or a pool in host
- * memory, which is not counted. */
+/* Enter a pool that this process did not create: the default or current pool of a device, an imported pool, or
+ * a pool in host memory, which is not counted. */
 static struct reserve *adopt(CUmemoryPool pool, struct here h)
 {
     typedef CUresult (*pool_of)(CUmemoryPool *, CUdevice);
@@ -47,7 +47,7 @@ static CUmemoryPool current_pool(struct here h)
     return CALL(pool_of, cuDeviceGetMemPool)(&pool, h.device) ? NULL : pool;
 }
 
-/* While a stream is captured, allocations become nodes of a graph: counted when it is launched. */
+/* While a stream is captured, its allocations become nodes of a graph, which is counted when it is launched. */
 static bool capturing(CUstream stream, bool per_thread)
 {
     typedef CUresult (*is)(CUstream, int *);
@@ -62,7 +62,7 @@ static bool capturing(CUstream stream, bool per_thread)
 struct request {
     CUdeviceptr *out;
     size_t bytes;
-    CUmemoryPool pool; /* NULL: the current one */
+    CUmemoryPool pool; /* NULL: the device's current pool */
     CUstream stream;
     bool per_thread;
 };
@@ -81,8 +81,8 @@ static CUresult driver_free(const struct request *q)
     return q->per_thread ? REAL(cuMemFreeAsync_ptsz)(*q->out, q->stream) : REAL(cuMemFreeAsync)(*q->out, q->stream);
 }
 
-/* Finds the pool, and its growth by the allocation, which counts from here on, so that threads do not plan with
- * the same idle bytes. Returns whether to ask the driver afterwards. */
+/* Finds the pool, and by how much the allocation makes it grow. The allocation counts from here on, so that two
+ * threads do not plan with the same idle bytes. `look`: whether to ask the driver afterwards. */
 static struct reserve *plan(struct reserves *all, CUmemoryPool pool, struct here h, uint64_t extent, uint64_t *growth,
                             bool *look)
 {
@@ -179,7 +179,7 @@ CUresult wrap_cuMemAllocAsync_ptsz(CUdeviceptr *out, size_t bytes, CUstream stre
     return allocate(&(struct request){out, bytes, NULL, stream, true});
 }
 
-/* Without a pool the driver reports the error. */
+/* Without a pool call the driver, which reports the error. */
 CUresult wrap_cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream)
 {
     ENTER;
@@ -266,7 +266,7 @@ CUresult wrap_cuMemPoolDestroy(CUmemoryPool pool)
 {
     ENTER_BACK(cuMemPoolDestroy, (uint64_t)pool);
     KNOWN(pool);
-    /* Marked first: afterwards another thread may be given the same handle. */
+    /* Mark the pool before the driver destroys it: afterwards another thread may get the same handle. */
     mark(r, ENDING);
     CUresult result = REAL(cuMemPoolDestroy)(pool);
     mark(r, result ? ALIVE : ENDED);

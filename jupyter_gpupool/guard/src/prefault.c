@@ -35,18 +35,19 @@
 #define LEAST (32ul << 20) /* smaller mappings gain nothing that a person would notice */
 #define HUGE (2ul << 20)
 #define STEP (16ul << 20)
-#define SLOWEST 1u /* bytes per ns of each thread: a small page with its zeroes takes 2 to 4 us */
+#define SLOWEST 1u /* bytes per ns of one thread; slower huge pages are not worth it: to make and zero a small
+                    * page takes 2 to 4 us */
 #define THREADS 8
 #define STACK (256ul << 10)
 
-/* As the C library's on this platform. To look that one up would take the loader's lock, which a thread may hold
- * that waits for this one. */
+/* Does what the C library's mmap() does on this platform. A lookup of that function would take the loader's
+ * lock, and a thread that holds this lock may be waiting for this thread. */
 static void *map_plainly(void *at, size_t bytes, int prot, int flags, int fd, off_t offset)
 {
     return (void *)syscall(SYS_mmap, at, bytes, prot, flags, fd, offset);
 }
 
-/* Of this thread alone: on a busy machine it may wait for a processor. */
+/* The processor time of this thread, because on a busy machine the thread may wait for a processor. */
 static uint64_t worked_ns(void)
 {
     struct timespec t;
@@ -61,8 +62,8 @@ struct part {
     bool started;
 };
 
-/* In steps. Where no huge page is free, the kernel moves or drops other pages to make one, which can take longer
- * than all small pages of a step: after a slow step the rest gets small pages. */
+/* Populate the part in steps. If no huge page is free, the kernel moves or drops other pages to make one. That
+ * can take longer than all small pages of a step, so after a slow step the rest gets small pages. */
 static void *populate_part(void *with)
 {
     struct part *part = with;
@@ -72,7 +73,7 @@ static void *populate_part(void *with)
         size_t bytes = (size_t)(end - at) < step ? (size_t)(end - at) : step;
         uint64_t begun = worked_ns();
         if (madvise(at, bytes, MADV_POPULATE_WRITE))
-            break; /* no memory: the kernel has tried */
+            break; /* the machine has no memory left */
         at += bytes;
         if (step == STEP && at < end && worked_ns() - begun > bytes / SLOWEST) {
             madvise(at, (size_t)(end - at), MADV_NOHUGEPAGE);
@@ -97,7 +98,7 @@ static void populate(char *begin, size_t bytes)
     pthread_attr_t attributes;
     sigset_t all, before;
     int cancel;
-    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* mmap() ends no thread */
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* mmap() is not a cancellation point */
     bool threads = !pthread_attr_init(&attributes);
     if (threads)
         threads = !pthread_attr_setstacksize(&attributes, STACK);
@@ -137,7 +138,7 @@ EXPORT void *mmap(void *at, size_t bytes, int prot, int flags, int fd, off_t off
     if (found == MAP_FAILED)
         return found;
     int error = errno;
-    madvise(found, bytes, MADV_HUGEPAGE); /* refused by a kernel without huge pages: then small ones */
+    madvise(found, bytes, MADV_HUGEPAGE); /* a kernel without huge pages refuses this, and makes small pages */
     if (madvise(found, HUGE, MADV_POPULATE_WRITE) && errno == EINVAL) { /* an older kernel */
         munmap(found, bytes);
         errno = error;

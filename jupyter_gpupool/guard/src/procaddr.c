@@ -51,8 +51,8 @@ static int find_address(const void *address)
     return low < E_COUNT && exported[by_address[low]] == address ? by_address[low] : -1;
 }
 
-/* An unknown function of a later driver: gated, not counted. NULL once there are 256 of them, because a call
- * past the gate would crash the process at a suspend. */
+/* An entry point for an unknown function of a later driver: gated, not counted. NULL if all 256 are in use,
+ * because a call past the gate would crash the process at a suspend. */
 static void *spare_for(void *address)
 {
     void *found = NULL;
@@ -81,9 +81,9 @@ static bool adopt(int entry, void *address)
     return good;
 }
 
-/* Whether the driver has answered with the guard's own function: a driver that is not linked -Bsymbolic looks
- * its names up in the process, where the guard's come first. Used as the driver's function, it would call
- * itself without end. */
+/* Whether the driver has answered with the guard's own function: a driver that was linked without -Bsymbolic
+ * looks its names up in the process, and finds the guard's first. If this were taken for the driver's function,
+ * it would call itself without end. */
 static bool is_ours(const void *address)
 {
     for (int i = 0; i < E_COUNT + E_SPARES; i++)
@@ -103,8 +103,8 @@ static CUresult ask(int asked, bool five, const char *name, void **out, int vers
                 : ((query)guard_real[asked])(name, out, version, flags);
 }
 
-/* As NVIDIA's drivers report a missing function: the form with a status succeeds, the older one fails and
- * leaves `out` unchanged. */
+/* Report a missing function as NVIDIA's drivers do: the form with a status succeeds, and the older form fails
+ * and leaves `out` unchanged. */
 static CUresult none(bool five, void **out, void *before, int *status, int why)
 {
     *out = five ? NULL : before;
@@ -113,7 +113,7 @@ static CUresult none(bool five, void **out, void *before, int *status, int why)
     return five ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
-/* Without a driver, the guard's own functions, which report that there is no device. */
+/* Without a driver, give out the guard's own functions, which report that there is no device. */
 static CUresult own(bool five, const char *name, void **out, int version, uint64_t flags, int *status)
 {
     if (!name || !out || flags > (PROC_LEGACY_STREAM | PROC_PER_THREAD_STREAM))
@@ -149,7 +149,7 @@ static CUresult get(int asked, bool five, const char *name, void **out, int vers
         if (other >= 0) {
             entry = other;
         } else if ((unsigned)version > KNOWN_VERSION) {
-            /* Perhaps a form that is newer than entries.txt, with other arguments. */
+            /* This may be a form that is newer than entries.txt, with other arguments. */
             void *known = NULL;
             if (ask(asked, five, name, &known, KNOWN_VERSION, flags, NULL) || known != address)
                 entry = -1;

@@ -29,8 +29,10 @@ static pthread_mutex_t publishing = PTHREAD_MUTEX_INITIALIZER;
 static bool driver_missing, handed_over;
 bool guard_settled;
 static uint64_t refused_until; /* CLOCK_MONOTONIC, ns: until then no call looks for the page */
-static uint64_t away_until;    /* until then no call asks a broker that was away for the page */
-static uint64_t away_for;      /* how long that was, which doubles each time; 0: it was not away */
+static uint64_t away_until;    /* until then no call asks the broker for the page, because the broker was away
+                                * */
+static uint64_t away_for;      /* length of that interval, which doubles each time; 0: the broker was not away
+                                * */
 
 #define REFUSED_NS 1000000000ull
 #define AWAY_MOST_NS (32 * REFUSED_NS)
@@ -75,8 +77,8 @@ int guard_find(const char *name, int version, bool per_thread)
     }
     for (int i = low; i < E_COUNT && !compare(name, length, i); i++) {
         unsigned since = entry_table[i].since;
-        /* Sorted by variant, then by version: the last that fits is the answer. A caller that asks for the
-         * variant with per-thread streams gets it if it exists. */
+        /* The forms of a name are sorted by variant, then by version: the last one that fits is the answer. A
+         * caller that asks for the variant with per-thread streams gets this variant if it exists. */
         if (entry_table[i].per_thread && !per_thread)
             break;
         if (entry_table[i].per_thread && found >= 0 && !entry_table[found].per_thread)
@@ -104,8 +106,8 @@ static void *first_guard(void)
 
 static void load(void)
 {
-    /* No lock while the loader works: it has its own, and a constructor that calls CUDA in another thread may
-     * hold that. The first thread publishes the result; all find the same. */
+    /* Hold no lock while the loader works: a constructor that calls CUDA in another thread may hold the
+     * loader's own lock. All threads find the same functions, and the first one publishes the result. */
     void *table[E_COUNT];
     void *handle = first_guard();
     bool second = handle != NULL;
@@ -161,7 +163,7 @@ static enum page_state look(void)
             state = PAGE_REFUSED;
         } else if (!handed_over) {
             state = page_settle();
-            /* The page may have its name again, but this call has waited long enough for the broker. */
+            /* The broker was away a short time ago, so do not ask it yet: this call would wait for seconds. */
             if (state == PAGE_LOST && monotonic() < away_until)
                 state = PAGE_REFUSED;
             if (state == PAGE_REFUSED)
@@ -184,7 +186,7 @@ static void refuse(enum answer answer)
         refused_until = now + REFUSED_NS;
         if (answer != ANSWER_AWAY)
             away_for = 0;
-        else if (now >= away_until) /* of several waiting threads, one counts */
+        else if (now >= away_until) /* only the first of several waiting threads changes it */
             away_for = !away_for ? REFUSED_NS : away_for < AWAY_MOST_NS ? 2 * away_for : AWAY_MOST_NS;
         if (answer != ANSWER_AWAY || now >= away_until)
             away_until = now + away_for;
@@ -201,15 +203,15 @@ CUresult guard_settle(void)
         return CUDA_ERROR_NO_DEVICE;
     enum page_state state = look();
     if (state == PAGE_LOST) {
-        /* Without the mutex: the wait releases the interpreter's lock, and a thread with that lock may want the
-         * mutex, for its own first call or for a fork(). */
+        /* Ask the broker without the mutex: the wait releases the interpreter's lock, and a thread that then
+         * holds this lock may need the mutex, for its own first call or for a fork(). */
         enum answer answer = broker_page();
         if (answer == ANSWER_OK)
             state = look();
         if (state == PAGE_LOST && answer != ANSWER_INTERRUPTED)
             refuse(answer);
     }
-    /* Another thread may have got a better answer. */
+    /* Another thread may have found the page meanwhile. */
     return __atomic_load_n(&guard_settled, __ATOMIC_ACQUIRE) ? CUDA_SUCCESS : CUDA_ERROR_SYSTEM_NOT_READY;
 }
 

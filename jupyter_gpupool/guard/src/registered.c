@@ -32,7 +32,7 @@ static CUresult began(CUresult result, void *p)
     if (result || !guard_page || !count())
         return result;
     own.owner = here_now().number;
-    /* Without memory for its entry, it counts until the process ends. */
+    /* If there was no memory for its entry, the registration counts until the process ends. */
     if (!table_put(&own, &stale) || !stale.kind)
         __atomic_add_fetch(count(), 1, __ATOMIC_SEQ_CST);
     return result;

@@ -74,7 +74,8 @@ void reserve_compare(struct reserve *r)
         charge_fact(r->ordinal, now - r->charged);
         r->charged = now;
     } else if (!r->calls) {
-        /* Only what the page has: the thread that charges the rest compares again. */
+        /* Give back only what is charged to the page already: the thread that charges the rest compares again.
+         * */
         uint64_t less = r->charged - now, there = r->charged - r->pending;
         less = less < there ? less : there;
         guard_credit(r->ordinal, less);
@@ -106,7 +107,7 @@ CUresult reserve_end(struct reserve *r, bool look)
     own_lock(&all->lock);
     r->calls--;
     if (look && ask(r, &now) && now > r->charged) {
-        /* Other threads see the driver's figure at once, and so none charges the same growth again. */
+        /* Store the driver's figure at once, so that no other thread charges the same growth. */
         more = now - r->charged;
         r->charged = now;
         r->pending += more;
@@ -122,7 +123,7 @@ CUresult reserve_end(struct reserve *r, bool look)
     if (result)
         r->charged -= more;
     else
-        reserve_compare(r); /* it may have shrunk while the page lacked these bytes */
+        reserve_compare(r); /* the reserve may have shrunk before these bytes were charged to the page */
     own_unlock(&all->lock);
     return result;
 }
@@ -196,6 +197,6 @@ void pools_synced(void)
     own_lock(&all->lock);
     EACH(r, all)
         if (r->kind == RESERVE_POOL && r->charged > reserve_round(r->live))
-            reserve_compare(r); /* perhaps some of it can be given back */
+            reserve_compare(r); /* perhaps the guard can give back a part of the charge */
     own_unlock(&all->lock);
 }

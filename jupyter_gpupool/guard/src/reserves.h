@@ -21,7 +21,7 @@ struct reserves {
     struct reserve at[ROOM];
 };
 
-/* NULL: the machine has no memory. */
+/* The reserves of this process. NULL: the machine has no memory. */
 struct reserves *reserves(void);
 
 #define EACH(r, all)                                                                 \
@@ -32,8 +32,8 @@ struct reserves *reserves(void);
 /* A free place, for the caller to fill. */
 struct reserve *reserve_add(struct reserves *all);
 struct reserve *reserve_find(struct reserves *all, CUmemoryPool pool);
-/* Write the true figure to the page. While calls are inside the driver, the charge for their growth stays,
- * although it is not reserved yet. */
+/* Correct the charge to the driver's figure. While calls are inside the driver, the charge for their growth
+ * stays, although the driver has not reserved these bytes yet. */
 void reserve_compare(struct reserve *r);
 
 /* Reserves grow in the device's pages of 2 MiB. */

@@ -20,7 +20,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define AWAY_NS 4500000000ull   /* if no broker starts, a call fails within 5 s */
+#define AWAY_NS 4500000000ull   /* so that a call fails within 5 s if no broker starts */
 #define START_NS 90000000000ull /* a start loads the driver and tests every device */
 #define AGAIN_NS 2000000000ull  /* between two attempts of this process */
 #define ATTEMPTS 3              /* failed starts in a row after which calls fail at once */
@@ -46,7 +46,7 @@ static bool beside(char *path, size_t size, const char *socket, const char *endi
     return n > 0 && (size_t)n < size;
 }
 
-/* The machine's broker is a service: only its manager may start it. */
+/* The machine's broker is a service: only the service manager may start it. */
 static bool is_service(const char *socket)
 {
     return !strncmp(socket, "/run/", 5) && strncmp(socket, "/run/user/", 10);
@@ -93,8 +93,8 @@ static bool given_up(const char *socket)
     return member(text, "\"count\": ") >= ATTEMPTS && member(text, "\"due\": ") > (double)now.tv_sec;
 }
 
-/* No allocation and no handlers of fork(): this process may have many threads, and much memory
- * mapped. The shell returns at once, and the broker does not become our child. */
+/* posix_spawn allocates nothing and runs no handlers of fork(): this process may have many threads, and much
+ * memory mapped. The shell returns at once, and the broker does not become our child. */
 static void start(void)
 {
     char *arguments[] = {"/bin/sh", "-c", command, NULL};
@@ -120,7 +120,7 @@ static void start(void)
     posix_spawnattr_destroy(&attributes);
 }
 
-/* Only one thread of this process, and not again soon. */
+/* Only one thread of this process starts a broker, and the next attempt comes later. */
 static bool my_turn(void)
 {
     uint64_t now = monotonic(), at = __atomic_load_n(&attempt_at, __ATOMIC_ACQUIRE);
@@ -128,7 +128,7 @@ static bool my_turn(void)
                                                     __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
 }
 
-/* The socket's folder was deleted, and can be made again. */
+/* The socket's folder was deleted: make it again. */
 static bool can_restore(const char *socket)
 {
     char folder[256];

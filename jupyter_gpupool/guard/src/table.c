@@ -208,7 +208,7 @@ void table_sweep(bool (*match)(const struct own *own, void *with),
                 continue;
             }
             struct own own = s->entry[at];
-            drop(s, &s->entry[at]); /* another entry may move here: check it again */
+            drop(s, &s->entry[at]); /* another entry may have moved to this place: check the place again */
             own_unlock(&s->lock);
             done(&own, with);
             own_lock(&s->lock);

@@ -36,16 +36,16 @@ struct own {
     int16_t ordinal;
 };
 
-/* Enter it. An older entry with the same key belongs to something that was freed without the guard's knowledge
- * (by the end of its context, by a call that only the driver sees): it goes to `stale`, whose kind is 0 if
- * there was none. false: no memory, and nothing is entered. */
+/* Enter `own`. An older entry with the same key belongs to something that was freed without the guard's
+ * knowledge (by the end of its context, or by a call that only the driver sees). It is moved to `stale`, whose
+ * kind is 0 if there was no such entry. Returns false if there is no memory: then nothing is entered. */
 bool table_put(const struct own *own, struct own *stale);
-/* Take it out, before the driver frees the memory: afterwards another thread may already have the same address.
- * false: not in the table. */
+/* Take an entry out. The caller does this before the driver frees the memory: afterwards another thread may
+ * already have the same address. Returns false if the table has no such entry. */
 bool table_take(uint16_t kind, uint64_t key, struct own *own);
 /* A copy of it. */
 bool table_get(uint16_t kind, uint64_t key, struct own *own);
-/* Whether anything of that kind was ever entered; otherwise a free needs no search. */
+/* Whether an entry of this kind was ever made; if not, a free needs no search. */
 bool table_seen(uint16_t kind);
 /* Take out all entries that `match` accepts, and pass each to `done`, which may call the table. */
 void table_sweep(bool (*match)(const struct own *own, void *with),

@@ -24,7 +24,8 @@ static void put(const struct own *own)
     table_put(own, &stale); /* only this file changes existing entries */
 }
 
-/* Change a block's counts, under the lock. Returns the credit if that was the last one. */
+/* Change a block's counts, under the lock. Returns the bytes to give back if no handle and no mapping is left.
+ * */
 static struct own change(uint64_t number, int handles, int maps)
 {
     struct own block, nothing = {.ordinal = -1};
@@ -82,7 +83,8 @@ CUresult wrap_cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const
     return CUDA_SUCCESS;
 }
 
-/* Taken out of the table before the driver's call: after it, another thread may have the same handle. */
+/* Take the handle out of the table before the driver's call: afterwards another thread may have the same
+ * handle. */
 CUresult wrap_cuMemRelease(CUmemGenericAllocationHandle handle)
 {
     ENTER_BACK(cuMemRelease, handle);
@@ -117,7 +119,7 @@ CUresult wrap_cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGe
         own_lock(&v->lock);
         if (table_get(OWN_HANDLE, handle, &own)) {
             map = (struct own){.key = address, .bytes = bytes, .owner = own.owner, .kind = OWN_MAP};
-            change(own.owner, 0, 1); /* a reference before the driver takes its own */
+            change(own.owner, 0, 1); /* take a reference before the driver takes its own */
         }
         own_unlock(&v->lock);
     }
@@ -140,7 +142,7 @@ CUresult wrap_cuMemUnmap(CUdeviceptr address, size_t bytes)
 {
     ENTER_BACK(cuMemUnmap, address, bytes);
     struct vmm *v = table_seen(OWN_MAP) ? vmm() : NULL;
-    /* The range stays reserved, so no other thread gets these addresses before the end. */
+    /* The address range stays reserved, so no other thread gets these addresses before this call ends. */
     CUresult result = REAL(cuMemUnmap)(address, bytes);
     for (uint64_t at = address; v && !result && at < address + bytes;) {
         struct own map, block = {.ordinal = -1};
@@ -198,8 +200,8 @@ CUresult wrap_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, voi
     return result;
 }
 
-/* Counted in the process that made it. A process that imports its own export may get the handle that it already
- * has, which then needs one more release. */
+/* The block is counted in the process that made it. A process that imports its own export may get the handle
+ * that it already has, which then needs one more release. */
 CUresult wrap_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *handle, int type)
 {
     ENTER;

@@ -12,13 +12,14 @@
 #include <signal.h>
 #include <string.h>
 
-#define SHORT_NAPS 1000 /* of a millisecond; a wait of more than a second usually lasts longer */
+#define SHORT_NAPS 1000 /* naps of a millisecond; after a second the wait will probably last much longer */
 #define LONG_NAP_MS 10
 
 /* ---- the interpreter's lock
  *
- * Found in the process if CPython is in it. All are in the stable ABI, except the older of the two names of one
- * function, so one guard serves all versions, even free-threaded ones. */
+ * The guard looks up these functions in the process, where they exist if it runs CPython. All belong to the
+ * stable ABI, except the older of the two names of one function, so the same guard works with all versions,
+ * even free-threaded ones. */
 
 struct python {
     void *(*current)(void);    /* this thread's state if it is attached, NULL if not */
@@ -39,8 +40,8 @@ static bool find_python(struct python *py)
 }
 
 /* PyGILState_Check() is true for every thread once there was a second interpreter, and up to 3.11 the current
- * state may be another thread's. If both tests are true, this thread has the lock. If they are wrongly false,
- * the other threads also wait. */
+ * state may be another thread's. If the current state is not NULL and is this thread's, this thread has the
+ * lock. If this test is wrongly false, the other threads also wait. */
 void *interpreter_release(void)
 {
     struct python py;
@@ -74,8 +75,9 @@ bool polite_finalizing(void)
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint32_t watching, interrupts;
 static struct sigaction before;
-static struct sigaction under; /* our handler is below another one that may call it */
-static bool installed;         /* since the first of the present waits began */
+static struct sigaction under; /* the handler to call when another handler, set above ours, calls ours */
+static bool installed;         /* whether our handler is installed: since the first of the present waits began
+                                * */
 static __thread volatile sig_atomic_t nested;
 
 static void on_interrupt(int number, siginfo_t *info, void *where)
@@ -98,9 +100,9 @@ static bool is_ours(const struct sigaction *action)
     return (action->sa_flags & SA_SIGINFO) && action->sa_sigaction == on_interrupt;
 }
 
-/* The program set the same handler again over ours, as an IPython kernel does for each cell while a thread of
- * an earlier cell waits. (All handlers of Python look the same to the system.) A different handler may call
- * ours, and stays on top. */
+/* Whether the program set the same handler again over ours, as an IPython kernel does for each cell while a
+ * thread of an earlier cell waits. (All handlers of Python look the same to the system.) A different handler
+ * may call ours, and stays on top. */
 static bool is_before(const struct sigaction *action)
 {
     return ((action->sa_flags ^ before.sa_flags) & SA_SIGINFO) == 0 &&
@@ -108,7 +110,7 @@ static bool is_before(const struct sigaction *action)
                                           : action->sa_handler == before.sa_handler);
 }
 
-/* Put our handler in front of the present one, if there is one; under the lock. */
+/* Put our handler in front of the present one, if there is one. The caller holds the lock. */
 static void install(void)
 {
     struct sigaction now;
@@ -133,8 +135,8 @@ static void watch(void)
     pthread_mutex_unlock(&lock);
 }
 
-/* Only if the handler is still ours: the program may have set another handler meanwhile, which may call ours.
- * Next time ours may then run twice. */
+/* Put the old handler back only if the present one is ours: the program may have set another handler meanwhile,
+ * which may call ours. After the next install ours may then run twice for one interrupt. */
 static void put_back(void)
 {
     struct sigaction now;
@@ -159,7 +161,7 @@ bool polite_interrupted(const struct polite *p)
 {
     if (__atomic_load_n(&interrupts, __ATOMIC_SEQ_CST) != p->interrupts)
         return true;
-    /* Checked repeatedly: the program may have set its handler again meanwhile. */
+    /* Install again at each check: the program may have set its handler again meanwhile. */
     pthread_mutex_lock(&lock);
     install();
     pthread_mutex_unlock(&lock);

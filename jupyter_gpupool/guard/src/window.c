@@ -24,11 +24,11 @@
 
 #define MOST 2048u
 #define SLOW_NS 20000000u      /* a wait that halves the window */
-#define VERY_SLOW_NS 200000000u /* a wait after which it begins again with 1 */
+#define VERY_SLOW_NS 200000000u /* a wait that sets the window to 1 */
 #define LONGEST_NS 5000000000ull
 #define FIRST_NAP_NS 20000u
 #define LAST_NAP_NS 500000u
-#define STREAMS 64u /* more share counts, and wait earlier */
+#define STREAMS 64u /* with more streams, some share a count and wait earlier */
 
 enum { RELAXED = 2 };
 
@@ -63,7 +63,8 @@ static bool done(CUevent event)
     return CALL(CUresult(*)(CUevent), cuEventQuery)(event) != CUDA_ERROR_NOT_READY;
 }
 
-/* Until the event is over, or it is better not to wait on: the launch then waits at the gate. */
+/* Wait until the event has happened, the gate is closed or the wait takes too long. If the gate is closed, the
+ * launch then waits at the gate. */
 static void wait_for(CUevent event, uint64_t began)
 {
     struct timespec pause = {.tv_nsec = FIRST_NAP_NS};
@@ -78,7 +79,7 @@ static void wait_for(CUevent event, uint64_t began)
     interpreter_take(thread);
 }
 
-/* Inside a counted call. What the driver says against the event is no reason to refuse the launch. */
+/* Called inside a counted call. If the driver refuses the event, that is no reason to refuse the launch. */
 static void drain(CUstream stream, bool per_thread)
 {
     typedef CUresult (*create)(CUevent *, unsigned);
@@ -90,14 +91,14 @@ static void drain(CUstream stream, bool per_thread)
     uint64_t began = monotonic();
     if (CALL(create, cuEventCreate)(&event, EVENT_DISABLE_TIMING))
         return;
-    /* Another thread may begin to record a graph just now, in a mode that forbids such calls. */
+    /* Another thread may begin to record a graph at this moment, in a mode that forbids such calls. */
     bool exchanged = guard_has(E_cuThreadExchangeStreamCaptureMode) &&
                      !CALL(exchange, cuThreadExchangeStreamCaptureMode)(&mode);
     record submit = per_thread && guard_has(E_cuEventRecord_ptsz) ? CALL(record, cuEventRecord_ptsz)
                                                                   : CALL(record, cuEventRecord);
     if (!submit(event, stream)) {
         wait_for(event, began);
-        if (gate_lets(false)) /* otherwise the wait was cut short, and its length shows nothing */
+        if (gate_lets(false)) /* otherwise the closed gate ended the wait early, and its length says nothing */
             adapt(monotonic() - began);
     }
     if (exchanged)
@@ -134,7 +135,7 @@ void window_stream_synced(CUstream stream, bool per_thread)
         __atomic_store_n(count_of(stream, per_thread), 0, __ATOMIC_RELAXED);
 }
 
-/* ---- the calls: their entry points come here where the gate is not open, or the slice is contended */
+/* ---- the calls: the entry points call these functions if the gate is not open or the slice is contended */
 
 #define LAUNCH(name, stream, per_thread, ...)             \
     CUresult error = guard_slow_gate(E_##name);           \
@@ -156,8 +157,8 @@ CUresult wrap_cuLaunchKernel_ptsz(CUfunction f, unsigned gx, unsigned gy, unsign
     LAUNCH(cuLaunchKernel_ptsz, stream, true, f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);
 }
 
-/* Where nothing is counted, the guard does not read what the caller points to: the driver may refuse the
- * call before it does. */
+/* Without a need to count, the guard does not read through the caller's pointer: the driver may refuse the call
+ * before it reads. */
 static CUstream stream_of(const CUlaunchConfig *config)
 {
     return config && contended() ? config->hStream : NULL;

@@ -13,8 +13,9 @@
 enum nvml_call {
     NVML_CALL_PASSES,  /* make it */
     NVML_CALL_COUNTED, /* make it, then call gpupool_nvml_leave() */
-    NVML_CALL_FAILS,   /* it would block: the wait for the slice was interrupted, or no broker answers */
-    NVML_CALL_ENDS,    /* it would block, and the process is ending, or `waits` is false */
+    NVML_CALL_FAILS,   /* the call would block, and the wait for the slice failed: it was interrupted, or no
+                        * broker answers */
+    NVML_CALL_ENDS,    /* the call would block, and the process is ending or `waits` is false */
 };
 
 /* Before an NVML call of the main thread: if the process is suspended and `waits`, waits for the resume. `seen`: the

@@ -32,7 +32,7 @@ enum {
     NVML_ERROR_NOT_READY = 27, /* "System is not in ready state" */
 };
 
-/* What nvml_enter() answers, if it is no result for the caller. nvml/entries.S has the same numbers. */
+/* Values of nvml_enter() that are not a result for the caller. nvml/entries.S has the same numbers. */
 enum { GO_ON = -2, GO_ON_COUNTED = -1 };
 
 typedef void *device;
@@ -52,7 +52,8 @@ const char gpupool_guard[] = FIND_MARK " nvml";
 #define HIDDEN __attribute__((visibility("hidden")))
 
 extern HIDDEN void *nvml_real[]; /* nvml_gen.S: filled by nvml_load() */
-/* The byte that entry points test: not zero until the driver is loaded, nor if the process has the guard. */
+/* The byte that entry points test: zero only once the driver is loaded, and only in a process without the
+ * guard. */
 HIDDEN uint8_t nvml_slow = 1;
 static const struct page *page;
 static bool loaded;
@@ -86,7 +87,7 @@ static void find_page(void)
     close(fd);
 }
 
-/* Preloaded, so its names are global. */
+/* The guard is preloaded, so its names are global. */
 static void find_guard(void)
 {
     *(void **)&guard.enter = dlsym(RTLD_DEFAULT, "gpupool_nvml_enter");
@@ -110,7 +111,7 @@ static void load(void)
     __atomic_store_n(&loaded, true, __ATOMIC_RELEASE);
 }
 
-/* They last as long as their caller wants, so a suspend must not wait for them. */
+/* These calls last as long as their caller wants, so a suspend must not wait for them. */
 static bool waits_for_events(int index)
 {
     return index == N_nvmlEventSetWait || index == N_nvmlEventSetWait_v2 || index == N_nvmlEventSetWait_v3 ||
@@ -126,7 +127,8 @@ HIDDEN void nvml_leave(void)
 HIDDEN int nvml_enter(int index)
 {
     load();
-    /* A shutdown while suspended is left out: it often runs at the end of the process, which ends NVML anyway. */
+    /* A shutdown in a suspended process does nothing: it often runs at the end of the process, which ends NVML
+     * anyway. */
     bool waits = index != N_nvmlShutdown;
     switch (guard.enter && guard.leave ? guard.enter(page, waits) : NVML_CALL_PASSES) {
     case NVML_CALL_COUNTED:
@@ -150,7 +152,7 @@ static int left(int entered, int result)
     return result;
 }
 
-/* Ordinal of the device in the session; -1: not one of its devices. */
+/* The session's ordinal of the device; -1: the session does not have the device. */
 static int ordinal_of(device d)
 {
     char uuid[UUID_BYTES] = "";
@@ -163,7 +165,7 @@ static int ordinal_of(device d)
     return -1;
 }
 
-/* What the session uses and may still use: their sum is the total, as tools expect. */
+/* Report what the session uses and what it may still use; tools expect that their sum is the total. */
 static bool slice(device d, unsigned long long real_total, struct memory *out)
 {
     struct slice_memory m;
@@ -203,7 +205,8 @@ int wrap_nvmlDeviceGetMemoryInfo_v2(device d, struct memory_v2 *out)
     return left(entered, result);
 }
 
-/* The one function that returns no number, so it must not return an error number. It needs no device. */
+/* Returns a text, so it must not return the number of an error as the other functions do. It needs no device.
+ * */
 const char *wrap_nvmlErrorString(int code)
 {
     load();
