@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool status --cluster``: all machines of the cluster, as its ledger knows them.
 
-The broker of this machine asks the ledger, so nobody needs a way to Ray. Each figure is the last
-report of its machine; the table says how old it is where that matters.
+The broker of this machine asks the ledger, so users need no access to Ray. Each figure comes from
+the last report of its machine; the table shows the age of an old report.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def ask(client: Client) -> dict[str, Any]:
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """Return the machines as a table, and below it what limits are in use where."""
+    """Return the machines as a table, and below it the limits that are in use on each machine."""
     view = found["view"]
     if view is None:
         age = found["age"]
@@ -66,7 +66,7 @@ def limits(nodes: list[Mapping[str, Any]]) -> list[str]:
 
 
 def elsewhere(found: Mapping[str, Any], owner: str, group: str) -> list[str]:
-    """Return what the other machines have of the limits of a user or group, as sentences."""
+    """Return how much of the limits of a user or group the other machines use, as sentences."""
     view = found["view"]
     if view is None:
         return ["What other machines have is unknown: the cluster's ledger does not answer now."]
@@ -81,10 +81,10 @@ def elsewhere(found: Mapping[str, Any], owner: str, group: str) -> list[str]:
 
 
 def considered(found: Mapping[str, Any], memory: int, devices: int) -> list[str]:
-    """Return for each other machine whether a kernel of this size has room there, or what it lacks.
+    """Return for each other machine whether it has room for such a kernel, or what it lacks.
 
-    ``memory`` is for each of ``devices``. A kernel stays where it has started, so this helps with
-    the next one.
+    ``memory`` is for each of ``devices``. A running kernel never changes its machine, so this helps
+    with the next kernel.
     """
     nodes = [] if found["view"] is None else found["view"]["nodes"]
     told = [
@@ -97,7 +97,7 @@ def considered(found: Mapping[str, Any], memory: int, devices: int) -> list[str]
     return [head, *told] if told else []
 
 
-#: What a machine lacks in a state in which it takes no new kernel.
+#: Why a machine in one of these states takes no new kernel.
 _CLOSED = {
     "draining": "no, it drains and gives no new slices",
     "left": "no, it has drained and left",
@@ -111,7 +111,7 @@ def _lack(node: Mapping[str, Any], memory: int, devices: int) -> str:
     if node["state"] in _CLOSED:
         return _CLOSED[node["state"]]
     if node["state"] == "silent":
-        return f"unknown, it is silent for {format_seconds(node['age'])}"
+        return f"unknown, it has been silent for {format_seconds(node['age'])}"
     summary = node["summary"]
     if summary is None or summary["gpus"] is None:
         return "unknown, it has not told what is free on each GPU"

@@ -168,7 +168,7 @@ def test_why_says_of_each_other_machine_whether_it_has_room():
     assert told(1, summary={"gpus": []}) == "gpu2: no, it has no GPU in service."
     assert told(1, summary={"gpus": None}).startswith("gpu2: unknown, ")
     assert told(1, summary=None).startswith("gpu2: unknown, ")
-    assert told(1, state="silent", age=42) == "gpu2: unknown, it is silent for 42 s."
+    assert told(1, state="silent", age=42) == "gpu2: unknown, it has been silent for 42 s."
     for state in set(get_args(NodeState)) - {"present", "silent"}:
         assert re.match("gpu2: (no|unknown), ", told(1, state=state)), state
     assert considered(found(view=None), GIB, 1) == []
