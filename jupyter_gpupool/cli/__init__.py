@@ -4,12 +4,13 @@
 
 - ``commands``: the commands, their options, exit codes; the only place that prints errors.
   ``registry``: how a function becomes one. ``program_commands``: for programs;
-  ``cluster_commands``: for several machines; ``leaving``: orders that take long;
-  ``cluster_status``: all machines in ``status`` and ``why``.
-- ``status``, ``picture``: the snapshot as a picture; ``picture`` is pure text in, text out.
-- ``top``: the sessions on a screen, with orders; ``top_table`` (pure), ``top_keys`` (pure).
+  ``cluster_commands``: for several machines; ``leaving``: a machine leaves its cluster or comes
+  back; ``cluster_status``: all machines in ``status`` and ``why``.
+- ``status`` prints the broker's snapshot; ``picture`` draws it as text and is pure.
+- ``top``: the sessions on a screen, and keys that give orders; ``top_table`` and ``top_keys`` are
+  pure.
 - ``install_devices``: NVIDIA's packages in an environment of their own.
-- ``install_service``: the machine's service; ``service_files`` (pure): its files;
+- ``install_service``: the machine's service; ``service_files`` (pure): the files of that service;
   ``root_paths``: whether only root can change a path.
 - ``doctor``, ``checks``: what works here and what does not. ``maintenance``: pause, drain, resume.
   ``inside``: what a container must allow.

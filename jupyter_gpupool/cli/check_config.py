@@ -38,7 +38,8 @@ from ..units import format_bytes, format_seconds, parse_bytes
 from . import config_report
 from .status import style_for
 
-#: Time slices that a half-life should be as long as, for usage to outlast a round of turns.
+#: A half-life should last at least this many time slices, so that the pool remembers usage for a
+#: whole round of turns.
 HALF_LIVES = 4
 
 _DEVICES = re.compile(r"([0-9]{1,4})x(.+)")
@@ -49,7 +50,7 @@ class Gpus:
     """The GPUs against which sizes are checked; empty if they are unknown."""
 
     capacities: Sequence[int]
-    #: Where they are, as the end of the sentence "16 GPUs with 1.3 TiB ...".
+    #: Where the GPUs are; this text ends the sentence "16 GPUs with 1.3 TiB ...".
     source: str
 
 
@@ -101,7 +102,7 @@ def parse_time(text: str) -> float:
 def examine(
     file: Path | None, given: Gpus | None, *, alone: bool, now: float, socket: str
 ) -> dict[str, Any]:
-    """Return all that is to be said of the configuration, as JSON values."""
+    """Return the whole report on the configuration, as JSON values."""
     report: dict[str, Any] = {
         "ok": False, "at": now, "files": [], "faults": [], "warnings": [], "devices": None,
         "groups": [], "schedules": [], "in_force": [], "next_change": None, "broker": None,
@@ -120,7 +121,7 @@ def examine(
     if not machine.capacities:
         faults = []
     names = [timetable.place(fault) for fault in unknown_names(base)]
-    # Other GPUs are in another machine, which has its own users.
+    # GPUs given with ``--devices`` are those of another machine, which has its own users.
     certain = given is None and knows_everybody()
     faults += names if certain else []
     report["ok"] = not faults
@@ -155,7 +156,7 @@ def examine(
 
 
 def _status(socket: str, base: BrokerSettings) -> Mapping[str, Any] | None:
-    """Return what the running broker says; None if there is none."""
+    """Return the status of the running broker; None if no broker runs."""
     from .checks import find
 
     try:
@@ -166,7 +167,7 @@ def _status(socket: str, base: BrokerSettings) -> Mapping[str, Any] | None:
 
 
 def _machine(base: BrokerSettings, status: Mapping[str, Any] | None) -> Gpus:
-    """Return the GPUs of this machine, of the running broker if there is one."""
+    """Return the GPUs of the running broker, or of this machine if no broker runs."""
     from .doctor import probe
 
     if status is not None:
@@ -219,7 +220,7 @@ def _warnings(base: BrokerSettings, unknown: Sequence[Fault], machine: Gpus) -> 
 
 
 def _without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
-    """Yield what keeps all kernels that ask for nothing from a slice, and budgets beyond reach."""
+    """Yield warnings for settings that refuse kernels without options, and for useless budgets."""
     pool = base.pool
     if pool.classes_allowed is not None and pool.default_priority not in pool.classes_allowed:
         yield (
@@ -231,7 +232,7 @@ def _without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
     if 0 < largest < asked:
         yield (
             f"c.GPUPool.default_memory is {text}, and the largest GPU has {format_bytes(largest)}: "
-            "kernels that ask for no size get the latter."
+            "kernels that ask for no size get a whole GPU."
         )
         asked = largest
     yield from _budgets_without_effect(base, machine)
@@ -253,7 +254,7 @@ def _without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
 
 
 def _budgets_without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
-    """Yield the daily budgets that mean something else than they seem to."""
+    """Yield warnings for daily budgets whose effect differs from what an admin would expect."""
     most = DAY * len(machine.capacities)
     found = [(f"the group {name!r}", group.daily) for name, group in base.pool.groups.items()]
     found += [(f"the user {name!r}", quota.daily) for name, quota in base.pool.quotas.items()]
@@ -275,7 +276,7 @@ def _budgets_without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str
 
 
 def _short_memory(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
-    """Yield whether the half-life is too short for usage to be compared after time slices."""
+    """Yield a warning if the pool forgets usage before all sessions have had a time slice."""
     pool = base.pool
     largest = min(max(machine.capacities, default=0), pool.max_memory_per_kernel or math.inf)
     longest = slice_length(guessed_cost(int(largest)), pool.max_swap_overhead)
@@ -283,8 +284,8 @@ def _short_memory(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
         state = f" of a state of {format_bytes(int(largest))}" if largest else ""
         yield (
             f"c.GPUPool.fair_share_half_life is {format_seconds(pool.half_life)}, and one time "
-            f"slice{state} may last {format_seconds(longest)}: what was used is forgotten before "
-            "others have had their turn, so shares by weight cannot be kept. Make it "
+            f"slice{state} may last {format_seconds(longest)}: the pool forgets the use before "
+            "others have had their turn, so it cannot share by weight. Make it "
             f"{format_seconds(HALF_LIVES * longest)} or more, or 0 to take turns without regard "
             "to use."
         )
@@ -373,7 +374,7 @@ def _local(at: float, schedule: Schedule) -> str:
 
 
 def _differences(base: BrokerSettings, in_force: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what is different in the running broker, key by key."""
+    """Yield each key whose value differs between the files and the running broker."""
     options = in_force.get("options") or {}
     aside = {"socket", *(in_force.get("hidden") or ())}
     known, fixed = GPUPool.class_traits(config=True), fixed_options()

@@ -62,7 +62,7 @@ def configuration(settings: BrokerSettings) -> list[Finding]:
 
 
 def groups(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Whether the GPUs can keep what groups are guaranteed, and their members exist."""
+    """Whether the GPUs have room for the guarantees of all groups, and all members exist."""
     tree = settings.pool.groups
     if not tree:
         return []
@@ -78,7 +78,7 @@ def groups(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list
 
 
 def in_force(settings: BrokerSettings, status: Mapping[str, Any]) -> list[Finding]:
-    """Whether the running broker has the configuration that was read here."""
+    """Whether the running broker uses the configuration that this command has read."""
     found = []
     for d in differences(settings, status.get("config") or {}):
         text = f"c.GPUPool.{d.option} is {d.here} here ({d.here_from}) and {d.in_force} in force"
@@ -126,7 +126,7 @@ def guard(settings: BrokerSettings) -> Finding:
 
 
 def attach(in_force: str, reason: str, settings: BrokerSettings) -> Finding:
-    """The attach policy of kernels that do not ask for one, and why."""
+    """The attach policy of kernels that choose none, and the reason for it."""
     when = {
         "lazy": "kernels get their slice at their first CUDA call",
         "cell": "kernels get their slice when a cell starts",
@@ -135,7 +135,7 @@ def attach(in_force: str, reason: str, settings: BrokerSettings) -> Finding:
     text = f"{in_force}: {when.get(in_force, in_force)}"
     if not reason:
         return Finding("ok", "attach", text)
-    # An admin who turned the guard off needs no warning; lazy is only the default then.
+    # No warning if an admin turned the guard off and lazy is only the default policy.
     return Finding("warn" if settings.guard else "ok", "attach", text, reason)
 
 
@@ -156,7 +156,7 @@ def guard_limits(found: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def socket(path: Path, answers: bool) -> Finding:
-    """Whether the socket may be trusted, and whether a broker answers at it."""
+    """Whether this user can trust the socket, and whether a broker answers at it."""
     if answers:
         return Finding("ok", "socket", f"a broker answers at {path}")
     try:
@@ -192,7 +192,7 @@ def kernelspecs() -> list[Finding]:
 
 
 def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
-    """Whether Yama (kernel documentation, admin-guide/LSM/Yama) lets one process reach another."""
+    """Whether Yama (kernel documentation, admin-guide/LSM/Yama) lets a process trace another."""
     try:
         scope = int((proc / "sys/kernel/yama/ptrace_scope").read_text())
     except (OSError, ValueError):
@@ -206,7 +206,7 @@ def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
 
 
 def host_memory(settings: BrokerSettings, devices: Sequence[Mapping[str, Any]]) -> Finding:
-    """Whether suspended state has room: it is copied to the kernels' own memory."""
+    """Whether the host has room for suspended state, which becomes part of the kernels' memory."""
     budget = settings.pool.host_memory
     text = f"{format_bytes(budget)} of {format_bytes(Host().total())} for suspended state"
     largest = max((int(d["memory_capacity"]) for d in devices), default=0)
@@ -226,9 +226,9 @@ def host_memory(settings: BrokerSettings, devices: Sequence[Mapping[str, Any]]) 
 def memory_limits(
     settings: BrokerSettings, devices: Sequence[Mapping[str, Any]], host: Host | None = None
 ) -> list[Finding]:
-    """Whether slices fit in the memory that the machine and the control groups allow a process.
+    """Whether a process may hold its slice in host memory, by the limits of machine and cgroups.
 
-    Kernels that another program starts (a spawner, a service manager) may have other limits.
+    Other limits may hold for kernels that a spawner or a service manager starts.
     """
     largest = max((int(d["memory_capacity"]) for d in devices), default=0)
     wanted = min(settings.pool.default_memory, largest)
@@ -265,7 +265,7 @@ def journal(status: Mapping[str, Any]) -> list[Finding]:
 
 
 def journal_place(settings: BrokerSettings, path: Path) -> list[Finding]:
-    """The place of the journal of a broker at the socket ``path``, if none runs."""
+    """Where a broker at the socket ``path`` would write its journal; used while no broker runs."""
     from ..broker.store.journal_file import place
 
     try:
@@ -291,7 +291,7 @@ def devices(
         return [Finding("fail", "devices", problem or "no GPU was found", "See 'driver' above.")]
     lines = []
     for device in found:
-        # The emulated driver's names contain the word; any other name gets it.
+        # The names of the emulated driver already contain the word "emulated".
         label = "EMULATED " * (device["emulated"] and "EMULATED" not in device["name"].upper())
         size = format_bytes(device["memory_total"])
         text = f"{label}{device['name']}, {size}, tier {device['tier']}"
@@ -325,12 +325,12 @@ def _taken_out(order: Mapping[str, Any], device: Mapping[str, Any]) -> str:
 
 
 def limited(limit: str) -> list[Finding]:
-    """The variable that leaves GPUs of the machine out of the pool."""
+    """Which environment variable keeps GPUs of this machine out of the pool."""
     return [Finding("ok", "devices", limit)] if limit else []
 
 
 def default_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """A kernel that does not ask gets at most the largest GPU, so a larger default misleads."""
+    """Whether the default size fits on a GPU; if not, kernels get less than the option says."""
     largest = max((int(d["memory_capacity"]) for d in found), default=0)
     memory = settings.pool.default_memory
     if not largest or memory <= largest:
@@ -338,12 +338,12 @@ def default_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -
     message = (
         f"default_memory is {format_bytes(memory)}, the largest GPU has {format_bytes(largest)}"
     )
-    todo = "A kernel that does not ask gets a whole GPU. Lower c.GPUPool.default_memory."
+    todo = "A kernel that asks for no size gets a whole GPU. Lower c.GPUPool.default_memory."
     return [Finding("warn", "config", message, todo)]
 
 
 def reserve_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """A reserve as large as a GPU leaves no memory to grant."""
+    """Whether each GPU is larger than the reserve; if not, the pool cannot grant its memory."""
     reserve = settings.pool.reserve
     small = [d for d in found if reserve and int(d["memory_total"]) <= reserve]
     if not small:
@@ -354,7 +354,7 @@ def reserve_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -
 
 
 def stanzas() -> list[Finding]:
-    """The options of the pooled kernelspecs: a kernel with a wrong option does not start."""
+    """Whether the options of pooled kernelspecs are valid; kernels with wrong ones do not start."""
     from traitlets import TraitError
 
     from ..kernelspecs import list_pooled
@@ -368,7 +368,8 @@ def stanzas() -> list[Finding]:
         options = stanza.get("config", {})
         try:
             check_options(options, kernel.name, options_of(stanza["provisioner_name"]))
-            # The other provisioner, which needs pyzmq with CurveZMQ, has the same ones otherwise.
+            # The remote provisioner has the same options and PLACEMENT_OPTIONS; this check does not
+            # import it, because it needs pyzmq with CurveZMQ.
             GPUPoolProvisioner(**{k: v for k, v in options.items() if k not in PLACEMENT_OPTIONS})
         except (GPUPoolError, TraitError, TypeError) as error:
             todo = f"Correct {path}: its kernels do not start."

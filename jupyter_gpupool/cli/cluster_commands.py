@@ -44,7 +44,7 @@ def _node(options: Options) -> int:
             code=Code.BAD_REQUEST,
             next_step="Give --head, or --join with the head's address.",
         )
-    import asyncio  # not above: these two imports would slow the start of all other commands
+    import asyncio  # imported here because these two would slow down all other commands
     import logging
 
     from ..cluster.node import run_node
@@ -58,7 +58,7 @@ def _node(options: Options) -> int:
     )  # fmt: skip
 
 
-#: What may be ordered, and in what state the machine is then.
+#: The orders, and the state of the machine after each; "" if the command does not wait for one.
 ORDERS = {"drain": "left", "resume": "present", "fence": ""}
 
 
@@ -100,7 +100,7 @@ def _cluster(options: Options) -> int:
                 order=lambda: ledger.call(f"to {do} {machine}", "drain", machine, do == "drain"),
             )  # fmt: skip
         if do == "fence":
-            # The ledger takes a name that it does not know in silence.
+            # The ledger accepts an unknown name without an error, so this command checks the name.
             node_called(machine, ledger.call(f"to fence {machine}", "view"))
             ledger.call(f"to fence {machine}", "fence", machine)
         found = ledger.call("for its machines", "view")

@@ -433,7 +433,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors are one sentence on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments[:1] == ["broker"]:  # it has its own options, such as --help
+        if arguments[:1] == ["broker"]:  # the program's own options, such as --help
             options = Options(command="broker", arguments=arguments[1:])
         else:
             options = _build()[0].parse_args(arguments)
@@ -443,10 +443,11 @@ def run(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        return 130  # as in shells: ended by SIGINT
+        return 130  # the code that shells give for an end by SIGINT
     except BrokenPipeError:
-        # The reader (``| head``) has closed the pipe; Python must not complain about it at exit.
+        # The reader (``| head``) has closed the pipe. This keeps Python from printing an error at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except SystemExit as error:  # argparse: --help, --version, wrong usage
+    except SystemExit as error:  # argparse raises this after --help, --version and wrong usage
         return error.code if isinstance(error.code, int) else 2

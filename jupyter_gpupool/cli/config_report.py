@@ -46,7 +46,7 @@ def _faults(report: ConfigReport, width: int) -> Iterator[str]:
             if fault["origin"]:
                 yield f"  {fault['origin']}{line}"
         text = f"{fault['message']} {fault['next_step']}".rstrip()
-        if not text.startswith("c."):  # the name of an option keeps its form
+        if not text.startswith("c."):  # an option name keeps its lower case
             text = text[0].upper() + text[1:]
         yield from _wrapped(text, width, indent, indent)
         yield ""
@@ -103,7 +103,7 @@ def _tree(report: ConfigReport, width: int) -> Iterator[str]:
 
 
 def _columns(rows: Sequence[tuple[str, ...]], width: int) -> Iterator[str]:
-    """Yield the rows; columns that are empty are left out, long first cells are cut."""
+    """Yield the rows without empty columns; long texts in the first column are cut."""
     keep = [n for n in range(len(rows[0])) if n == 0 or any(row[n] != "-" for row in rows[1:])]
     widths = {n: max(len(row[n]) for row in rows) for n in keep}
     rest = sum(widths[n] + 2 for n in keep[1:])

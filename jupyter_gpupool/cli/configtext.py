@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The options of the pool as text for people: a commented file, and a page of the documentation."""
+"""The options of the pool as text: a commented configuration file, and a page of the docs."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def examine(
 ) -> int:
     """Check, print, and return 0, or 1 if something fails.
 
-    ``retest``: the running broker first tests the GPUs that are out of service again.
+    ``retest``: the running broker first repeats the self-test of the GPUs that are out of service.
     ``inside``: check this container instead of the machine.
     """
     if retest:
@@ -74,7 +74,7 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     try:
         settings = load_settings(config_files)
     except WrongConfiguration as error:
-        # The other checks would use a configuration that the admin did not write.
+        # With the defaults, the other checks would report on a configuration that nobody wrote.
         found += [Finding("fail", "config", f.text, f.next_step) for f in error.faults]
         return found
     found += checks.configuration(settings)
@@ -115,8 +115,8 @@ def _inside(socket: str, config_files: Sequence[Path]) -> list[Finding]:
         configured = load_settings(config_files).socket
     except WrongConfiguration as error:
         return [Finding("fail", "config", f.text, f.next_step) for f in error.faults]
-    # Not this user's own place, where kernels look if the machine has no broker: a missing mount
-    # looks like that.
+    # Not the user's own socket, which kernels use on a machine without a machine broker. If the
+    # mount is missing, find_socket() would choose that one.
     named = socket or configured or os.environ.get(SOCKET_VARIABLE, "")
     return examine_inside(Path(named) if named else MACHINE_SOCKET)
 
@@ -126,13 +126,13 @@ def _ask_broker(path: Path) -> Mapping[str, Any] | None:
         with Client(path) as client:
             return client.call("status")
     except GPUPoolError:
-        return None  # the check of the socket reports why
+        return None  # the check of the socket reports the reason
 
 
 def probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str, str]:
     """Find and test the devices as a starting broker would, and release them.
 
-    Return the devices, why there are none, why none is guarded, and what setting excludes others.
+    Return the devices, why there are none, why the guard is off, and which setting hides GPUs.
     """
 
     async def look(

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool doctor --inside``: what a container must allow to use the machine's pool.
 
-The broker outside suspends the kernels of this container from its own side, and the operating
-system tells it which processes these are. A container has the folder of one user of the pool,
-mounted in place of the machine's; or the machine's own, and then its user ids and process numbers
-must be those of the machine.
+The broker runs outside of this container and suspends the kernels in it; the operating system
+reports their process ids to the broker. A container mounts either the folder of one user of the
+pool, or the machine's own folder. In the second case its user ids and process ids must be the same
+as on the machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PATIENCE = 10.0
 _NAMESPACE = Path("/proc/self/uid_map")
 _NOBODY = Path("/proc/sys/kernel/overflowuid")
 
-#: Where the machine has the folders of the pool's users.
+#: The folders of the pool's users on the machine, as messages name them.
 _USERS = "/run/gpupool/users/NAME of a broker with c.GPUPool.user_sockets"
 
 _DEVICE_FILE = Path("/dev/nvidiactl")
@@ -63,7 +63,7 @@ def examine_inside(path: Path) -> list[Finding]:
 
 
 def _mount(path: Path) -> str:
-    """Return what makes the socket at ``path`` usable here."""
+    """Return the advice that makes the socket at ``path`` usable in this container."""
     if _is_nobodys(path):
         return (
             "In this user namespace the machine's root is nobody, whose socket is trusted only "
@@ -102,7 +102,7 @@ def image(guard: Path) -> Finding:
 
 
 def identity(path: Path, user: str) -> Finding:
-    """Whether the folder of a user is mounted as it must be."""
+    """Whether the folder of a user is mounted read-only."""
     if not os.statvfs(path.parent).f_flag & os.ST_RDONLY:
         return Finding(
             "fail", "socket", f"{path.parent} can be written here: root of this container could "
@@ -112,7 +112,7 @@ def identity(path: Path, user: str) -> Finding:
 
 
 def loadable(guard: Path) -> Finding:
-    """Whether the guard, which the machine's folder only links to, is in this image."""
+    """Whether this image has the guard: the machine's folder contains only a link to it."""
     if guard.exists():
         return Finding("ok", "guard", str(guard.resolve()))
     return Finding(
@@ -153,16 +153,17 @@ def users(table: Path) -> Finding:
 
 
 def listener(path: Path) -> int:
-    """Return the number that the broker's process has here; 0 if it has none."""
+    """Return the process id of the broker as seen in this container; 0 if it has none here."""
     with dial(path, PATIENCE) as connection:
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int(struct.unpack("3i", raw)[0])
 
 
 def numbers(seen: int, told: int) -> Finding:
-    """Whether a process has the same number here and for the broker.
+    """Whether processes have the same ids in this container as on the machine.
 
-    ``seen`` is the broker's own number as the kernel translates it to here, ``told`` as it says.
+    ``seen`` is the broker's process id as the operating system translates it for this container;
+    ``told`` is the id that the broker itself reports.
     """
     if seen == told:
         return Finding("ok", "processes", "they have the same numbers here and for the broker")
@@ -175,7 +176,7 @@ def numbers(seen: int, told: int) -> Finding:
 
 
 def pages(folder: Path) -> Finding:
-    """Whether the folder in which kernels and broker share memory is here, and may be written."""
+    """Whether the folder of the pages that kernels and broker share is mounted, and writable."""
     try:
         found = folder.stat()
     except OSError as error:

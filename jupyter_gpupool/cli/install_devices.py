@@ -24,7 +24,7 @@ _PIP = ("--quiet", "--disable-pip-version-check", "--only-binary", ":all:")
 
 
 class InstallError(GPUPoolError):
-    """The environment could not be made; an existing one is unchanged."""
+    """The environment could not be made; an existing environment is unchanged."""
 
     code = Code.INSTALL
 
@@ -35,7 +35,7 @@ def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
     Parameters
     ----------
     folder:
-        Its place; None: the first writable place of those that a broker searches.
+        Where to make the environment; None: the first writable place that a broker searches.
     wheels:
         Take every package from this folder and nothing from an index.
     """
@@ -54,8 +54,8 @@ def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
             next_step="Name another folder with --folder.",
         ) from None
     try:
-        # Only its owner can read mkdtemp's folder. Kernels of other users never need it, but a
-        # broker of another account may.
+        # mkdtemp makes a folder that only its owner can read. A broker of another account may need
+        # to read it; kernels of other users never do.
         scratch.chmod(0o755)
         python = _fill(scratch / "new", wheels)
         found = vendor.interpreter.ask(str(python))
@@ -84,7 +84,7 @@ def download_devices(folder: Path) -> int:
 
 
 def _first_writable() -> Path:
-    """Return the first place in which a folder can be created."""
+    """Return the first place in which this user can create a folder."""
     first, second = vendor.interpreter.places()
     above = next(path for path in (first, *first.parents) if path.exists())
     return first if os.access(above, os.W_OK | os.X_OK) else second

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool install-service``: one broker for the machine, as a service.
 
-It says each file and each command before it acts, and ``--undo`` takes all back. The service
-manager's own commands do the rest: a restart of the broker ends no kernel, so an upgrade is
-the same command again.
+It prints each file and each command before it acts, and ``--undo`` removes everything. Start and
+stop are the service manager's own commands. A restart of the broker ends no kernel, so the same
+command also upgrades the service.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from .service_files import (
     stamped,
 )
 
-#: A running systemd makes this folder (sd_booted(3)); OpenRC the second one.
+#: Folders that exist while the service manager runs; for systemd see sd_booted(3).
 _RUNNING = {"systemd": Path("/run/systemd/system"), "openrc": Path("/run/openrc")}
 
-#: The folder of the journal if the configuration names no other.
+#: The folder of the journal if the configuration names no other folder.
 _STATE = Path("/var/lib/gpupool")
 
 
 class ServiceError(GPUPoolError):
-    """The service cannot be installed or removed; nothing was changed, or the step is named."""
+    """The service cannot be installed or removed; the text names the step, if one was taken."""
 
     code = Code.SERVICE
 
@@ -59,11 +59,11 @@ def install_service(
     Parameters
     ----------
     manager:
-        "systemd", "openrc" or "runit"; "" is the one that runs here.
+        "systemd", "openrc" or "runit"; "" means the manager that runs here.
     root:
         Write the files below this folder (an image), and run no command.
     config:
-        Files that the broker also reads.
+        Further configuration files that the broker reads.
     undo:
         Remove what an earlier call has installed.
     dry_run:
@@ -110,7 +110,7 @@ def install_service(
 
 
 def _found(manager: Manager, base: Path) -> dict[Path, Path]:
-    """Return the service's files that are there: where they are, by where they belong."""
+    """Return the service's installed files: for each path on the machine its path in ``base``."""
     # The paths of these files do not depend on their contents.
     places = [file.path for file in manager.files(Layout(Path("/"), (), MACHINE_SOCKET, _STATE))]
     found = {place: base / place.relative_to("/") for place in places}
@@ -122,7 +122,7 @@ def _has_begun(manager: Manager, base: Path) -> bool:
 
 
 def _kept(manager: Manager, found: Mapping[Path, Path]) -> tuple[Path, ...]:
-    """Return the configuration files of the installation that is there."""
+    """Return the configuration files that the present installation names."""
     kept = tuple(
         path for file in found.values() for path in earlier_config(manager, file.read_text())
     )
@@ -184,7 +184,7 @@ def _check_ours(path: Path) -> None:
 
 
 def _check_programs(layout: Layout) -> None:
-    """Refuse to run as root what another user could change."""
+    """Refuse to run programs as root that another user could change."""
     package = Path(__file__).resolve().parents[1]
     # The broker starts in another folder than this process, and without its PYTHONPATH.
     here = [*sys.path[:1], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -203,7 +203,7 @@ def _check_programs(layout: Layout) -> None:
 
 
 def _check_free(layout: Layout) -> None:
-    """Refuse while a broker that is no service has the socket: two would fight for it."""
+    """Refuse while another broker uses the socket: it and the service would compete for it."""
     from ..endpoint import journal_name
 
     lock = layout.state / f"{journal_name(layout.socket)}.lock"
@@ -215,7 +215,7 @@ def _check_free(layout: Layout) -> None:
         )
 
 
-# ---------------------------------------------------------------------- acting
+# ---------------------------------------------------------------------- changing the machine
 
 
 def _write(path: Path, file: ServiceFile, dry_run: bool) -> None:
@@ -228,7 +228,7 @@ def _write(path: Path, file: ServiceFile, dry_run: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A service manager must not read half a file.
         new = path.with_name(f".{path.name}.new")
-        new.unlink(missing_ok=True)  # of a call that was killed
+        new.unlink(missing_ok=True)  # left over from a killed call
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as opened:
             opened.write(text)
@@ -241,7 +241,10 @@ def _write(path: Path, file: ServiceFile, dry_run: bool) -> None:
 def _remove(
     manager: Manager, base: Path, found: Mapping[Path, Path], *, run: bool, dry_run: bool
 ) -> None:
-    """Stop the service and remove its files; go on if a step fails, as after half a start."""
+    """Stop the service and remove its files.
+
+    Continues after a failed step, because the service may be only half installed.
+    """
     if not found:
         print("The service is not installed: there is nothing to undo.")
         return
@@ -257,7 +260,7 @@ def _remove(
         print(f"Remove {path}")
         if not dry_run:
             path.unlink()
-    # A file without a broker would tell each kernel that the machine's broker is about to return.
+    # While the socket's file exists, kernels would expect the machine's broker to return soon.
     for command in (["rm", "-f", str(MACHINE_SOCKET)], *manager.ended):
         failed.append(_run(command, run=run, dry_run=dry_run))
     for problem in filter(None, failed):
@@ -272,7 +275,7 @@ def _remove(
 
 
 def _is_held(lock: Path) -> bool:
-    """Return whether a process has this lock."""
+    """Return whether a process holds this lock."""
     with suppress(OSError):
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:

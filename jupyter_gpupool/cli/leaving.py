@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Machines leave their cluster and come back: the orders, and the wait until they are done."""
+"""Orders for machines to leave their cluster or come back, and the wait until this has happened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .status import socket_path
 #: Seconds between two checks of an order's progress.
 LOOK = 0.5
 
-#: States in which an order is given again: a ledger that began anew has forgotten it.
+#: In these states the command repeats the order: a restarted ledger has forgotten it.
 UNDONE = {"drain": ("present",), "resume": ("draining", "left")}
 
 _NEXT = (
@@ -52,7 +52,7 @@ def carry_out(
     look: Callable[[], Mapping[str, Any]],
     order: Callable[[], None],
 ) -> int:
-    """Order a machine to drain or to come back; return 0 when it has, 130 if interrupted."""
+    """Order a machine to drain or come back, and wait; return 0 when done, 130 if interrupted."""
     printer, ordered = _Printer(), False
     try:
         while True:
@@ -72,7 +72,7 @@ def carry_out(
             printer.tell("\n  ".join([f"{machine}: {state}", *uses(node)]))
             time.sleep(LOOK)
     except KeyboardInterrupt:
-        print("\nThe order stays in force. To see how far it is: jupyter gpupool cluster status.",
+        print("\nThe order stays in force. To see its progress: jupyter gpupool cluster status.",
               file=sys.stderr)  # fmt: skip
         return 130
 
@@ -107,7 +107,7 @@ def _waits_for(found: Mapping[str, Any]) -> str:
 
 
 class _Printer:
-    """Prints each line once."""
+    """Prints a text only if it differs from the last one."""
 
     def __init__(self) -> None:
         self._last = ""

@@ -14,10 +14,10 @@ from .status import socket_path
 #: Seconds between two checks of an order's progress.
 LOOK = 0.5
 
-#: Seconds until the command prints that it waits.
+#: The command prints that it waits after this many seconds.
 AT_ONCE = 2.0
 
-#: Longest time of the self-tests of a resume, in seconds.
+#: Longest time that the self-tests of a resume may take, in seconds.
 TEST_TIMEOUT = 600.0
 
 
@@ -61,7 +61,7 @@ def _until_done(socket: str, action: str, device: str, reason: str) -> int:
         answer = client.call("maintain", action=action, device=device, reason=reason)
         try:
             return _wait(client, str(answer["device"]), str(answer["note"]))
-        except KeyboardInterrupt:  # the order is in force even if its note was not printed
+        except KeyboardInterrupt:  # the order is in force even without the printed note
             target = f" --device {device}" if device else ""
             print(
                 f"\nNot finished, and it stays {action}d: kernels leave as they become idle, and "
@@ -73,7 +73,7 @@ def _until_done(socket: str, action: str, device: str, reason: str) -> int:
 
 
 def _will_test(status: Mapping[str, Any], device: str) -> bool:
-    """Return whether a resume has devices to test; if not, the broker reports why."""
+    """Return whether a resume will test devices; if not, the broker's answer says why."""
     orders = {str(row["device"]) for row in status.get("maintenance") or ()}
     if not device:
         return bool(orders)
@@ -150,7 +150,7 @@ def _outside(order: Mapping[str, Any]) -> Sequence[str]:
         lines += [f"  {row['pid']} (user id {row['uid']}): {row['command']}" for row in files]
     if order.get("unseen"):
         lines.append(
-            "Other users' processes whose files cannot be seen from here: "
+            "Processes of other users, whose open files this command cannot see: "
             f"{order['unseen']}; as root: fuser -v /dev/nvidia*"
         )
     return lines

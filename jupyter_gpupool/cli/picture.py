@@ -38,7 +38,7 @@ _COLOURS = {
     "emulated": "1;36",
 }
 
-#: Fill of a bar by its meaning: (for a terminal with Unicode, for any terminal).
+#: Characters that fill a bar, by meaning: (on a terminal with Unicode, on any terminal).
 _FILLS = {
     "running": ("█", "#"),
     "idle": ("▒", "="),
@@ -106,7 +106,8 @@ def draw(snapshot: Snapshot, style: Style) -> list[str]:
     letters = dict(zip(attached, _LETTERS, strict=False))
     devices = snapshot["devices"]
     now = float(snapshot.get("now") or 0)
-    # Bars of one length can be compared by eye, so the longest text sets their length.
+    # All bars have the same length, so that people can compare them; the longest text beside a bar
+    # sets it.
     beside = max((len(_figures(device)) for device in devices), default=0)
     return [
         *_head(snapshot, style),
@@ -157,7 +158,7 @@ def _schedule(schedule: Snapshot) -> str:
 
 
 def style_warning(text: str, style: Style) -> list[str]:
-    """Return an important sentence, wrapped."""
+    """Return a warning as wrapped lines in the colour of alarms."""
     return [style.paint(line, "alarm") for line in textwrap.wrap(printable(text), style.width)]
 
 
@@ -178,7 +179,7 @@ def _device(
 ) -> list[str]:
     uuid = str(device["uuid"])
     title = f"GPU {device['index']}  "
-    # The emulated driver's names contain the word; any other emulated device gets it.
+    # The names of the emulated driver already contain the word "emulated".
     unsaid = device["emulated"] and "EMULATED" not in str(device["name"]).upper()
     emulated = "  EMULATED" if unsaid else ""
     tier = f"  {device['tier']}"
@@ -195,7 +196,7 @@ def _device(
     ]
     if device.get("memory_foreign"):
         parts.append(("foreign", int(device["memory_foreign"]), ""))
-    # On a device out of service nothing is free, even if its memory is.
+    # The pool grants no memory of a device out of service, so the bar shows none as free.
     rest = " " if device.get("drained_reason") else style.fill("free")
     wide = style.width >= 72
     room = style.width - 2 - (beside + 1 if wide else 0)
@@ -225,7 +226,7 @@ def _share(session: Snapshot) -> int:
 def _bar(
     parts: Iterable[tuple[str, int, str]], capacity: int, room: int, style: Style, rest: str
 ) -> str:
-    """Return ``room`` columns; every part has at least one, so that it is visible."""
+    """Return a bar of ``room`` columns; every part gets at least one, so that it is visible."""
     drawn: list[str] = []
     left = max(0, room)
     exact = 0.0
@@ -298,7 +299,7 @@ def _row(session: Snapshot, letters: Mapping[str, str], now: float) -> tuple[str
         _granted(session) or "-",
         _uses(session) if session.get("granted_bytes") else "",
         _size(session.get("suspended_bytes")),
-        # In the same steps as the list of those that wait, or one wait had two times.
+        # Rounded as in the list of waiting sessions, so that both show the same time.
         format_waited(session.get("wait_seconds_total") or 0.0),
         _left(session),
         str(session.get("label") or ""),
@@ -306,7 +307,7 @@ def _row(session: Snapshot, letters: Mapping[str, str], now: float) -> tuple[str
 
 
 def _leaving(session: Snapshot, now: float) -> str:
-    """Return when an idle slice leaves, as the chip does: a time only if no session wants it."""
+    """Return when an idle session loses its slice; a time only if no waiting session wants it."""
     if session.get("wanted"):
         kept = (session.get("keep_until") or 0.0) > now
         return ", kept" if kept else ", may move"
@@ -326,7 +327,7 @@ def _uses(session: Snapshot) -> str:
 
 
 def _left(session: Snapshot) -> str:
-    """Return what its user and group have left of a daily budget, whichever is less."""
+    """Return the rest of the daily budget of the session's user or group, whichever is smaller."""
     found = [session.get(name) or {} for name in ("usage", "group_usage")]
     left = [u["daily"] - u["today"] for u in found if u.get("daily") is not None]
     if not left:
@@ -349,7 +350,7 @@ def _queue(sessions: Sequence[Snapshot], now: float, style: Style) -> list[str]:
         return []
     lines = ["", style.paint("WAITING", "bold")]
     for session in waiting:
-        # Of another user's session the broker tells what it asks for, and no expected time.
+        # For sessions of other users the broker sends only what they ask for, and no expected wait.
         request = session.get("request") or session.get("asks") or {}
         asks = ""
         if request.get("memory"):
@@ -370,7 +371,7 @@ def _queue(sessions: Sequence[Snapshot], now: float, style: Style) -> list[str]:
 
 
 def _others_wait(session: Snapshot, now: float) -> str:
-    """Return for what, and for how long so far, the kernel of another user waits."""
+    """Return what the kernel of another user waits for, and how long it has waited."""
     what, since = session.get("waits_for"), session.get("queued_at")
     so_far = "" if since is None else format_waited(now - since)
     if not so_far:
@@ -379,7 +380,7 @@ def _others_wait(session: Snapshot, now: float) -> str:
 
 
 def _standing(snapshot: Snapshot, sessions: Sequence[Snapshot], style: Style) -> list[str]:
-    """Return the guarantees, shares and daily budgets of who looks: one list for all sessions."""
+    """Return the viewer's guarantees, shares and daily budgets, each sentence only once."""
     found = [*(snapshot.get("standing") or ())]
     for session in sessions:
         found += session.get("standing") or ()

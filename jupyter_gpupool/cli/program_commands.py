@@ -26,7 +26,7 @@ _GROUP = "Programs in the pool"
 
 _RUN_CODES = (
     "Exit codes: that of COMMAND, 128+n if signal n ended it; 125 if the pool refused or\n"
-    "--max-wait was over (standard error says why), 126 if COMMAND is no program, 127 if it\n"
+    "--max-wait was over (standard error says why), 126 if COMMAND is not a program, 127 if it\n"
     "does not exist, 2 wrong usage."
 )
 
@@ -49,7 +49,7 @@ def _per_cent(text: str) -> int:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs; ask for 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; ask for 1 or more")
     return int(text)
 
 
@@ -152,7 +152,8 @@ def _run_words(options: Options, words: Sequence[str]) -> int:
         print(start(words, run_options, options.name))
         return 0
     child = CommandProcess(words)
-    # The command alone has these from now on: its reader sees the end when the command closes them.
+    # From here on only the command has these streams open, so that their reader sees the end when
+    # the command closes them.
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 0)
     os.dup2(null, 1)
@@ -162,7 +163,7 @@ def _run_words(options: Options, words: Sequence[str]) -> int:
         try:
             os.write(2, text.encode())
         except OSError:
-            pass  # the terminal is gone: the command goes on
+            pass  # the terminal is gone: the command continues
 
     screen = 2 if os.isatty(2) else None
     return Run(child, run_options, Progress(write, screen, "jupyter gpupool run: ")).run()
@@ -205,7 +206,7 @@ def table(
 
 
 def _gpu(record: RunRecord, sessions: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return what a program has of the pool, for people; "" for nothing."""
+    """Return in words which slice or state a program has in the pool; "" if it has none."""
     session = sessions.get(record.session)
     if session is None or not record.lives:
         return ""
@@ -220,7 +221,7 @@ def _gpu(record: RunRecord, sessions: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _sessions(records: Sequence[RunRecord]) -> dict[str, Mapping[str, Any]]:
-    """Return the sessions of the brokers that these programs have, by id; none of a silent one."""
+    """Return the sessions of these programs by id; a broker that does not answer adds none."""
     from ..client import Client
 
     found: dict[str, Mapping[str, Any]] = {}

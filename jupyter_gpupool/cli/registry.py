@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How a function becomes a command of ``jupyter gpupool``: what it does and takes."""
+"""How a function becomes a command of ``jupyter gpupool``: its description and its arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Callable
 
 Options = argparse.Namespace
 
-#: What people want to do, in the order of the help.
+#: Tasks of people, by which the help groups the commands, in this order.
 GROUPS = (
     "See the pool",
     "Act on it",
@@ -22,7 +22,7 @@ GROUPS = (
     "Try it",
 )
 
-#: Of a command that has no others.
+#: The exit codes of a command that names no others.
 EXIT_CODES = "Exit codes: 0 done, 1 a problem or a refusal (nothing was changed), 2 wrong usage."
 
 #: Adds arguments to the parser of a command.
@@ -48,7 +48,7 @@ COMMANDS: dict[str, Subcommand] = {}
 def command(
     group: str, does: str, *arguments: Argument, exit_codes: str = EXIT_CODES
 ) -> Callable[..., Any]:
-    """Return a decorator that makes a function the command of its name: ``_status``."""
+    """Return a decorator that makes a command of a function: ``_status`` becomes ``status``."""
 
     def register(run: Callable[[Options], int]) -> Callable[[Options], int]:
         known = run.__name__[1:].replace("_", "-")

@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whether only root can change what a path leads to: each folder and each link on the way."""
+"""Whether only root can change the target of a path.
+
+Checks each folder and each link on the way.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,30 @@ _MOST_LINKS = 40
 
 
 def changeable(path: Path) -> str:
-    """Return the place at which a user who is not root can change ``path``, in words; "" if none.
+    """Return in words where a user who is not root can change ``path``; "" if nowhere.
 
-    A missing end of the path counts as what somebody could make there.
+    If the end of the path is missing, its folder counts: another user might create the file there.
     """
     steps = [*_steps(path)]
     for number, at in enumerate(steps):
         try:
             found = at.lstat()
         except OSError:
-            return ""  # its folder was checked before
+            return ""  # missing; the loop has checked its folder before
         last = number + 1 == len(steps) or not os.path.lexists(steps[number + 1])
-        # In a sticky folder nobody replaces the files of root; but anybody makes new ones.
+        # In a sticky folder other users cannot replace root's files, but they can make new ones.
         sticky = bool(found.st_mode & stat.S_ISVTX) and not last
         by_group = found.st_mode & stat.S_IWGRP and found.st_gid != 0
         writable = bool(by_group or found.st_mode & stat.S_IWOTH) and not sticky
         if stat.S_ISLNK(found.st_mode):
-            writable = False  # a link's own mode means nothing
+            writable = False  # the system ignores the mode of a link
         if found.st_uid != 0 or writable:
             return f"{at} (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})"
     return ""
 
 
 def _steps(path: Path) -> Iterator[Path]:
-    """Yield what the system looks at to find ``path``: folders, links and their targets."""
+    """Yield every folder, link and target that the system passes to find ``path``."""
     at, links = Path("/"), 0
     yield at
     left = [*reversed(path.absolute().parts[1:])]

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The files of the machine's service, for each service manager: text in, text out.
 
-Each file ends its first comment with a checksum of the rest, by which a file that an admin has
-changed is known.
+The first comment of each file ends with a checksum of the rest. It shows whether an admin has
+changed the file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Callable, Sequence
 MARK = "Written by `jupyter gpupool install-service`; checksum"
 
 #: What the broker may do as root. ``CAP_SYS_PTRACE``: look into processes of all users, and
-#: suspend them. ``CAP_KILL``: end them, as ``overuse`` and admins ask. ``CAP_CHOWN``,
-#: ``CAP_FOWNER``, ``CAP_DAC_OVERRIDE``: pages that belong to their sessions' users.
+#: suspend them. ``CAP_KILL``: end them by the option ``overuse`` or by an admin's order.
+#: ``CAP_CHOWN``, ``CAP_FOWNER``, ``CAP_DAC_OVERRIDE``: make pages that belong to the users of their
+#: sessions.
 CAPABILITIES = ("CAP_SYS_PTRACE", "CAP_KILL", "CAP_CHOWN", "CAP_FOWNER", "CAP_DAC_OVERRIDE")
 
 
@@ -35,7 +36,7 @@ class ServiceFile:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the files say about this machine.
+    """The facts about this machine that the files contain.
 
     Attributes
     ----------
@@ -44,12 +45,12 @@ class Layout:
     config:
         Further configuration files.
     socket:
-        Where the broker listens; its folder is the service's.
+        Where the broker listens; the service makes and owns this folder.
     state:
         The folder of the journal.
     loader:
-        The program that loads NVIDIA's kernel module and makes its device files; None if none is
-        there. The broker may not do that itself.
+        The program that loads NVIDIA's kernel module and makes its device files; None if the
+        machine has none. The broker may not do that itself.
     """
 
     python: Path
@@ -68,21 +69,21 @@ class Layout:
 
 @dataclass(frozen=True)
 class Manager:
-    """A service manager: its files, and the commands after they were written or before they go.
+    """A service manager: its files, the commands after writing them, and before removing them.
 
-    Each command may be run again: an installation may have ended in the middle.
+    Each command may run again, because an earlier installation may have stopped halfway.
     """
 
     files: Callable[[Layout], list[ServiceFile]]
     begin: Callable[[Layout], list[list[str]]]
     upgrade: Callable[[Layout], list[list[str]]]
     end: Callable[[Layout], list[list[str]]]
-    #: The words of the broker's command, from the text of the file that has it.
+    #: Finds the words of the broker's command in the text of the file that contains it.
     command_in: Callable[[str], list[str]]
-    #: After the files were removed.
+    #: Commands to run after the files were removed.
     ended: Sequence[Sequence[str]] = ()
-    #: What ``begin`` makes; without it an installation has not come to its end. None: this does not
-    #: matter.
+    #: A file that ``begin`` makes; if it is missing, the installation is not complete. None: no
+    #: such file.
     sign: Path | None = None
 
 
@@ -206,7 +207,7 @@ def _words_of_unit(text: str) -> list[str]:
 
 
 def _unit_words(words: Sequence[str]) -> str:
-    """Return words as systemd reads them: it puts no variables into the first one, the program."""
+    """Return words quoted for systemd, which expands no variables in the first, the program."""
     quoted = []
     for number, word in enumerate(words):
         plain = word.replace("%", "%%").replace("$", "$$" if number else "$")
@@ -357,11 +358,11 @@ RUNIT = Manager(
     files=_runit_files,
     begin=lambda _: [["ln", "-sfn", "/etc/sv/gpupool", str(_RUNIT_LINK)]],
     upgrade=lambda _: [["sv", "restart", "gpupool"]],
-    # It waits for the broker's end, which "sv down" does not.
+    # "sv stop" waits for the broker's end; "sv down" does not.
     end=lambda _: [["sv", "-w", "30", "stop", "gpupool"], ["rm", "-f", str(_RUNIT_LINK)]],
     command_in=lambda text: shlex.split(_line_after("exec ", text)),
     sign=_RUNIT_LINK,
 )
 
-#: By the name of ``--manager``.
+#: The service managers by their name in ``--manager``.
 MANAGERS = {"systemd": SYSTEMD, "openrc": OPENRC, "runit": RUNIT}

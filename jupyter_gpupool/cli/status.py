@@ -28,7 +28,7 @@ _LEAVE = "\x1b[?25h\x1b[?1049l"
 
 
 def socket_path(given: str) -> Path:
-    """Return the broker's socket: ``--socket``, else as configured, else as found."""
+    """Return the broker's socket: from ``--socket``, else from the configuration, else as found."""
     if given:
         return Path(given)
     try:
@@ -95,11 +95,11 @@ def _clean(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _watch(path: Path, *, as_json: bool, interval: float) -> int:
-    """Draw until ``^C``, on the same connection while it lasts."""
+    """Draw until ``^C``, and connect again when the connection is lost."""
     screen = sys.stdout.isatty() and not as_json
     client: Client | None = None
     try:
-        client = connect(path)  # a wrong socket is an error at once, without a wait
+        client = connect(path)  # a wrong socket is an error at once
         if screen:
             sys.stdout.write(_ENTER)
         while True:
@@ -143,8 +143,8 @@ def _frame(lines: Sequence[str], *, screen: bool) -> None:
     shown = list(lines[: height - 1])
     if len(shown) < len(lines):
         shown[-1] = f"({len(lines) - len(shown) + 1} more lines; make the window higher)"
-    # One write, which clears each line only behind its text, and the screen only below: no part is
-    # ever blank, so nothing flickers.
+    # One write avoids flicker: each line is cleared only after its text, and the screen only below
+    # the last line, so no part is ever blank.
     sys.stdout.write("\x1b[H" + "".join(line + "\x1b[K\n" for line in shown) + "\x1b[J")
     sys.stdout.flush()
 
@@ -204,7 +204,7 @@ def _refuse_ended(name: str) -> None:
     record = found.now() if found is not None else None
     if record is not None and not record.lives:
         raise RefusedError(
-            f"The program {name!r} has no session any more; it {record.describe(time.time())}.",
+            f"The program {name!r} no longer has a session; it {record.describe(time.time())}.",
             code=Code.NOT_RUNNING,
             next_step=f"Its output: jupyter gpupool logs {name}",
         )
@@ -213,8 +213,8 @@ def _refuse_ended(name: str) -> None:
 def find_session(name: str, sessions: Sequence[Mapping[str, Any]]) -> str:
     """Return the id of the one session that ``name`` means.
 
-    Its id or kernel id is, or begins with, ``name``; or it is what people call the session, such as
-    the name of a program or of a notebook.
+    ``name`` is a session id, a kernel id, the beginning of one of these, or the label of the
+    session: the name of a program or of a notebook.
     """
     matches = [
         s["id"]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool top``: the sessions of the pool on a screen of its own, sorted, with orders.
+"""``jupyter gpupool top``: a full-screen table of the pool's sessions, with keys that give orders.
 
 Without a terminal it prints the table once.
 """
@@ -90,6 +90,6 @@ def _draw(screen: Any, top: Top) -> None:
     screen.erase()
     for number, line in enumerate(found[:height]):
         look = curses.A_REVERSE if number == selected else curses.A_NORMAL
-        with suppress(curses.error):  # the last column of the last line
+        with suppress(curses.error):  # curses raises this for the last column of the last line
             screen.addnstr(number, 0, line, width - 1, look)
     screen.refresh()

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the keys of ``jupyter gpupool top`` do: select, sort, and orders after a question. Pure.
+"""What the keys of ``jupyter gpupool top`` do: select, sort, and give orders. Pure.
 
-The keys are those of htop and nvitop where these have one for it. No key acts at once: each order
-asks for what it needs, and then for ``y``.
+The keys are those of htop and nvitop where these programs have the function. No key acts at once:
+the program asks for the values of an order, and then for a ``y``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Question:
 
     text: str
     accept: Callable[[str], Question | TopOrder | str]
-    #: Answered by one key, ``y``; any other one is no.
+    #: Whether one key answers the question: ``y`` means yes, any other key no.
     yes: bool = False
     typed: str = ""
 
@@ -62,7 +62,7 @@ def parse_minutes(text: str) -> float:
     Raises
     ------
     ValueError
-        With a sentence for people: for no number, text, 0, or a number out of range.
+        If ``text`` is not a number or out of range. The error's text is a sentence for people.
     """
     try:
         value = float(text.strip())
@@ -70,7 +70,7 @@ def parse_minutes(text: str) -> float:
         value = math.nan
     if not 0 < value <= MAX_MINUTES:  # also false for nan
         what = repr(text.strip()) if text.strip() else "Nothing"
-        raise ValueError(f"{what} is no number of minutes above 0 and up to {MAX_MINUTES}.")
+        raise ValueError(f"{what} is not a number of minutes above 0 and up to {MAX_MINUTES}.")
     return value
 
 
@@ -82,7 +82,7 @@ class Top:
     inverted: bool = False
     selected: str = ""
     help: bool = False
-    #: The answer to the last order, or why there was none.
+    #: The broker's answer to the last order, or why no order was sent.
     message: str = ""
     question: Question | None = None
     _rows: list[TopRow] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Top:
     # ------------------------------------------------------------------ keys
 
     def press(self, key: str) -> TopOrder | None:
-        """Handle a key; return the order that it completes."""
+        """Handle a key; return the order that this key completes, or None."""
         if self.question is not None:
             return self._answer(self.question, key)
         self.message = ""

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The table of ``jupyter gpupool top``: who has what, and what of it is not used. Pure."""
+"""The table of ``jupyter gpupool top``: the slice of each session, and its use. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Snapshot = Mapping[str, Any]
 #: Columns that a table can be sorted by, in the order of the keys ``<`` and ``>``.
 SORTS = ("waste", "slice", "used", "busy", "unused", "idle", "waits", "owner")
 
-#: A shorter time with a slice (seconds) says nothing about its use.
+#: A session that had a slice for a shorter time (seconds) shows no figures of its use.
 LEAST = 1.0
 
 
 @dataclass(frozen=True)
 class TopRow:
-    """One session. None: not known, or not shown to this user."""
+    """One session. A value is None if it is not known, or if this user may not see it."""
 
     id: str
     owner: str
@@ -32,7 +32,8 @@ class TopRow:
     priority: str
     slice: int
     used: int | None
-    #: Share of the time with a slice in which it used CUDA, and the seconds of the rest.
+    #: Share of its time with a slice in which the session used CUDA; ``unused`` is the rest in
+    #: seconds.
     busy: float | None
     unused: float | None
     idle: float | None
@@ -42,7 +43,7 @@ class TopRow:
 
     @property
     def waste(self) -> float | None:
-        """Bytes of its slice, times the seconds in which it had one and did not use CUDA."""
+        """Bytes of the session's slice, times the seconds with a slice and without CUDA."""
         return None if self.unused is None else self.slice * self.unused
 
 
@@ -112,11 +113,11 @@ def _kept(row: TopRow) -> str:
 
 
 def _waits(row: TopRow) -> str:
-    """Return how long it has waited, in the steps of all other places."""
+    """Return how long the session has waited, rounded as in all other places."""
     return "" if row.waits is None else format_waited(row.waits)
 
 
-#: Title, the column that it sorts by ("" if none), text, and whether it is a figure.
+#: For each column: title, its name in ``SORTS`` ("" if none), text, and whether it holds figures.
 _COLUMNS: tuple[tuple[str, str, Callable[[TopRow], str], bool], ...] = (
     ("SESSION", "", lambda row: row.id[:12], False),
     ("OWNER", "owner", lambda row: row.owner, False),
@@ -157,7 +158,7 @@ def _pad(text: str, width: int, *, right: bool) -> str:
 
 
 def head(snapshot: Snapshot, style: Style) -> list[str]:
-    """Return the pool in a line, and one line for each GPU."""
+    """Return one line for the pool, and one line for each GPU."""
     sessions = snapshot["sessions"]
     having = sum(bool(session.get("granted_bytes")) for session in sessions)
     emulated = "  EMULATED" if snapshot["emulated"] else ""

@@ -2,16 +2,16 @@
 # Distributed under the terms of the Modified BSD License.
 """The admin's configuration: ``c.GPUPool.*`` in ``jupyter_server_config.py``.
 
-- ``options``: the traits, the only place for names, units, defaults and examples.
+- ``options``: the traits; only this module has their names, units, defaults and examples.
 - ``reading``: readers of their values: sizes, durations, quotas, devices, paths.
 - ``grouping``: reading groups: what each gets, and who is in it.
-- ``tree``: whether groups go together: parents, sizes, and who is in several.
+- ``tree``: whether groups contradict each other: parents, sizes, and users in several groups.
 - ``calendar``: when a rule of a calendar is in force; time zones and summer time.
 - ``schedules``: reading schedules: their rules, and what they set.
-- ``settings``: the frozen :class:`BrokerSettings` that they become.
-- ``timetable``: the settings at every time, by the schedules.
-- ``accounts``: whether the users and Unix groups that it names exist.
-- ``mistakes``: mistakes, all at once, each with its place.
+- ``settings``: the frozen :class:`BrokerSettings` that the broker makes of the options.
+- ``timetable``: the settings in force at any time, by the schedules.
+- ``accounts``: whether the users and Unix groups that the configuration names exist.
+- ``mistakes``: all mistakes of a configuration, each with its place.
 - ``places``: the line of a file on which a value is written.
 - ``loading``: finding, reading and checking Jupyter's configuration files.
 - ``differences``: the notice to a server whose configuration differs from the broker's.

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Whether the users and Unix groups that the configuration names exist on this machine.
 
-All of it asks NSS, which may take long.
+All functions here ask NSS, which may take long.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from .settings import BrokerSettings
 
 NSSWITCH = Path("/etc/nsswitch.conf")
 
-#: Sources of NSS that are files of this machine. If NSS has no other source, a name that they do
-#: not know does not exist.
+#: Sources of NSS that are files of this machine. If NSS has no other source, a name that is not in
+#: them does not exist.
 _LOCAL = frozenset({"files", "compat", "db", "systemd", "altfiles", "mymachines", "extrausers"})
 
-#: Likeness from which an account counts as what was meant: many names are short.
+#: Least likeness at which an account is suggested for a wrong name; high, because many names are
+#: short.
 _LIKENESS = 0.75
 
 
 def unknown_names(settings: BrokerSettings) -> list[Fault]:
     """Return the users and Unix groups in groups, quotas and admins that do not exist here.
 
-    These are warnings at most where the machine cannot know (:func:`knows_everybody`).
+    If the machine cannot know all names (:func:`knows_everybody`), these are only warnings.
     """
     return [
         *_unknown("users", "user", settings, _user_exists, _users),
@@ -40,13 +41,13 @@ def unknown_names(settings: BrokerSettings) -> list[Fault]:
 def knows_everybody(path: Path = NSSWITCH) -> bool:
     """Return whether all users and Unix groups of this machine are in its own files.
 
-    Not so where a directory service or another module of NSS answers: a name that is unknown now
-    may exist, because the service does not answer, say.
+    False if NSS also uses a directory service or another module: then an unknown name may exist,
+    for example while the service does not answer.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return True  # NSS then reads the files
+        return True  # without this file NSS reads the machine's own files
     for line in lines:
         name, _, sources = line.partition("#")[0].partition(":")
         if name.strip() in ("passwd", "group"):
@@ -57,7 +58,7 @@ def knows_everybody(path: Path = NSSWITCH) -> bool:
 
 
 def doubly_in(settings: BrokerSettings) -> Iterator[tuple[str, str, str]]:
-    """Yield (user, group, group): known members of Unix groups of two groups with equal claim."""
+    """Yield (user, group, group) for users whose Unix groups are in two groups of equal order."""
     claims: dict[float | None, dict[str, str]] = {}
     named = {user for rule in settings.members.values() for user in rule.users}
     for name, rule in settings.members.items():
@@ -92,7 +93,7 @@ def _unknown(
 
 
 def _user_exists(name: str) -> bool:
-    # A user id without an account is its own name.
+    # The pool calls a user id without an account "uid-N".
     if name.startswith("uid-") and name[4:].isdigit():
         return True
     try:

@@ -3,11 +3,11 @@
 """Which rules of a calendar are in force at an instant, and when that changes next. Pure.
 
 A rule names days, and hours on a wall clock: ``20:00-08:00`` begins on each of its days and ends
-the next morning. A clock that is put forward skips times, one that is put back shows them twice.
-Both have one meaning here: **a time of day means the first instant of its date at which the clock
-shows it or a later one.** So the times that the clock skips all mean the moment of the jump, those
-that it shows twice mean the first time, and two rules that share a boundary never overlap or leave
-a gap. A night of 23 or 25 hours is in force once, from its beginning to its end.
+the next morning. A clock that is put forward skips times, and a clock that is put back shows times
+twice. One rule gives both a meaning: **a time of day means the first instant of its date at which
+the clock shows it or a later one.** So a skipped time means the moment of the jump, and a time
+shown twice means its first instant. Two rules that share a boundary therefore never overlap or
+leave a gap. A night of 23 or 25 hours is in force once, from its beginning to its end.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from datetime import date, datetime, time, timedelta, tzinfo
 from functools import lru_cache
 from typing import Iterator, Sequence
 
-#: Seconds in which every rule that changes anything does so twice: its weekday comes round in a
-#: week, and the clock may skip its hours once.
+#: In this many seconds every weekly rule begins at least once: there are two of each weekday, and
+#: the clock may skip the hours of one.
 HORIZON = 15 * 86400
 
 #: Minutes of a day.
@@ -32,16 +32,17 @@ class RuleTimes:
     """When one rule is in force."""
 
     name: str
-    #: Days on which it begins; 0 is Monday.
+    #: Days on which the rule begins; 0 is Monday.
     days: frozenset[int]
-    #: Each as minutes after midnight, from begin to end; one that ends before it begins, or when
-    #: it begins, ends on the next day.
+    #: Pairs (begin, end) in minutes after midnight. If the end is not after the begin, it is on the
+    #: next day.
     hours: tuple[tuple[int, int], ...]
     zone: tzinfo
 
     def times(self, since: float, until: float) -> Iterator[tuple[int, int]]:
         """Yield (begin, end) of each time in force that may overlap ``since`` to ``until``."""
-        # A day on each side for hours over midnight, another for clocks that skip a whole day.
+        # One day more on each side for hours over midnight, and one before for clocks that skip a
+        # whole day.
         day = datetime.fromtimestamp(since, self.zone).date() - 2 * _ONE_DAY
         last = datetime.fromtimestamp(until, self.zone).date() + _ONE_DAY
         while day <= last:
@@ -54,7 +55,7 @@ class RuleTimes:
             day += _ONE_DAY
 
     def is_in_force(self, now: float) -> bool:
-        """Return whether it is in force at ``now`` (seconds since the epoch)."""
+        """Return whether the rule is in force at ``now`` (seconds since the epoch)."""
         return any(begin <= now < end for begin, end in self.times(now, now))
 
 
@@ -66,9 +67,9 @@ def in_force(rules: Sequence[RuleTimes], now: float) -> tuple[int, ...]:
 def changes(
     rules: Sequence[RuleTimes], since: float, until: float
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield each instant after ``since``, up to ``until``, at which other rules come into force.
+    """Yield each instant after ``since``, up to ``until``, at which the rules in force change.
 
-    With the indices of those that are in force from then on.
+    Each comes with the indices of the rules that are in force from then on.
     """
     steps: dict[int, list[tuple[int, int]]] = {}
     count = [0] * len(rules)
@@ -90,7 +91,7 @@ def changes(
 
 
 def next_change(rules: Sequence[RuleTimes], now: float) -> tuple[int, tuple[int, ...]] | None:
-    """Return when other rules come into force after ``now``, and which; None if never."""
+    """Return when the rules in force change after ``now``, and to which; None if never."""
     return next(changes(rules, now, now + HORIZON), None)
 
 
@@ -100,8 +101,8 @@ def instant(day: date, minute: int, zone: tzinfo) -> int:
     wall = datetime.combine(day, time()) + timedelta(minutes=minute)
     before, after = (int(wall.replace(tzinfo=zone, fold=fold).timestamp()) for fold in (0, 1))
     if before <= after:
-        return before  # the first of two, if the clock shows it twice
-    # The clock skips it: the jump is between the two readings of it (see PEP 495).
+        return before  # if the clock shows the time twice, this is the first instant
+    # The clock skips the time: the jump is between its two readings (see PEP 495).
     early, late = after, before
     while late - early > 1:
         middle = (early + late) // 2

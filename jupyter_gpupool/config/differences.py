@@ -25,13 +25,14 @@ from .settings import BrokerSettings
 #: Options with names of users: a broker shows them only to its admins.
 PRIVATE = ("quotas", "admins", "groups", "schedules")
 
-#: Options for finding the broker; they do not change how it works.
+#: Options that only say where the broker is; they do not change its work.
 _ASIDE = ("socket",)
 
 #: Most options that one sentence names.
 _MOST = 4
 
-#: Characters of a value in a sentence; ``check-config`` shows what differs within a longer one.
+#: Most characters of a value in a sentence. For longer values ``check-config`` shows the
+#: difference.
 _LONGEST = 100
 
 
@@ -40,7 +41,7 @@ _LOGGED: set[str] = set()
 
 
 def not_logged(text: str) -> bool:
-    """Return whether ``text`` is new in this process's log; true once for each text.
+    """Return True the first time that this process gets ``text``, so that it is logged only once.
 
     The provisioner and the server extension both notice the same difference.
     """
@@ -62,7 +63,7 @@ class Difference:
 
 
 def shown(settings: BrokerSettings, *, private: bool) -> dict[str, Any]:
-    """Return the part of its configuration that a broker shows; ``private``: to its admins."""
+    """Return the part of a broker's configuration for users, or with ``private`` for admins."""
     hidden = [] if private else [*PRIVATE]
     return {
         "options": {k: v for k, v in settings.options.items() if k not in hidden},
@@ -72,7 +73,7 @@ def shown(settings: BrokerSettings, *, private: bool) -> dict[str, Any]:
 
 
 def differences(own: BrokerSettings, in_force: Mapping[str, Any]) -> list[Difference]:
-    """Return the options in which ``own`` differs from the broker's (:func:`shown`)."""
+    """Return the options whose values differ between ``own`` and the broker's (:func:`shown`)."""
     options, origins = in_force.get("options") or {}, in_force.get("origins") or {}
     aside = {*_ASIDE, *(in_force.get("hidden") or ())}
     known = GPUPool.class_traits(config=True)
@@ -97,7 +98,7 @@ def differences(own: BrokerSettings, in_force: Mapping[str, Any]) -> list[Differ
 def notice(
     section: Mapping[str, Any] | None, status: Mapping[str, Any], *, who: str = "This server"
 ) -> str:
-    """Return the notice for the user of ``who``; "" if the configurations agree.
+    """Return the notice about different configurations; "" if they agree.
 
     Parameters
     ----------
@@ -106,7 +107,7 @@ def notice(
     status:
         The broker's status, or the part of an answer with its ``config`` and ``broker``.
     who:
-        The beginning of the sentence.
+        The subject of the sentence, such as "This server".
     """
     in_force = status.get("config")
     if not in_force:

@@ -25,11 +25,11 @@ _DEVICES = re.compile(r"([0-9]*\.?[0-9]+)\s*(?:devices?|gpus?)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Who is in a group: users by name, those of Unix groups and Hub groups, or everybody else.
+    """Who is in a group: named users, members of Unix groups and Hub groups, or everybody else.
 
-    Where a user is in several groups, the one that names the user comes first, then one that has a
-    Unix group or a Hub group of the user's, then one for everybody; among equals the lower
-    ``order``, then the one that is written first.
+    If a user is in several groups, the group that names the user comes first, then a group with a
+    Unix group or a Hub group of the user, then the group for everybody. Among equals the group with
+    the lower ``order`` comes first, then the group that is written first.
     """
 
     users: tuple[str, ...] = ()
@@ -40,13 +40,13 @@ class Members:
 
     @property
     def asks(self) -> bool:
-        """Whether a directory of users must be asked who is in the group."""
+        """Whether the broker must ask a directory of users who is in the group."""
         return bool(self.unix_groups or self.hub_groups)
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """What ``c.GPUPool.groups`` says."""
+    """The value of ``c.GPUPool.groups``."""
 
     tree: Mapping[str, Group]
     members: Mapping[str, Members]
@@ -58,7 +58,7 @@ def groups_of(
     unix_groups: Iterable[str],
     hub_groups: Iterable[str] = (),
 ) -> tuple[str, ...]:
-    """Return the groups that ``user`` is in; the first one counts unless another is chosen."""
+    """Return the groups that ``user`` is in; the first counts unless the kernel chooses another."""
     found: list[tuple[int, float, int, str]] = []
     unix, hub = frozenset(unix_groups), frozenset(hub_groups)
     for place, (name, rule) in enumerate(members.items()):
@@ -83,7 +83,7 @@ def read_groups(value: Mapping[Any, Any]) -> Groups:
     Raises
     ------
     WrongValue
-        With every mistake that one group has by itself, each with the keys that lead to it.
+        With every mistake inside one group, each with the keys that lead to it.
     """
     faults: list[Fault] = []
     tree, members = {}, {}
@@ -198,7 +198,7 @@ def _read_weight(value: Any) -> float:
 
 
 def read_bytes(value: Any) -> int:
-    """Return the bytes of a size; a small number without a unit is taken for a mistake.
+    """Return the bytes of a size; refuse a small number without a unit as a likely mistake.
 
     Raises
     ------

@@ -41,19 +41,19 @@ _NAMES = (
 #: Our sections of a configuration file, and the class of each.
 _OURS = {"GPUPool": "the pool", "GPUPoolProvisioner": "the pool's provisioner"}
 
-#: Similarity from which a section's name counts as a misspelling of one of ours.
+#: Least likeness at which a section's name counts as a misspelling of one of our sections.
 _LIKENESS = 0.8
 
-#: The origin of what overrules every file.
+#: The origin of values that overrule every file.
 _COMMAND_LINE = "the command line"
 
 
 def load_settings(
     config_files: Sequence[Path] | None = None, overrides: Config | None = None
 ) -> BrokerSettings:
-    """Return the settings of this machine's (or user's) pool, without what schedules change.
+    """Return the settings of this machine's (or user's) pool while no schedule is in force.
 
-    See :func:`load_timetable`, of which this is the base.
+    This is ``base`` of the result of :func:`load_timetable`.
     """
     return load_timetable(config_files, overrides).base
 
@@ -67,20 +67,21 @@ def load_timetable(
 ) -> Timetable:
     """Return the settings of this machine's (or user's) pool at all times.
 
-    Read in this order, later values win: ``jupyter_config`` and ``jupyter_server_config``
-    (``.py``, then ``.json``) in each folder of ``jupyter --paths``, the one listed last first;
-    then ``config_files``; then ``overrides``, usually the command line's. Only the section
-    ``GPUPool`` counts. Unlike Jupyter Server, this does not search the working directory: a broker
-    may start in a folder of notebooks.
+    It reads these files in this order, and later values win: ``jupyter_config`` and
+    ``jupyter_server_config`` (``.py``, then ``.json``) in each folder of ``jupyter --paths``, from
+    the last listed to the first; then ``config_files``; then ``overrides``, usually the command
+    line's. Only the section ``GPUPool`` counts. Unlike Jupyter Server, this does not search the
+    working directory: a broker may start in a folder of notebooks.
 
     With ``only_given``, ``config_files`` and ``overrides`` alone are read. ``now`` (seconds since
-    the epoch) is the time from which on schedules are checked together.
+    the epoch) is the beginning of the year for which all schedules are checked.
 
     Raises
     ------
     WrongConfiguration
         For an unreadable file, an unknown name, a bad value, or values that contradict each other,
-        also by a schedule; it names each place, what is allowed, and the nearest valid name.
+        also while a schedule is in force. The error names each place, the allowed values, and the
+        nearest valid name.
     """
     merged = Config()
     read: list[Path] = []
@@ -124,7 +125,8 @@ def load_timetable(
         new: dict[str, Any] = {}
         for index in rules:
             for name, value in base.schedules[index].values.items():
-                # As read: the section may have a value that adds to that of another file.
+                # ``chosen`` has the final value; the section may only have an addition to another
+                # file's value.
                 new[name] = with_value(new.get(name, getattr(chosen, name)), value)
         config = Config({"GPUPool": {**merged.get("GPUPool", {}), **new}})
         found = wrong_values(config)
@@ -144,7 +146,7 @@ def load_timetable(
 
 
 class _Places:
-    """Where the values of options are written."""
+    """Finds the file and line where the value of an option is written."""
 
     def __init__(self, files: Sequence[str], origins: Mapping[str, str]) -> None:
         self._files = files
@@ -161,7 +163,8 @@ class _Places:
 def _note_origins(origins: dict[str, str], merged: Config, more: Config, origin: str) -> None:
     """Note ``origin`` for the options that ``more`` changes.
 
-    A server passes on all that it has read: a value that is also in a file keeps the file's name.
+    A server passes on its whole configuration, so a value that a file has too keeps the file's
+    name.
     """
     before = merged.get("GPUPool", {})
     for name, value in more.get("GPUPool", {}).items():
@@ -200,7 +203,8 @@ def wrong_values(config: Config, *, origin: str = "") -> list[Fault]:
             found.append(Fault("there is no such option.", hint, name))
             continue
         try:
-            # A copy: a read of ``c.GPUPool.admins.append(...)`` itself would end its merging.
+            # A copy, because reading a value such as ``c.GPUPool.admins.append(...)`` would end its
+            # merging.
             GPUPool(config=Config({"GPUPool": {name: deepcopy(value)}}))
         except (TraitError, ValueError, TypeError) as error:
             example = f"Example: {options[name].metadata['example']}"
@@ -216,7 +220,7 @@ def wrong_values(config: Config, *, origin: str = "") -> list[Fault]:
 
 
 def _reason(name: str, value: Any, error: Exception) -> str:
-    """Return the sentence for a bad value: from our check, else what the option allows."""
+    """Return the sentence for a bad value: that of our check, else one with the allowed values."""
     option = GPUPool.class_traits()[name]
     text = str(error)
     if isinstance(error, TraitError) and " trait of " not in text:
@@ -257,13 +261,13 @@ def _read(path: Path, *, required: bool) -> Config | None:
 
 
 def _meant(section: str) -> str:
-    """Return our section that ``section`` names or misspells; "" if none."""
+    """Return the name of our section that ``section`` is or misspells; "" if none."""
     near = {name.lower(): name for name in _OURS}
     return near.get(nearest(section.replace("_", "").lower(), near, likeness=_LIKENESS), "")
 
 
 def _one_line(error: Exception, path: Path) -> str:
-    """Return an error with the last line of the file at ``path`` that led to it."""
+    """Return an error as text, with the last line of the file at ``path`` that led to it."""
     number = error.lineno if isinstance(error, SyntaxError) else None
     for frame in traceback.extract_tb(error.__traceback__):
         if Path(frame.filename) == path and not isinstance(error, SyntaxError):

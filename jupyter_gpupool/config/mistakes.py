@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Mistakes in the configuration: what is wrong, where it is written, what to do; all at once."""
+"""Mistakes in the configuration: each says what is wrong, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Iterable, Sequence
 from ..errors import ConfigError
 from .places import line_of
 
-#: Mistakes that one message lists at most.
+#: Most mistakes that one message lists.
 MOST = 8
 
 #: A key of a dict, or an index of a list, inside the value of an option.
@@ -22,8 +22,8 @@ OptionKey = str | int
 class Fault:
     """One mistake.
 
-    ``option`` is the name after ``c.GPUPool.``, or "" where the mistake is about no option;
-    ``keys`` lead from its value to the place of the mistake.
+    ``option`` is the name after ``c.GPUPool.``, or "" if the mistake is not in an option; ``keys``
+    lead from the option's value to the place of the mistake.
     """
 
     message: str
@@ -36,7 +36,7 @@ class Fault:
 
     @property
     def place(self) -> str:
-        """Return where it is written: ``c.GPUPool.quotas['ada'] in FILE, line 3``."""
+        """Return where the mistake is: ``c.GPUPool.quotas['ada'] in FILE, line 3``."""
         name = f"c.GPUPool.{self.option}" if self.option else ""
         name += "".join(f"[{key!r}]" for key in self.keys)
         line = f", line {self.line}" if self.line else ""
@@ -51,14 +51,14 @@ class Fault:
         return f"{self.text} {self.next_step}".rstrip()
 
     def inside(self, *keys: OptionKey) -> Fault:
-        """Return the fault of a part that ``keys`` lead to."""
+        """Return the fault of a part as one of the whole; ``keys`` lead to the part."""
         return replace(self, keys=(*keys, *self.keys))
 
     def at(self, origins: Sequence[str]) -> Fault:
-        """Return the fault with the last of the files ``origins`` that has its place.
+        """Return the fault with its file: the last of the files ``origins`` that has its place.
 
-        The deeper a file goes into the place, the better; without a file that has it, the last
-        of ``origins`` is its origin.
+        A file that has more of the keys of the place wins. If no file has any, the last of
+        ``origins`` is the origin.
         """
         if self.origin or not origins:
             return self
@@ -73,7 +73,7 @@ class Fault:
 
 
 class WrongValue(ValueError):
-    """The value of an option has mistakes. Which option it is, the caller knows."""
+    """The value of an option has mistakes; the caller knows which option."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = (*faults,)

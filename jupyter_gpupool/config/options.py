@@ -53,7 +53,8 @@ from .settings import (
 )
 from .tree import check_groups
 
-#: Least seconds of one turn: the broker's timers and a kernel's polling take milliseconds.
+#: Shortest turn in seconds; shorter is useless, as the broker's timers and a kernel's polling take
+#: milliseconds.
 MIN_TURN = 0.01
 
 _POOL = PoolSettings()
@@ -89,7 +90,7 @@ def _reader(trait: object) -> Callable[[Any], Any] | None:
 
 
 def _choice(policy: Any, what: str, *, example: str, trait: Any = Enum) -> Any:
-    """Return an option that takes the values of a ``Literal``; the first is the default."""
+    """Return an option that takes the values of a ``Literal``; the first value is the default."""
     values = get_args(policy)
     return _option(
         trait(values, default_value=values[0]), what,
@@ -98,10 +99,10 @@ def _choice(policy: Any, what: str, *, example: str, trait: Any = Enum) -> Any:
 
 
 class _Overuse(Enum):  # type: ignore[type-arg]
-    """The policies for overuse; a configuration of an earlier version may have a third policy."""
+    """The policies for overuse; explains the refusal of a policy that earlier versions had."""
 
     def validate(self, obj: Any, value: Any) -> Any:
-        """Return ``value``, or report its replacement."""
+        """Return ``value``, or raise with the replacement of an old value."""
         if value == "suspend":
             raise TraitError(
                 "'suspend' is no longer a value: a kernel that goes around the guard can take "
@@ -134,17 +135,17 @@ class GPUPool(Configurable):
     attach = _choice(
         AttachPolicy,
         "When a kernel gets its slice: 'lazy' at its first CUDA call, 'cell' when a cell starts, "
-        "'manual' only on %gpu attach or %%gpu. 'lazy' needs the guard (see guard); where no GPU "
-        "of the pool has passed the guard's self-test it acts as 'cell', and `jupyter gpupool "
-        "doctor` says why.",
+        "'manual' only on %gpu attach or %%gpu. 'lazy' needs the guard (see guard); if no GPU of "
+        "the pool has passed the guard's self-test, it acts as 'cell', and `jupyter gpupool "
+        "doctor` shows the reason.",
         example='attach = "manual"',
     )
     guard = _option(
         Bool(True),
         "Start kernels under the guard, a library between them and the CUDA driver: it holds their "
-        "CUDA calls while they have no slice, and refuses allocations beyond it as the driver "
-        "would. A limit for well-behaved programs, not a security boundary. Without it nothing "
-        "enforces a slice, and 'lazy' acts as 'cell'.",
+        "CUDA calls while they have no slice, and refuses allocations beyond the slice as the "
+        "driver would. This is a limit for well-behaved programs, not a security boundary. Without "
+        "it nothing enforces a slice, and 'lazy' acts as 'cell'.",
         unit="True or False",
         default="True",
         example="guard = False",
@@ -161,8 +162,8 @@ class GPUPool(Configurable):
     )
     default_memory = _option(
         Size(_POOL.default_memory),
-        "Guaranteed device memory of a kernel that does not ask, with its CUDA context. At most "
-        "the size of the largest GPU, and max_memory_per_kernel.",
+        "Guaranteed device memory of a kernel that asks for no size, with its CUDA context. At "
+        "most the size of the largest GPU, and max_memory_per_kernel.",
         unit="bytes, or text such as '4GiB'",
         default="4 GiB",
         example='default_memory = "6GiB"',
@@ -170,11 +171,11 @@ class GPUPool(Configurable):
     default_limit = _option(
         Size(None, allow_none=True),
         "A kernel that names no limit may grow beyond its guarantee to this device memory, while "
-        "the GPU has free memory. What it has grown by is the first to go once another kernel "
-        "needs what it is guaranteed, if need be by a suspend in the middle of a cell. Only "
+        "the GPU has free memory. Once another kernel needs its own guaranteed memory, the pool "
+        "first takes back such growth, if necessary by a suspend during a cell. Only "
         "kernels under the guard can grow; without it a slice keeps the size that it has at "
-        "attach. Programs that take all free memory at their start (vLLM) should name a limit: "
-        "else they take turns on a GPU that they could share.",
+        "attach. Programs that take all free memory at their start (vLLM) should name a limit. "
+        "Otherwise they take turns on a GPU that they could share.",
         unit="bytes, or text such as '12GiB'",
         default="None (the whole GPU)",
         example='default_limit = "12GiB"',
@@ -199,21 +200,21 @@ class GPUPool(Configurable):
     )
     groups = _option(
         Dict(),
-        "Groups of users, by name, and what each gets of the pool. Three keys say who belongs to "
-        "a group: users is a list of names, or '*' for all users that are in no other group; "
-        "unix_groups and hub_groups are lists. guarantee is what the group gets back at once from "
-        "those who borrow it. cap is the most that the group may have. Both are per cent of the "
-        "pool's memory, devices, or a size. weight divides what is left over: a group of weight 2 "
-        "gets twice as much of it as one of weight 1, the default. parent names the group that "
-        "contains this one. gpu_seconds_per_day is a budget: GPU-seconds, or text such as '8h', or "
-        "a dict. The dict has seconds; rule ('window', the default, renews all of it at one time "
-        "of the day; 'refill' renews a little of it all the time); renews (that time in UTC, "
-        "'00:00'); and then, which says what happens at its end ('borrow', the default: the group "
-        "gets only what no other session wants; 'refuse': it gets no new slice either; 'stop': "
-        "the pool suspends its running kernels as well). A user belongs to the group that names "
-        "the user. If no group does, one with a Unix group or a Hub group of the user counts, and "
-        "then the group for everybody. If several groups count, the one with the lower order "
-        "wins. A kernel may choose another group that its user belongs to.",
+        "Groups of users, by name, and what each gets of the pool. Three keys say who belongs to a "
+        "group: users is a list of names, or '*' for all users that are in no other group; "
+        "unix_groups and hub_groups are lists. guarantee is the memory that the group gets back at "
+        "once from groups that borrow it. cap is the most memory that the group may have. Both are "
+        "per cent of the pool's memory, devices, or a size. weight divides the rest: a group of "
+        "weight 2 gets twice as much of it as a group of weight 1, the default. parent names the "
+        "group that contains this one. gpu_seconds_per_day is a budget: GPU-seconds, or text such "
+        "as '8h', or a dict. The dict has seconds; rule ('window', the default, renews the whole "
+        "budget at one time of the day; 'refill' renews a little of it continuously); renews (that "
+        "time in UTC, '00:00'); and then, which says what happens when the budget is used up "
+        "('borrow', the default: the group gets only memory that no other session wants; 'refuse': "
+        "it gets no new slice; 'stop': the pool also suspends its running kernels). A user belongs "
+        "to the group that names the user. If no group does, one with a Unix group or a Hub group "
+        "of the user counts, and then the group for everybody. If several groups count, the one "
+        "with the lower order wins. A kernel may choose another group that its user belongs to.",
         unit="dict of group name to dict",
         default="{} (no groups)",
         example='groups = {"lab": {"guarantee": "60%", "users": ["ada"]}, "rest": {"users": "*"}}',
@@ -241,16 +242,16 @@ class GPUPool(Configurable):
     )
     cluster_agent = _option(
         Unicode("gpupool"),
-        "The user whose process connects this broker to the ledger of cluster_nodes; besides root "
-        "and the broker's own user. It may lend limits to this machine and nothing else.",
+        "The user whose process connects this broker to the ledger of cluster_nodes; root and the "
+        "broker's own user are always allowed. The process can only lend limits to this machine.",
         unit="name of a user",
         default="'gpupool'",
         example='cluster_agent = "gpupool"',
     )
     cluster_identity = _option(
         Unicode(""),
-        "How this machine's broker identifies users whose servers run on other machines of "
-        "cluster_nodes, and starts kernels for them: 'munge' (Debian's package munge), "
+        "How this machine's broker identifies users for whom it starts kernels, and whose servers "
+        "run on other machines of cluster_nodes: 'munge' (Debian's package munge), "
         "'munge:/path' for another socket of its daemon, or the address of a JupyterHub's API, "
         "whose tokens then count. Without it this machine runs no kernels of other machines.",
         unit="'munge', 'munge:/path', or a URL",
@@ -270,7 +271,7 @@ class GPUPool(Configurable):
         Int(1000),
         "The least user id for which this machine's broker starts kernels of servers on other "
         "machines: ids below belong to services of the system, and a JupyterHub's user may have "
-        "the name of one. It never starts one for root.",
+        "the name of one. The broker never starts a kernel for root.",
         unit="user id, 1 at least",
         default="1000",
         example="cluster_min_uid = 500",
@@ -278,9 +279,9 @@ class GPUPool(Configurable):
     )
     cluster_data = _option(
         List(Unicode()),
-        "Folders on this machine's own disks, with data that other machines of cluster_nodes lack. "
-        "Among machines with room and queues alike, a kernel that works below one of them starts "
-        "here. All users of the cluster can read the list.",
+        "Folders on this machine's own disks, with data that other machines of cluster_nodes "
+        "lack. A kernel that works below one of these folders starts here, if no other machine "
+        "has more room or a shorter queue. All users of the cluster can read the list.",
         unit="list of at most 8 absolute paths",
         default="[] (all data is on file systems that the machines share)",
         example='cluster_data = ["/scratch/imagenet"]',
@@ -307,8 +308,7 @@ class GPUPool(Configurable):
         "A function that gets the name of a user and returns the names of the user's groups in "
         "JupyterHub, or in another directory that this machine does not know. The broker calls it "
         "in a thread, when a user opens a session, at most every five minutes for each user, and "
-        "after SIGHUP; if it fails, the groups that it named before count. A kernel cannot claim "
-        "one.",
+        "after SIGHUP; if it fails, its last result counts. A kernel cannot claim a group.",
         unit="function, in a Python configuration file",
         default="None (no user is in a Hub group)",
         example='hub_groups = lambda user: ["night"] if user in ("ada", "bob") else []',
@@ -316,20 +316,20 @@ class GPUPool(Configurable):
     )
     fair_share_half_life = _option(
         Seconds(_POOL.half_life, zero=True),
-        "What a user or a group has used counts half in the order of the queue after this long, a "
-        "quarter after twice as long, and so on. 0: what was used does not count.",
+        "The pool orders the queue by the use of users and groups. After this time their past use "
+        "counts half, after twice this time a quarter, and so on. 0: past use does not count.",
         unit="seconds, or text such as '8h'",
         default="28800 (8 hours)",
         example='fair_share_half_life = "2d"',
     )
     preempt = _option(
         List(Unicode(), default_value=sorted(_POOL.preempt)),
-        "The rules by which a kernel that computes may be suspended in the middle of a cell; it "
-        "loses nothing, waits as one of the queue, and goes on by itself. 'guarantee': it has more "
-        "than its group is guaranteed, for a group that has less; 'class': for a higher priority "
-        "class; 'turns': for an equal, when its time slice is over; 'burst': it has grown beyond "
-        "what it was guaranteed, for what another kernel is guaranteed. []: only idle kernels give "
-        "their slice up.",
+        "The rules by which the pool may suspend a computing kernel during a cell. The kernel "
+        "loses nothing, waits in the queue, and continues without any action. 'guarantee': its "
+        "group has more than its guarantee, and the waiting kernel's group has less; 'class': the "
+        "waiting kernel has a higher priority class; 'turns': the waiting kernel is equal, and "
+        "the time slice is over; 'burst': the kernel has grown beyond its guarantee, and another "
+        "kernel needs its own. []: only idle kernels give up their slice.",
         unit="list of 'burst', 'class', 'guarantee', 'turns'",
         default=repr(sorted(_POOL.preempt)),
         example='preempt = ["guarantee", "class"]',
@@ -339,14 +339,14 @@ class GPUPool(Configurable):
         Unsuspendable,
         "What happens to a kernel that the driver cannot suspend, or has failed to suspend three "
         "times in succession, or whose state is larger than its control group may hold, while "
-        "others wait for its slice: 'warn' tells its user, 'ask' tells and later asks the user to "
-        "end it, 'end' also ends it at last. See unsuspendable_after.",
+        "others wait for its slice: 'warn' warns its user, 'ask' also asks the user later to end "
+        "the kernel, 'end' also ends the kernel after that. See unsuspendable_after.",
         example='unsuspendable = "end"',
     )
     unsuspendable_after = _option(
         List(AnyTrait(), default_value=["1m", "10m", "1h"]),
-        "How long others wait for a kernel that cannot be suspended until its user is warned, "
-        "then asked to end it, and until the kernel is ended; see unsuspendable.",
+        "Three waiting times of other kernels, after which the broker warns the user of a kernel "
+        "that it cannot suspend, asks the user to end it, and ends it; see unsuspendable.",
         unit="list of three durations, each longer than the one before",
         default="['1m', '10m', '1h']",
         example='unsuspendable_after = ["5m", "30m", "8h"]',
@@ -354,13 +354,13 @@ class GPUPool(Configurable):
     )
     schedules = _option(
         List(AnyTrait()),
-        "What is different at some hours of some days. Each rule has a name, the options that it "
-        "sets (set), the days on which it begins (days, 'mon-fri' or 'sat, sun'; default: every "
-        "day), its hours ('20:00-08:00' ends the next morning; default: the whole day) and a "
+        "Other values of options for some hours of some days. Each rule has a name, the options "
+        "that it sets (set), the days on which it begins (days, 'mon-fri' or 'sat, sun'; default: "
+        "every day), its hours ('20:00-08:00' ends the next morning; default: the whole day) and a "
         "time_zone (default: the machine's). Of rules in force at the same time a later one wins. "
-        "A dict such as quotas or groups is merged key by key into what is there; everything else "
-        "is replaced. Not the options that count from the start of the broker on, and not who is "
-        "in which group.",
+        "A dict such as quotas or groups is merged key by key into the value in force; every other "
+        "value replaces it. A schedule cannot set options that need a restart of the broker, nor "
+        "who is in which group.",
         unit="list of dicts",
         default="[] (the same at all times)",
         example='schedules = [{"name": "night", "hours": "20:00-08:00", "set": {"linger": "1h"}}]',
@@ -368,8 +368,8 @@ class GPUPool(Configurable):
     )
     max_sessions_per_user = _option(
         Int(256),
-        "Kernels that one user may have in the pool, with a slice or without. This is not "
-        "a quota of GPUs: it bounds the broker's work for one user.",
+        "The most kernels that one user may have in the pool, with a slice or without. This is "
+        "not a quota of GPUs: it limits the broker's work for one user.",
         unit="whole number, 1 at least",
         default="256",
         example="max_sessions_per_user = 50",
@@ -385,16 +385,17 @@ class GPUPool(Configurable):
     )
     default_priority = _option(
         Unicode(_POOL.default_priority),
-        "Priority class of a kernel that does not ask for one.",
+        "Priority class of a kernel that asks for no class.",
         unit="name in priority_classes",
         default="'notebook'",
         example='default_priority = "interactive"',
     )
     classes_allowed = _option(
         List(Unicode(), default_value=None, allow_none=True),
-        "Priority classes whose kernels may have a slice; mostly set by schedules, such as batch "
-        "work at night only. Kernels of other classes are suspended, in the middle of a cell if "
-        "need be, and wait; they lose nothing and go on by themselves.",
+        "Priority classes whose kernels may have a slice. Mostly schedules set this, for example "
+        "to run batch work only at night. The pool suspends kernels of other classes, if "
+        "necessary during a cell. They lose nothing, and continue when their class is allowed "
+        "again.",
         unit="list of names in priority_classes",
         default="None (all)",
         example='classes_allowed = ["interactive", "notebook"]',
@@ -447,8 +448,8 @@ class GPUPool(Configurable):
     )
     host_memory = _option(
         AnyTrait("50%"),
-        "Host memory that suspended kernels may take in all. A percentage counts from the "
-        "machine's memory, or from the broker's cgroup limit if that is less.",
+        "Host memory that all suspended kernels together may take. A percentage refers to the "
+        "machine's memory, or to the broker's cgroup limit if that is less.",
         unit="bytes, text such as '64GiB', or per cent such as '50%'",
         default="'50%'",
         example='host_memory = "64GiB"',
@@ -457,10 +458,10 @@ class GPUPool(Configurable):
     host_reserve = _option(
         AnyTrait("10%"),
         "Host memory that a suspend leaves free, of the machine and of each control group "
-        "(cgroup) above the kernel. A percentage counts from each of these limits. It is at least "
+        "(cgroup) above the kernel. A percentage refers to each of these limits. It gives at least "
         "1 GiB, but at most a quarter of a small limit; a size is also at most a quarter of a "
-        "control group. If less is free while kernels are suspended, the largest suspended state "
-        "that has room on a GPU goes back there, and its user gets a warning.",
+        "control group. If less is free while kernels are suspended, the broker moves the largest "
+        "suspended state that has room on a GPU back to the GPU, and warns its user.",
         unit="bytes, text such as '4GiB', or per cent such as '10%'; 0 for none",
         default="'10%'",
         example='host_reserve = "8GiB"',
@@ -488,9 +489,10 @@ class GPUPool(Configurable):
     )
     retest_after = _option(
         Seconds(60.0, zero=True),
-        "A GPU that is out of service for a failure (an Xid, a self-test) is tested again after so "
-        "long, and after twice as long each time it fails again, an hour at most. It is in "
-        "service again when it passes. 0: only on `jupyter gpupool doctor --retest`.",
+        "The broker tests a GPU that is out of service because of a failure (an Xid, a self-test) "
+        "again after this time. The time doubles after each failed test, up to an hour. A GPU "
+        "that passes is in service again. 0: the broker tests only on `jupyter gpupool doctor "
+        "--retest`.",
         unit="seconds, or text such as '5m'",
         default="60",
         example='retest_after = "5m"',
@@ -538,7 +540,8 @@ class GPUPool(Configurable):
         Unicode(""),
         "The Python that runs the broker's device processes: its environment has NVIDIA's packages "
         "(cuda-core, cuda-bindings, nvidia-ml-py), which no other part of the pool needs. "
-        "`jupyter gpupool install-devices` makes one that the broker finds by itself.",
+        "`jupyter gpupool install-devices` makes an environment that the broker finds without "
+        "this option.",
         unit="absolute path",
         default="'' (the one of install-devices, else the broker's own Python)",
         example='device_python = "/opt/gpupool/devices/bin/python"',
@@ -547,9 +550,9 @@ class GPUPool(Configurable):
     )
     state_dir = _option(
         Unicode(""),
-        "Folder of the broker's journal, one for each machine. On a network file system (NFS, SMB, "
-        "Lustre, FUSE and the like) a journal is not safe: it is in /var/tmp/gpupool-UID then, and "
-        "the log and `jupyter gpupool doctor` say so.",
+        "Folder of the broker's journal, one for each machine. A journal is not safe on a network "
+        "file system (NFS, SMB, Lustre, FUSE and the like). The broker then uses "
+        "/var/tmp/gpupool-UID, and reports this in its log and in `jupyter gpupool doctor`.",
         unit="absolute path",
         default="'' (root: /var/lib/gpupool; others: ~/.local/state/gpupool)",
         example='state_dir = "/var/lib/gpupool"',
@@ -558,15 +561,16 @@ class GPUPool(Configurable):
     )
     journal_size = _option(
         Size(256 << 20, least=1 << 20),
-        "Disk space of the journal, from which reports and timelines are drawn: the oldest rows "
-        "are dropped beyond it, and beyond 500,000. Its write-ahead log takes about 16 MiB more.",
+        "Disk space of the journal, from which reports and timelines are made. The broker drops "
+        "the oldest rows beyond this size, and beyond 500,000 rows. Its write-ahead log takes "
+        "about 16 MiB more.",
         unit="bytes, or text such as '1GiB'; 1 MiB at least",
         default="256 MiB",
         example='journal_size = "1GiB"',
     )
     sample_interval = _option(
         Seconds(1.0),
-        "How often device and host memory are read.",
+        "How often the broker reads device and host memory.",
         unit="seconds",
         default="1",
         example="sample_interval = 2",
@@ -599,8 +603,8 @@ class GPUPool(Configurable):
     user_sockets = _option(
         Bool(False),
         "Serve kernels in containers: one socket in each folder users/NAME that root, Docker or "
-        "the kubelet makes beside the machine's socket. A container that has the folder is one of "
-        "the user NAME. Only the machine's broker has these sockets.",
+        "the kubelet makes beside the machine's socket. Processes in a container that has the "
+        "folder count as processes of the user NAME. Only the machine's broker has these sockets.",
         unit="True or False",
         default="False",
         example="user_sockets = True",
@@ -618,7 +622,8 @@ class GPUPool(Configurable):
 
     @validate(*[name for name, trait in vars().items() if _reader(trait)])
     def _check_one(self, proposal: Mapping[str, Any]) -> Any:
-        # Raises for a bad value, but keeps the admin's text: ``settings`` reads it.
+        # Refuses a bad value, but keeps the admin's text, because ``settings`` reads that text
+        # later.
         try:
             proposal["trait"].metadata["read"](proposal["value"])
         except ValueError as error:
@@ -635,12 +640,12 @@ class GPUPool(Configurable):
         host_total:
             Bytes of host memory, for percentages; None: read from the machine.
         environ:
-            Where ``GPUPOOL_EMULATE`` is looked up; None: ``os.environ``.
+            The environment that may have ``GPUPOOL_EMULATE``; None: ``os.environ``.
 
         Raises
         ------
         ConfigError
-            If values that are valid alone contradict each other.
+            If values contradict each other, although each of them is valid.
         """
         total = Host().total() if host_total is None else host_total
         faults: list[Fault] = []
@@ -683,12 +688,12 @@ class GPUPool(Configurable):
     def _check_hub(self, members: Mapping[str, Members]) -> Iterator[Fault]:
         for name, rule in members.items():
             if rule.hub_groups and self.hub_groups is None:
-                text = "Nothing tells who is in a Hub group: c.GPUPool.hub_groups is not set."
+                text = "Hub groups have no known members: c.GPUPool.hub_groups is not set."
                 step = "Set it to a function, or remove these groups."
                 yield Fault(text, step, "groups", (name, "hub_groups"))
 
     def _check_cluster(self, groups: Mapping[str, Group]) -> Iterator[Fault]:
-        """Yield the caps that mean something else on each machine."""
+        """Yield a fault for each cap that has a different size on each machine."""
         for name, group in groups.items() if self.cluster_nodes else ():
             if group.cap is not None and group.cap.bytes is None:
                 text = "A cap that all machines of a cluster share must be a size."
@@ -699,19 +704,19 @@ class GPUPool(Configurable):
             hint = did_you_mean(
                 self.default_priority, classes, then=f"Allowed are {one_of(classes)}."
             )
-            text = f"{self.default_priority!r} is no priority class."
+            text = f"{self.default_priority!r} is not a priority class."
             faults.append(Fault(text, hint, "default_priority"))
         for index, name in enumerate(self.classes_allowed or ()):
             if name not in classes:
                 hint = did_you_mean(name, classes, then=f"Allowed are {one_of(classes)}.")
-                text = f"{name!r} is no priority class."
+                text = f"{name!r} is not a priority class."
                 faults.append(Fault(text, hint, "classes_allowed", (index,)))
 
     def _check_sizes(self, faults: list[Fault]) -> None:
-        """Add a fault where the limit is below the memory, or either above what a kernel may ask.
+        """Add a fault if the limit is below the memory, or one of them above a kernel's maximum.
 
-        Without ``default_limit`` only the memory counts: a limit that nobody has named is cut to
-        ``max_memory_per_kernel`` for each kernel.
+        Without ``default_limit`` only the memory counts: each kernel's limit is then at most
+        ``max_memory_per_kernel``.
         """
         memory, limit, most = self.default_memory, self.default_limit, self.max_memory_per_kernel
         if limit is not None and limit < memory:
@@ -748,7 +753,7 @@ class GPUPool(Configurable):
 
 
 def _plain(value: Any) -> str:
-    """Return what stands for a value in JSON; for a function, the same in every process."""
+    """Return the JSON text for a value; for a function, a text that is equal in every process."""
     return f"function {value.__qualname__}" if hasattr(value, "__qualname__") else str(value)
 
 

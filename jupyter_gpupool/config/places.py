@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The line of a configuration file on which a value is written, found in its syntax tree.
 
-Nothing is executed. A value that a file computes has the line of the option that it is assigned
-to, or of the deepest part that is written out.
+Nothing is executed. If the file computes the value, the line is that of the assignment, or of the
+innermost key that the file spells out.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import ast
 from pathlib import Path
 from typing import Iterator, Mapping, Sequence
 
-#: How far a value is written out (1: its option is there, and no key), and the line.
+#: How many of the names a place has (see :func:`line_of`), and its line.
 _DepthAndLine = tuple[int, int | None]
 
 
 def line_of(path: Path, names: Sequence[str | int]) -> tuple[int, int | None]:
-    """Return how many of ``names`` the file ``path`` has, and the line of the last of these.
+    """Return how many of ``names`` the file ``path`` contains, and the line of the last of these.
 
     ``names`` are the section (``"GPUPool"``), the option, and keys inside its value. (0, None) if
-    the file has not even the section, or cannot be read.
+    the file lacks the section or cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        # JSON is close enough to a literal of Python: true, false and null are names.
+        # Python's parser reads JSON, too: it takes true, false and null for names.
         mode = "eval" if path.suffix == ".json" else "exec"
         tree = ast.parse(text, mode=mode)
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
@@ -50,7 +50,7 @@ def line_of(path: Path, names: Sequence[str | int]) -> tuple[int, int | None]:
 def _in_statement(
     node: ast.AST, names: Sequence[str | int], variables: Mapping[str, ast.expr]
 ) -> Iterator[_DepthAndLine]:
-    """Yield what an assignment, or a call such as ``c.GPUPool.quotas.update({})``, has of it."""
+    """Yield the places in an assignment, or a call such as ``c.GPUPool.quotas.update({})``."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             chain = _chain(target)
@@ -93,7 +93,7 @@ def _descend(
     variables: Mapping[str, ast.expr],
     here: _DepthAndLine,
 ) -> _DepthAndLine:
-    """Return how deep ``names`` lead into ``node``, and the line there."""
+    """Return how many of ``names`` exist inside ``node``, and the line of the last of these."""
     for _ in range(len(variables) + 1):
         if not isinstance(node, ast.Name) or node.id not in variables:
             break

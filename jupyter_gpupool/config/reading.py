@@ -24,20 +24,21 @@ from ..units import parse_bytes, parse_seconds
 from .grouping import read_bytes, read_daily
 from .mistakes import Fault, WrongValue
 
-#: The groups of a user, by the user's name.
+#: Returns the Hub groups of the user with this name.
 HubGroups = Callable[[str], Iterable[str]]
 
-#: What an option calls a field of a quota, where it has another name.
+#: Keys of the option whose names differ from the fields of a quota.
 _QUOTA_FIELDS = {"gpu_seconds_per_day": "daily"}
 QUOTA_KEYS = tuple(
     {field: key for key, field in _QUOTA_FIELDS.items()}.get(f.name, f.name) for f in fields(Quota)
 )
 
-#: A reserve that is a share has at least so many bytes, but at most this part of a small limit.
+#: A reserve given as a share has at least this many bytes, but at most one fourth of a small limit.
 LEAST_RESERVE, MOST_RESERVE_PART = 1 << 30, 4
 
 
-#: Most folders of ``cluster_data``, and characters of each: every report of a machine has them.
+#: Most folders of ``cluster_data``, and most characters of each; each report of a machine contains
+#: them all.
 MOST_FOLDERS, MOST_PATH = 8, 200
 
 
@@ -328,7 +329,7 @@ def read_uid(value: Any) -> int:
 
 
 def read_folders(value: Sequence[str]) -> tuple[str, ...]:
-    """Return absolute paths that a report of this machine has room for."""
+    """Return absolute paths, few and short enough for the reports of this machine."""
     if len(value) > MOST_FOLDERS:
         raise ValueError(f"There are {len(value)} folders. Write at most {MOST_FOLDERS}.")
     found = tuple(os.path.normpath(read_path(one)) for one in value)

@@ -19,7 +19,7 @@ from .mistakes import Fault, OptionKey, WrongValue
 
 KEYS = ("name", "days", "hours", "time_zone", "set")
 
-#: Of a key without a default.
+#: Marks a key without a default.
 _NEEDED = object()
 
 DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
@@ -38,7 +38,7 @@ class Schedule:
     """A rule, and the options that it sets, as they are written."""
 
     rule: RuleTimes
-    #: The name of its time zone, and its days and hours as they are written, for people.
+    #: The name of its time zone, and its days and hours as the admin wrote them, for messages.
     zone: str
     written: str
     values: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Schedule:
 
 
 def read_schedules(value: Sequence[Any]) -> tuple[Schedule, ...]:
-    """Return ``c.GPUPool.schedules`` as values; what they set is not checked here.
+    """Return ``c.GPUPool.schedules`` as values; does not check the options that they set.
 
     Raises
     ------
@@ -124,7 +124,7 @@ def _read_set(value: Any) -> Mapping[str, Any]:
 
 
 def _parts(value: Any, what: str) -> list[str]:
-    """Return the parts of a list, or of text with commas."""
+    """Return the items of a list, or of text with commas."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or not parts:
         raise ValueError(f"{value!r} is not {what}")
@@ -218,7 +218,7 @@ def machine_zone() -> tuple[tzinfo, str]:
 
 
 def with_value(old: Any, new: Any) -> Any:
-    """Return what an option has when a schedule sets ``new``: dicts are merged key by key."""
+    """Return the value of an option when a schedule sets ``new``: dicts are merged key by key."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new
     return {**old, **{key: with_value(old.get(key), value) for key, value in new.items()}}
@@ -227,10 +227,10 @@ def with_value(old: Any, new: Any) -> Any:
 def wrong_settings(
     schedules: Sequence[Schedule], known: Iterable[str], fixed: Iterable[str], groups: Iterable[str]
 ) -> list[Fault]:
-    """Return the options that schedules set and cannot set.
+    """Return a fault for each value that a schedule sets, but cannot set.
 
-    ``known`` are all options, ``fixed`` those that count from the start of the broker on,
-    ``groups`` the names of all groups.
+    ``known`` are all options, ``fixed`` those that need a restart of the broker, ``groups`` the
+    names of all groups.
     """
     faults: list[Fault] = []
 

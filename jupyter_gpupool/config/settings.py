@@ -32,7 +32,7 @@ class BrokerSettings:
     """
 
     pool: PoolSettings
-    #: As configured; :func:`usable_attach` returns the policy that these devices allow.
+    #: The configured policy; :func:`usable_attach` returns the policy that these devices allow.
     attach: AttachPolicy
     guard: bool
     allow_unguarded: bool
@@ -43,9 +43,9 @@ class BrokerSettings:
     overuse: OverusePolicy
     emulate: str
     devices: tuple[str, ...] | None
-    #: As configured; "": :func:`jupyter_gpupool.endpoint.find_socket` decides.
+    #: The configured socket; "": :func:`jupyter_gpupool.endpoint.find_socket` decides.
     socket: str
-    #: "": the broker searches for it.
+    #: The Python of the device processes; "": the broker searches for one.
     device_python: str
     state_dir: Path
     journal_size: int
@@ -58,7 +58,7 @@ class BrokerSettings:
     user_sockets: bool
     admins: tuple[str, ...]
     host_reserve: HostReserve
-    #: The machines that share limits; (): this one alone.
+    #: The machines that share limits; () if this machine is in no cluster.
     cluster_nodes: tuple[str, ...] = ()
     cluster_node: str = ""
     cluster_agent: str = "gpupool"
@@ -71,7 +71,7 @@ class BrokerSettings:
     schedules: tuple[Schedule, ...] = ()
     #: Who is in each group of ``pool.groups``.
     members: Mapping[str, Members] = field(default_factory=dict)
-    #: Who is in which Hub group; None: nobody is.
+    #: Returns the Hub groups of a user; None: no user is in a Hub group.
     hub_groups: HubGroups | None = None
     #: Messages for the admin's log: settings whose effect differs from their text.
     notes: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class BrokerSettings:
 def usable_attach(
     policy: AttachPolicy, guarded: bool, reason: str = ""
 ) -> tuple[AttachPolicy, str]:
-    """Return the attach policy to use for a requested ``policy``, and why it differs.
+    """Return the attach policy to use for a requested ``policy``, and the reason if it differs.
 
     Parameters
     ----------
@@ -106,8 +106,8 @@ def usable_attach(
 
 
 def wrong_machine(text: str) -> str:
-    """Return why the machine ``text`` cannot be emulated, or ""."""
-    # Imported here: the emulator is not on the normal path.
+    """Return why the driver cannot emulate the machine ``text``, or ""."""
+    # Imported here, because most brokers do not need the emulator.
     from .. import emulation
 
     try:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The settings at every time: those of the files, and what schedules change in them."""
+"""The settings in force at any time: those of the files, changed by the schedules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .calendar import HORIZON, changes, in_force, next_change
 from .mistakes import Fault, OptionKey, WrongConfiguration
 from .settings import BrokerSettings
 
-#: Seconds for which the settings under all schedules are checked.
+#: The settings under all schedules are checked for this many seconds ahead.
 YEAR = 366 * 86400.0
 
 #: Indices of the rules that are in force together.
@@ -19,7 +19,7 @@ Rules = tuple[int, ...]
 
 
 class Timetable:
-    """The settings at every time. Pure: the caller says what time it is.
+    """The settings in force at any time. Pure: the caller passes the time.
 
     Parameters
     ----------
@@ -56,13 +56,13 @@ class Timetable:
         return self._made[rules]
 
     def next_change(self, now: float) -> tuple[int, Rules] | None:
-        """Return when other rules come into force after ``now``, and which; None if never."""
+        """Return when the rules in force change after ``now``, and to which; None if never."""
         return next_change(self._rules, now)
 
     def classes_open(self, now: float) -> dict[str, float]:
         """Return when each priority class that may not run at ``now`` may run again.
 
-        Without those that no schedule allows within :data:`~.calendar.HORIZON`.
+        Leaves out classes that no schedule allows within :data:`~.calendar.HORIZON`.
         """
         found: dict[str, float] = {}
         pool = self.under(self.rules(now)).pool
@@ -82,9 +82,9 @@ class Timetable:
         return tuple(self._rules[index].name for index in rules)
 
     def combinations(self, now: float) -> list[Rules]:
-        """Return all rules that are in force together within a year, first those at ``now``."""
+        """Return each set of rules in force together within a year, first the set at ``now``."""
         day = now // 86400
-        if self._combinations[0] != day:  # tens of milliseconds, and the broker asks again
+        if self._combinations[0] != day:  # changes() takes tens of milliseconds
             found = (rules for _, rules in changes(self._rules, now, now + YEAR))
             self._combinations = day, (*dict.fromkeys(found),)
         return [*dict.fromkeys([self.rules(now), *self._combinations[1]])]
@@ -92,10 +92,10 @@ class Timetable:
     def faults(
         self, now: float, check: Callable[[BrokerSettings], Sequence[Fault]] = lambda _: ()
     ) -> list[Fault]:
-        """Return the mistakes of all settings within a year, those of one kind once.
+        """Return the mistakes of all settings within a year, each only once.
 
-        ``check`` returns more mistakes of settings. A mistake that the settings without schedules
-        have is theirs; any other is placed in the last schedule that has a part in it.
+        ``check`` finds further mistakes in settings. A mistake that exists without schedules keeps
+        its place. Any other gets the place of the last schedule that sets a part of the value.
         """
         known = {(fault.option, fault.keys, fault.message): fault for fault in check(self.base)}
         for rules in filter(None, self.combinations(now)):
@@ -161,10 +161,10 @@ def _leaves(values: Mapping[Any, Any], above: tuple[Any, ...] = ()) -> Iterator[
 
 
 def _sets(values: Any, path: Sequence[Any]) -> bool:
-    """Return whether a schedule with ``values`` overrules the value at ``path`` of one before."""
+    """Return whether a schedule with ``values`` overrules an earlier one's value at ``path``."""
     for key in path:
         if not isinstance(values, Mapping):
-            return True  # it replaces all of the dict
+            return True  # the schedule replaces the whole dict
         if key not in values:
             return False
         values = values[key]
@@ -172,12 +172,12 @@ def _sets(values: Any, path: Sequence[Any]) -> bool:
 
 
 def _begun(fault: Fault) -> str:
-    """Return the message of a fault of an option; its first word may need the option's name."""
+    """Return the message of a fault, with the option's name before it if the fault has no keys."""
     return fault.message if fault.keys else f"c.GPUPool.{fault.option}: {fault.message}"
 
 
 def _written(values: Mapping[str, Any], path: Sequence[OptionKey]) -> tuple[OptionKey, ...]:
-    """Return the beginning of ``path`` that ``values`` have."""
+    """Return the part of ``path`` that exists in ``values``, from its beginning."""
     found: list[OptionKey] = []
     at: Any = values
     for key in path:

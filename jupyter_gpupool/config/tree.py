@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whether groups go together: their parents, their sizes, and who is in several of them.
+"""Whether groups contradict each other: their parents, their sizes, and users in several groups.
 
-Some mistakes show in the text alone: a cycle, guarantees that are 110 % together
-(:func:`check_groups`). Others need the machine: whether 3 devices are more than 200 GiB
-(:func:`check_sizes`).
+:func:`check_groups` finds mistakes for which the configuration is enough: a cycle, or guarantees
+that add up to 110 %. :func:`check_sizes` also needs the sizes of the GPUs, for example to compare 3
+devices with 200 GiB.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from ..units import format_bytes
 from .grouping import Groups, Members
 from .mistakes import Fault
 
-#: Bytes of a sum that rounding may add to it: percentages of a machine rarely are whole bytes.
+#: Rounding may add this many bytes to a sum, because percentages of a machine are rarely whole
+#: bytes.
 _ROUNDING = 1 << 20
 
 
 def check_groups(groups: Groups) -> list[Fault]:
-    """Return the groups that do not go together, whatever the machine."""
+    """Return the mistakes in groups that are mistakes on every machine."""
     tree = groups.tree
     faults = _wrong_parents(tree) or [
         fault for scale in _AS_WRITTEN for fault in _wrong_sizes(tree, scale)
@@ -33,7 +34,7 @@ def check_groups(groups: Groups) -> list[Fault]:
 
 
 def _wrong_parents(tree: Mapping[str, Group]) -> list[Fault]:
-    """Return the parents that are no groups, and the cycles."""
+    """Return a fault for each parent that is not a group, and for each cycle."""
     faults = [
         Fault(
             f"There is no group {group.parent!r}.",
@@ -67,7 +68,7 @@ def _wrong_parents(tree: Mapping[str, Group]) -> list[Fault]:
 
 
 def _order(members: Mapping[str, Members]) -> Iterator[Fault]:
-    """Yield the users and Unix groups whose group nothing decides."""
+    """Yield a fault for each user, Unix group and Hub group in two groups that nothing orders."""
     ways: list[tuple[str, str, Callable[[Members], Sequence[str]]]] = [
         ("users", "The user {} is", lambda rule: rule.users),
         ("unix_groups", "The Unix group {} is", lambda rule: rule.unix_groups),
@@ -96,13 +97,13 @@ def children(tree: Mapping[str, Group], parent: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """How portions are compared: their size, None where this scale has none, and as text."""
+    """How to compare portions: their size, or None if they have none on this scale, and text."""
 
     size: Callable[[Portion], float | None]
     text: Callable[[float], str]
-    #: Of the whole pool; None where nobody knows.
+    #: The size of the whole pool; None if it is unknown.
     whole: float | None
-    #: What has that much.
+    #: The subject and verb before the size of the whole pool in a message.
     where: str = ""
     tolerance: float = 1e-6
 
@@ -131,14 +132,14 @@ def _wrong_sizes(tree: Mapping[str, Group], scale: _Scale) -> Iterator[Fault]:
         return None if portion is None else scale.size(portion)
 
     def needs(name: str) -> float:
-        """Return what a group is guaranteed, or all in it together."""
+        """Return the guarantee of a group, or the sum of the guarantees of the groups in it."""
         own = size(tree[name].guarantee)
         return own if own is not None else sum(map(needs, children(tree, name)))
 
     def more(a: float | None, b: float | None) -> bool:
         return a is not None and b is not None and a > b + scale.tolerance
 
-    #: Groups with a guarantee that a cap above forbids: no sum with it needs another sentence.
+    #: Groups that contain a guarantee above a cap. It is reported already, so their sums are not.
     refused: set[str] = set()
     for name, group in tree.items():
         guarantee, cap = size(group.guarantee), size(group.cap)
@@ -202,7 +203,7 @@ def _wrong_sizes(tree: Mapping[str, Group], scale: _Scale) -> Iterator[Fault]:
 def _lowest_cap(
     tree: Mapping[str, Group], name: str, size: Callable[[Portion | None], float | None]
 ) -> tuple[str, float] | None:
-    """Return the group with the lowest cap from ``name`` up, and that cap."""
+    """Return the group with the lowest cap among ``name`` and the groups above it, and that cap."""
     found: list[tuple[float, str]] = []
     while name in tree:
         cap = size(tree[name].cap)
@@ -222,7 +223,7 @@ def written(portion: Portion) -> str:
 
 
 def _said(portion: Portion | None, scale: _Scale) -> str:
-    """Return a portion as written, and its size where that says more."""
+    """Return a portion as written, and its size if that is not the same text."""
     assert portion is not None
     size = scale.size(portion)
     text, shown = written(portion), "" if size is None else scale.text(size)

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Explains to the user a failure that the pool caused: the reason, and what to do.
 
-A refused CUDA call ends with a bare error code. The broker sends a sentence about it
-(``refused``); without that, the error's own text selects the line below it.
+A refused CUDA call ends with a bare error code. The broker sends a sentence about the refusal
+(``refused``); without one, the text of the error selects the line below the error.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def explain(
     if refused is not None:
         parts = [f"GPU pool: {sentence(refused.message)}"]
         if refused.what == "grow" and (refused.code == Code.LIMIT or not refused.next_step):
-            # The user may raise the kernel's own limit: name the command.
+            # The user may raise the kernel's own limit, so the line names the command.
             granted = _granted(link, figures)
             if figures is not None and figures.granted:
                 named = figures._replace(limit=0) if refused.code == Code.LIMIT else figures
-                parts.append(sentence(counted(named)))  # the refusal has named the limit
+                parts.append(sentence(counted(named)))  # the refusal already names the limit
             if granted:
                 parts.append(_what_to_type(link, granted, text))
             return " ".join(parts)
@@ -119,7 +119,7 @@ def tried_bytes(text: str) -> int:
 
 
 def advice(link: SessionLink, text: str, figures: MemoryFigures | None = None) -> str:
-    """Return the line to add under the error; ``figures`` are those that the guard counts."""
+    """Return the line to add under the error; ``figures`` are the bytes that the guard counts."""
     granted = _granted(link, figures)
     if not granted:
         return (
@@ -174,7 +174,7 @@ def _round_up(value: int) -> int:
 
 
 def no_broker(link: SessionLink, error: GPUPoolError) -> GPUPoolError:
-    """Return ``error`` (no broker can be used), with the way to start one if none runs."""
+    """Return ``error`` about a missing broker, with advice to start a broker if none runs."""
     named = str(link.path.with_suffix(".log")) in str(error)
     hint = "" if named else log_hint(link)
     if error.code in (Code.NO_BROKER, BrokerUnavailable.code):

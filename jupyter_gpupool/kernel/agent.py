@@ -37,7 +37,7 @@ class Agent:
         self.gate: CellGate | None = None
         self.visible: Visible | None = None
         environ = os.environ
-        # Removed, because it does not concern programs that this kernel starts.
+        # Removed from the environment, because programs that this kernel starts must not read it.
         self._no_session = environ.pop(NO_SESSION_VARIABLE, "")
         if environ.get(SESSION_VARIABLE) and getattr(shell, "kernel", None) is not None:
             guard = Guard(environ)
@@ -58,7 +58,8 @@ class Agent:
             self.gate = CellGate(shell, self.link, guard, FrameworkCaps(probe), interrupts)
             if guard.on:
                 self.visible = Visible(guard.devices)
-            # Removed, because it does not concern a server that the user starts in this kernel.
+            # Removed from the environment, because a server that the user starts here must not read
+            # it.
             notice = os.environ.pop(NOTICE_VARIABLE, "")
             if notice:
                 self.gate.notice(f"GPU pool: {notice}")
@@ -97,7 +98,7 @@ class Agent:
         return complete_gpu(shell, event, self.link.limits if self.link is not None else None)
 
     def _on_main_loop(self, run: Callable[[], None]) -> None:
-        # Looked up late: the kernel has no loop yet while extensions are loaded.
+        # Looked up only now, because the kernel has no loop while IPython loads extensions.
         self.shell.kernel.io_loop.add_callback(run)
 
     def _news(self) -> None:

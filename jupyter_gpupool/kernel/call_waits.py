@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a running cell shows while its CUDA calls wait, and when its slice was taken in its middle.
+"""What a running cell shows while its CUDA calls wait, and after a preemption.
 
-The cell may have printed something by then. ``clear_output`` would remove that, too: it is sent
-only if the request has published nothing but the line; otherwise the line becomes empty and stays
-where it is. That a slice was taken stays on show.
+The cell may have printed output before the wait. ``clear_output`` would remove that output, too. So
+the agent sends it only if the request has published nothing but the line; otherwise the line
+becomes empty and keeps its place. The text about a preemption stays visible.
 """
 
 from __future__ import annotations
@@ -45,28 +45,29 @@ class RunningRequest:
         #: This kernel's number of published outputs when the cell was last empty.
         self.before = before
         self.display: WaitDisplay | None = None
-        #: Whether a call of it has waited, and the kernel had no slice since.
+        #: Whether a CUDA call of this request has waited, and the kernel has had no slice since.
         self.waits = False
-        #: How often its slice was taken in its middle, why the last time and what helps, the
-        #: seconds without one, and since when (``time.monotonic()``) it has none now; 0.0: it has.
+        #: How often the pool took the slice during this request; the reason and the advice of the
+        #: last time; the seconds without a slice; and since when (``time.monotonic()``) there is
+        #: none, 0.0 if there is one.
         self.times = 0
         self.why = self.remedy = ""
         self.away = self.away_since = 0.0
 
     def preempted(self, why: str, remedy: str, since: float) -> None:
-        """Note that its slice was taken."""
+        """Note that the pool has taken the kernel's slice."""
         if not self.away_since:
             self.times += 1
             self.why, self.remedy, self.away_since = why, remedy, since
 
     def resumed(self) -> None:
-        """Note that it has a slice again."""
+        """Note that the kernel has a slice again."""
         if self.away_since:
             self.away += time.monotonic() - self.away_since
             self.away_since = 0.0
 
     def story(self, back: bool) -> str:
-        """Return what happened, for people; ``back``: it got a slice again."""
+        """Return the preemption in words; ``back``: the kernel got a slice again."""
         often = "" if self.times == 1 else f"{self.times} times, "
         end = "went on" if back else "ended before one was free again"
         return (
@@ -141,7 +142,8 @@ class CallWaits:
         """Check whether a call waits. Runs in the thread of the broker's pushes, so it is quick."""
         if self._stopped or not self._running:
             return
-        # Not in the watching thread: an interrupt may end the call before that thread runs.
+        # Noted here and not in the watching thread, because an interrupt may end the call before
+        # that thread runs.
         if self._guard.waiting() and (running := self._oldest()) is not None:
             running.waits = True
         if self._thread is None:
@@ -172,7 +174,7 @@ class CallWaits:
                     for running in list(self._running.values()):
                         running.waits = False
                 self._clear_all()
-                if now - quiet >= PATIENCE:  # a push may be faster than the page
+                if now - quiet >= PATIENCE:  # a broker's push may come before the page changes
                     return
             if self._news.wait(TICK):
                 self._news.clear()
@@ -192,7 +194,7 @@ class CallWaits:
             why, since = self._link.preempted, self._link.preempted_at
             preempted = bool(why) and running.begun <= since
             if not preempted and time.monotonic() - running.begun < PATIENCE:
-                return  # too young to wait so long: the last cell waited
+                return  # this wait began in an earlier cell
             if running.display is None:
                 name = f"gpupool-call-{running.parent['header']['msg_id']}"
                 publish = self._publisher(running)
@@ -219,7 +221,7 @@ class CallWaits:
                 if running.times:
                     display.leave(running.story(not self._link.preempted))
                 elif self._outputs == running.before + display.published:
-                    # Not through the thread's queue: later outputs in that queue must follow it.
+                    # Sent directly, because later outputs in the thread's queue must follow it.
                     self._kernel.session.send(
                         self._kernel.iopub_thread.socket,
                         "clear_output",
@@ -231,7 +233,7 @@ class CallWaits:
                 else:
                     display.empty()
 
-        # In the publishing thread, so that no output comes between the check and the clear.
+        # Runs in the publishing thread, so that no output comes between the check and the clear.
         self._kernel.iopub_thread.schedule(clear)
 
     def _publisher(self, running: RunningRequest) -> Callable[[str, dict[str, Any]], None]:

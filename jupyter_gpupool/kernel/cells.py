@@ -127,7 +127,7 @@ class CellGate:
             self.calls.uninstall()
 
     def news(self) -> None:
-        """Look at the link's state, which may have changed; called in any thread."""
+        """Update the waits after a possible change of the link's state; called in any thread."""
         if self.calls is not None:
             self.calls.news()
 
@@ -191,7 +191,7 @@ class CellGate:
     async def _run(
         self, code: str, silent: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run the code of a request, which need not wait any more."""
+        """Run the code of a request that no longer has to wait."""
         self._before_cell(silent)
         calls, refusals = self.calls, self.link.refusals
         key = calls.begin(silent) if calls is not None else 0
@@ -228,8 +228,8 @@ class CellGate:
         """Answer a tooltip without touching device memory that is in host memory now.
 
         Inspecting an object may compute its text, which for a tensor needs a copy from a device.
-        That would block the kernel, or crash it if the driver cannot wait, or bring back all of
-        the state for a tooltip.
+        That copy would block the kernel, crash it if the driver cannot wait, or bring the whole
+        state back only for a tooltip.
         """
         if not self._away():
             return await _result(self._originals["do_inspect"](*args, **kwargs))
@@ -242,7 +242,7 @@ class CellGate:
     async def do_complete(self, *args: Any, **kwargs: Any) -> Any:
         """Complete without evaluating properties while the device memory is in host memory.
 
-        Of IPython's ways to complete, only Jedi evaluates properties.
+        Only Jedi, one of IPython's methods of completion, evaluates properties.
         """
         completer: Any = self.shell.Completer
         jedi = getattr(completer, "use_jedi", False) and self._away()
@@ -279,7 +279,7 @@ class CellGate:
 
     @property
     def lazy(self) -> bool:
-        """Whether CUDA calls wait by themselves, so that requests need not."""
+        """Whether the guard makes CUDA calls wait, so that requests need no wait."""
         return self.link.policy == "lazy" and self.guard.on
 
     def _must_wait(self, plan: Admission) -> bool:
@@ -316,7 +316,7 @@ class CellGate:
                 display.clear()
 
     def _without_broker(self, explicit: bool) -> GPUPoolError | None:
-        """Decide about a cell without a broker: None lets it run without a slice."""
+        """Return None if a cell may run without a broker and a slice, or why it must not."""
         error = no_broker(self.link, self.link.unavailable())
         if self.link.suspended or explicit:
             why = (
@@ -354,26 +354,26 @@ class CellGate:
             try:
                 return self.link.drop(hold)
             except KeyboardInterrupt:
-                continue  # the cell has ended: a hold left behind would keep the slice
+                continue  # the cell has ended, and a forgotten hold would keep the slice
 
     def _over(self, key: object) -> None:
         while True:
             try:
                 return self.link.end_request(key)
             except KeyboardInterrupt:
-                continue  # a request left behind would let the kernel look busy
+                continue  # with a forgotten request the kernel would look busy
 
     def settle(self) -> None:
         """Set the visible devices and the framework caps for the lease that the session has."""
         slices = self.link.slices
         if slices != self._settled and slices:
-            self._settled = slices  # once for each lease: the user may narrow it afterwards
+            self._settled = slices  # only once for each lease: the user may narrow the list
             show_devices([s.device for s in slices])
         if not self.guard.on:  # the guard tells the frameworks the size of the slice
             self.caps.apply(slices)
 
     def request_changed(self) -> None:
-        """Do the same for a changed request, even before the session has a slice."""
+        """Set the visible devices after a change of the request, even before there is a slice."""
         self.settle()
         if not self.link.slices:
             show_devices(self.guard.devices())
@@ -385,7 +385,7 @@ class CellGate:
             self.publisher()("stream", {"name": "stderr", "text": "\n".join(notices) + "\n"})
 
     async def _after_cell(self, reply: Any, refusals: int, waits: bool) -> None:
-        """Add a line about an error that the pool caused; ``waits``: a call still waited."""
+        """Add a line about an error that the pool caused; ``waits``: a CUDA call still waited."""
         if not self.guard.on:
             self.caps.apply(self.link.slices)  # the cell may have imported torch
         if not isinstance(reply, dict) or reply.get("status") != "error":
@@ -401,7 +401,7 @@ class CellGate:
             self.publisher()("stream", {"name": "stderr", "text": line + "\n"})
 
     async def _word(self, refusals: int) -> None:
-        """Wait a moment for the broker to explain the refusal that has just ended a call."""
+        """Wait a moment for the broker's reason for the refusal that has just ended a CUDA call."""
         alarm = Alarm()
         deadline = time.monotonic() + WORD
         with self.interrupts.watch(alarm.ring):  # an interrupt must not reach the event loop
@@ -411,8 +411,9 @@ class CellGate:
     def publisher(self) -> Callable[[str, dict[str, Any]], None]:
         """Return a function that publishes outputs of the request now being handled.
 
-        It is bound to that request, because other messages may be handled while this one waits. It
-        bypasses ``display_pub``, because a wait's line belongs in no cell history or ``%%capture``.
+        The function is bound to that request, because the kernel may handle other messages while
+        the request waits. It bypasses ``display_pub``, because ``%%capture`` and the history must
+        not contain the line.
         """
         kernel = self.kernel
         parent = kernel.get_parent()
@@ -469,7 +470,7 @@ class RequestForOneCell:
     async def ask_for(self, asked: CellRequest, before: dict[str, Any]) -> None:
         """Change the request for one cell; put the fields that undo it into ``before``."""
         old = {name: self._link.request.get(name) for name in asked.fields}
-        # Before the answer: a broker may change the request and die.
+        # Noted before the answer, because a broker may change the request and then die.
         before.update({name: value for name, value in old.items() if value is not None})
         try:
             answer = await self._call("request", asked.fields)
@@ -479,7 +480,7 @@ class RequestForOneCell:
         self._link.note_request(answer)
         smallest = min((s.bytes for s in self._link.slices), default=0)
         if self._link.attached and not self._link.holds and smallest < asked.memory:
-            # Its GPU has too little room: detach, so that the cell waits for the new size.
+            # The kernel's GPU has too little room: detach, so that the cell waits for the new size.
             await self._call("release", {})
             await self._until_detached(asked.memory)
 
@@ -511,7 +512,7 @@ class RequestForOneCell:
             self._link.note_request(answer)
 
     async def broker_expected(self, at_least: float = 0.0) -> None:
-        """Wait for a broker that is expected back; a new kernel is still greeting its own."""
+        """Wait for a broker that will return, or that has not yet answered a new kernel's hello."""
         alarm = Alarm()
         begun = time.monotonic()
         with self._interrupts.watch(alarm.interrupt):
@@ -526,7 +527,7 @@ class RequestForOneCell:
     async def _call(
         self, kind: str, fields: Mapping[str, Any], *, repeat: bool = True
     ) -> Mapping[str, Any]:
-        """Send a request and return its answer, which comes soon.
+        """Send a request and return its answer; only for requests that the broker answers at once.
 
         If the broker dies before it answers, this asks the next one, unless told not to.
         """
@@ -550,8 +551,8 @@ class RequestForOneCell:
     async def _done(self, future: Future[Message]) -> bool:
         """Wait for an answer; return whether it came within ANSWER seconds.
 
-        An interrupt does not end this wait. Nor may it reach the event loop, which would end by a
-        KeyboardInterrupt.
+        An interrupt does not end this wait. It must not reach the event loop either, because a
+        KeyboardInterrupt would end the loop.
         """
         alarm = Alarm()
         with self._interrupts.watch(alarm.ring):

@@ -51,7 +51,7 @@ current_header: ContextVar[str] = ContextVar("gpupool_current_header", default="
 
 
 class CommandError(GPUPoolError):
-    """The text after ``%gpu`` is wrong; the message quotes it and shows what is possible."""
+    """The text after ``%gpu`` is wrong; the message quotes the text and shows valid forms."""
 
     code = Code.USAGE
 
@@ -73,7 +73,7 @@ class CellRequest:
 
 
 def is_gpu_only(code: str) -> bool:
-    """Return whether a cell has nothing but ``%gpu`` lines (and comments): it never waits."""
+    """Return whether a cell has only ``%gpu`` lines and comments; such cells never wait."""
     seen = False
     for line in code.splitlines():
         text = line.strip()
@@ -140,7 +140,7 @@ def parse_command(line: str, request: Mapping[str, Any]) -> GPUCommand:
     Raises
     ------
     CommandError
-        With one sentence on what was typed, and the nearest thing that can be typed.
+        With one sentence that quotes the text, and one with the nearest valid text.
     """
     words = line.split()
     if not words:
@@ -206,7 +206,7 @@ def _memory(words: list[str], request: Mapping[str, Any]) -> dict[str, Any]:
     if "limit" not in fields:
         old_memory, old_limit = request.get("memory"), request.get("limit")
         if isinstance(old_limit, int) and old_limit != old_memory:
-            fields["limit"] = max(old_limit, fields["memory"])  # keep the asked burst
+            fields["limit"] = max(old_limit, fields["memory"])  # the user's own limit
         else:
             fields["limit"] = fields["memory"]
     elif fields["limit"] < fields["memory"]:

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Shows the slice to libraries in this process: the visible devices, their own memory caps.
 
-No call here may be the first to initialise CUDA: a context takes device memory, and a kernel that
-computes on the CPU needs none just because a cell had a slice.
+No call here may initialise CUDA: a context takes device memory, and a kernel that only computes on
+the CPU needs no context.
 
 The guard corrects ``CUDA_VISIBLE_DEVICES`` at cuInit, in every language. But Python libraries also
 read it themselves, to count devices through NVML (``torch.cuda.device_count``), and child processes
@@ -24,8 +24,8 @@ from .holds import Slice
 #: ``CUDA_ERROR_NOT_INITIALIZED`` (cuda.h): cuInit has not been called in this process.
 NOT_INITIALIZED = 3
 
-#: Bytes of a grant left to the CUDA context and the libraries' own allocations when a framework's
-#: cap is set. An estimate: the size of a context differs by GPU and driver.
+#: Bytes of a grant that a framework's cap leaves to the CUDA context and the libraries' own
+#: allocations. An estimate: the size of a context differs by GPU and driver.
 CONTEXT_BYTES = 512 << 20
 
 #: Never cap a framework below this share of its grant: a small slice must stay usable.
@@ -50,7 +50,7 @@ class CudaProbe:
     def __call__(self) -> bool | None:
         """Return True or False; None if libcuda is loaded but gives no answer."""
         if self._initialised:
-            return True  # a process stays initialised
+            return True  # once initialised, a process stays so
         if self._library is None:
             try:
                 mode = os.RTLD_NOLOAD | os.RTLD_NOW
@@ -103,7 +103,7 @@ class FrameworkCaps:
         self.problem = ""
 
     def apply(self, slices: Sequence[Slice]) -> None:
-        """Set the caps that are not set yet for these slices. Cheap when nothing is new."""
+        """Set the caps that are not yet set for these slices. Cheap if nothing has changed."""
         wanted = tuple(slices)
         if not wanted:
             return
@@ -172,7 +172,7 @@ def corrected(text: str, devices: Sequence[str], ours: str) -> str | None:
         if place < 0:
             others = True
         elif str(place) in kept:
-            return None  # a device that is named twice hides all
+            return None  # the driver hides all devices if one is named twice
         else:
             kept.append(str(place))
     if not others:
@@ -209,7 +209,7 @@ class Visible:
         self._said: set[str] = set()
 
     def install(self) -> None:
-        """Watch from now on. The guard checks the present value, if the pool has not set it."""
+        """Begin to watch. The guard checks the present value unless the pool has set it."""
         plain = type(os.environ)
         watcher = self
 

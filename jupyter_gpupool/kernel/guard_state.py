@@ -129,7 +129,8 @@ class Guard:
     def away(self) -> bool:
         """Return whether a CUDA call of this process would wait for state in host memory.
 
-        Or for state that is about to go there: the gate is shut, and the process had a context.
+        Also True if the state is about to move there: the gate is shut, and the process had a
+        context.
         """
         reading = self.reading()
         if reading is None or reading.gate != CLOSED:
@@ -145,7 +146,7 @@ class Guard:
             return False
 
     def figures(self) -> MemoryFigures | None:
-        """Return the bytes of the fullest device."""
+        """Return the figures of the device with the least room left."""
         reading = self.reading()
         if reading is None:
             return None

@@ -4,8 +4,8 @@
 
 Most cells end within milliseconds, and to wake the broker twice for each costs more than the cell
 gate itself. While its session is attached, the agent alone decides (it answers a ``yield``), so it
-may report late: a long cell after :data:`BRIEF` seconds; all shorter cells of that time in one
-report.
+may report late: it reports a long cell after :data:`BRIEF` seconds, and all shorter cells of that
+time in one message.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HoldWait:
 class QueuePlace(NamedTuple):
     """A waiting session's place; ``position`` 1 is next. Times are on the monotonic clock.
 
-    ``since`` is when it began to wait, ``expected`` between which times it will probably end.
+    ``since`` is the beginning of the wait; ``expected`` is the range of times for its probable end.
     """
 
     position: int
@@ -65,11 +65,11 @@ class QueuePlace(NamedTuple):
     expected: tuple[float, float] | None = None
 
     def time(self) -> str:
-        """Return what people read about the time of the wait."""
+        """Return the text about the time of the wait."""
         return format_wait(time.monotonic() - self.since, self.left())
 
     def left(self) -> tuple[float, float] | None:
-        """Return the least and the most seconds that the wait will go on; None if not known."""
+        """Return the least and the most seconds that the wait will still take; None if unknown."""
         if self.expected is None:
             return None
         least, most = (at - time.monotonic() for at in self.expected)
@@ -97,7 +97,7 @@ class LateReports:
         The link's lock. The caller holds it during every method except :meth:`close`, and it is
         held during the calls of ``lasting`` and ``over``.
     lasting, over:
-        Report, by id and kind, a hold that goes on, and a hold that has ended.
+        Report, by id and kind, a hold that continues, and a hold that has ended.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class LateReports:
         self._thread: threading.Thread | None = None
 
     def begin(self, hold: str, kind: str) -> None:
-        """Note that a hold begins; it is reported soon, if it lasts."""
+        """Note that a hold begins; a report follows soon if the hold lasts."""
         self._holds[hold] = kind
         if not self._wanted.is_set():
             self._wanted.set()
@@ -128,7 +128,7 @@ class LateReports:
                 self._thread.start()
 
     def end(self, hold: str) -> bool:
-        """Note that a hold ends; return whether it was never reported."""
+        """Note that a hold ends; return whether the broker has never had a report of it."""
         kind = self._holds.pop(hold, None)
         if kind is None:
             return False
@@ -136,7 +136,7 @@ class LateReports:
         return True
 
     def forget(self) -> None:
-        """Drop all reports: another message tells the broker the holds."""
+        """Drop all reports, because another message brings the holds to the broker."""
         self._holds.clear()
         self._over = None
 

@@ -60,9 +60,9 @@ class SessionLink:
     environ:
         The kernel's environment, with the command that restarts a dead broker.
     member:
-        This is not the agent but another program of the session, or the one that started it: it
-        calls :meth:`wait` for each hold and never :meth:`take`, because the broker does not ask it
-        for a ``yield``.
+        True in a process that is not the agent: another program of the session, or the program that
+        started the session. It calls :meth:`wait` for each hold and never :meth:`take`, because the
+        broker sends it no ``yield``.
     """
 
     def __init__(
@@ -91,11 +91,13 @@ class SessionLink:
         self._on_lost = on_lost
         self._on_notice = on_notice
         self._on_news = on_news
-        # The agent is there from the start of its process; a member has to look.
+        # The agent runs from the start of its process, so CUDA was not used before; a member must
+        # check.
         self._cuda_seen: bool | None = cuda() if member else False
         self._lock = threading.RLock()
         self._client: Client | None = None
-        #: The number of the latest attempt to connect: the end of an earlier connection is no news.
+        #: The number of the latest attempt to connect, so that the end of an earlier connection is
+        #: ignored.
         self._attempt = 0
         self._greeted = False
         self._ready = threading.Event()
@@ -107,7 +109,7 @@ class SessionLink:
         self._reports = LateReports(self._lock, self._tell_hold, self._tell_over)
         self._waits: dict[str, HoldWait] = {}
         self._owed: dict[str, Any] | None = None
-        #: Running cells and widget callbacks; and whether another kernel waits for the slice.
+        #: The running cells and widget callbacks. ``_wanted``: another kernel waits for the slice.
         self._requests: set[object] = set()
         self._wanted = False
         self._down_since: float | None = time.monotonic()
@@ -132,8 +134,8 @@ class SessionLink:
         self.queue: QueuePlace | None = None
         self.reason = ""
         self.pinned_reason = ""
-        #: Why the slice was taken in the middle of the work, until there is one again; "" if it was
-        #: not. What helps against that, a sentence; and since when (``time.monotonic()``).
+        #: Why the pool preempted this session, until it has a slice again; "" if it did not.
+        #: ``remedy`` is a sentence of advice; ``preempted_at`` is the time (``time.monotonic()``).
         self.preempted = self.remedy = ""
         self.preempted_at = 0.0
         #: The pool's last refusal of a CUDA call of this session, and the number of refusals.
@@ -172,12 +174,12 @@ class SessionLink:
     def expected_back(self, give_up: float) -> bool:
         """Return whether a request whose connection has ended may be repeated.
 
-        ``give_up``: the monotonic time after which it is not, even if each broker dies at once.
+        ``give_up``: the monotonic time after which a request is not repeated.
         """
         return time.monotonic() < give_up and self.unreachable_for() < self.reviver.patience
 
     def wait_ready(self) -> None:
-        """Wait as long as a broker is expected: at a kernel's start, or after a broker died."""
+        """Wait while a broker is expected: at a kernel's start, or after a broker died."""
         if not self._greeted:
             self._poke.set()
         while not self._greeted:
@@ -202,9 +204,9 @@ class SessionLink:
             return tuple(self._holds)
 
     def take(self, hold: str, kind: str) -> bool:
-        """Take a hold if the session is attached; False if it has to wait for its slice.
+        """Take a hold if the session is attached; return False if it must wait for its slice.
 
-        This needs no round trip: if the hold lasts, a report without an answer follows soon.
+        This needs no round trip. If the hold lasts, the agent soon reports it, and needs no answer.
         """
         with self._lock:
             if not self.attached:
@@ -221,7 +223,7 @@ class SessionLink:
             self._waits[hold] = wait
             self._ask(wait)
             if not self._greeted:
-                self._poke.set()  # a cell waits: end the pause between attempts
+                self._poke.set()  # a cell waits, so end the pause between attempts
         return wait
 
     def drop(self, hold: str) -> None:
@@ -248,7 +250,7 @@ class SessionLink:
         """
         with self._lock:
             client = self._client if self._greeted else None
-            self._reports.send()  # first, because these cells ended before the request
+            self._reports.send()  # sent first, because these cells ended before the request
         if client is None:
             self._poke.set()
             raise self.unavailable()
@@ -281,7 +283,7 @@ class SessionLink:
             except BrokerUnavailable:
                 if not self.expected_back(give_up):
                     raise
-                time.sleep(FIRST_PAUSE)  # the end of the connection may not be noticed yet
+                time.sleep(FIRST_PAUSE)  # the end of the connection may be unnoticed yet
         self.note_request(answer)
         if isinstance(answer.get("devices"), list):
             self.devices.update((str(d.get("uuid")), d) for d in answer["devices"])
@@ -360,7 +362,7 @@ class SessionLink:
             self._ended.set()
             return
         try:
-            # Not sooner again: each attempt would leave a dead connection in the machine's queue.
+            # No earlier attempt, because each would leave a dead connection in the machine's queue.
             patience = first_answer(self.path)
             answer = hello.result(patience)
         except (GPUPoolError, FutureTimeout, CancelledError) as error:
@@ -390,11 +392,11 @@ class SessionLink:
             if self._owed is None:
                 self.note_request(answer)
             else:
-                with suppress(BrokerUnavailable):  # it has died: the next hello sends it again
+                with suppress(BrokerUnavailable):  # the next hello sends it again
                     future = self._client.start("request", **self._owed)
                     future.add_done_callback(partial(self._owed_answered, self._owed))
             self._take_state(answer)
-            # A copy: an answer that comes within the call changes this dict.
+            # A copy, because an answer during the call changes this dict.
             for wait in list(self._waits.values()):
                 self._ask(wait)
             if not self.attached:
@@ -419,7 +421,7 @@ class SessionLink:
     def _went_down(self, error: GPUPoolError, attempt: int) -> None:
         with self._lock:
             if attempt != self._attempt:
-                return  # the reader of an earlier connection is late
+                return  # a late call from the reader of an earlier connection
             self._ended.set()
             self._client = None
             self._greeted = False
@@ -447,7 +449,7 @@ class SessionLink:
         self._tell("hold", hold=hold, kind=kind, epoch=self.epoch, wait=False)
 
     def _tell_over(self, hold: str, kind: str) -> None:
-        if self.attached:  # otherwise it would ask for a slice
+        if self.attached:  # while detached, this hold would ask for a slice
             self._tell_hold(hold, kind)
             self._tell_drop(hold)
 
@@ -496,7 +498,10 @@ class SessionLink:
         return key
 
     def end_request(self, key: object) -> None:
-        """Note its end; if no cell runs any more and another kernel waits, report that."""
+        """Note the end of a request.
+
+        Report it to the broker if no cell runs any more and another kernel waits.
+        """
         with self._lock:
             self._requests.discard(key)
             self._rest()
@@ -566,7 +571,7 @@ class SessionLink:
         """
         with self._lock:
             if epoch >= self.epoch:
-                self._reports.send()  # so that ended cells do not refuse it
+                self._reports.send()  # so that the broker knows that these cells have ended
             given = epoch >= self.epoch and not self._holds and not self._waits
             cuda = self._probe()
             if given and self.attached:
@@ -584,7 +589,7 @@ class SessionLink:
     def _take_state(self, message: Message) -> None:
         epoch = int(message.get("epoch") or 0)
         if epoch < self.epoch:
-            return  # about a lease that has ended
+            return  # the message is about a lease that has ended
         self.state = str(message.get("state") or self.state)
         self.reason = str(message.get("reason") or "")
         self.pinned_reason = str(message.get("pinned_reason") or "")
@@ -595,7 +600,7 @@ class SessionLink:
             self.remedy = str(message.get("remedy") or "")
         if self.state in ATTACHED:
             self._take_lease(epoch, slices_of(message))
-        elif self.state != "detaching":  # our own answer to a yield decides that state
+        elif self.state != "detaching":  # our answer to a yield decides that state
             if self.attached:
                 seen = self._cuda_seen if self._cuda_blocks else self._probe()
                 self.suspended = seen is not False

@@ -123,7 +123,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         try:
             snapshot = link.call("status")
         except BrokerUnavailable as error:
-            # The agent's own figures are still true; the error explains the missing ones.
+            # The agent's own figures are still true; the error explains the missing figures.
             known = {"devices": list(link.devices.values())}
             session = {**_own_view(link), **self._guarded({})}
             problem = str(no_broker(link, error))
@@ -146,7 +146,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         return {"guard": guard.on, "guard_reason": why, "figures": guard.figures()}
 
     def _attach(self, link: SessionLink, gate: CellGate) -> None:
-        """Wait for the slice in this cell. Blocking, as any magic: the interrupt ends it."""
+        """Wait for the slice in this cell. Blocks as any magic; an interrupt ends the wait."""
         hold = f"manual-{next(self._ids)}"
         changed = threading.Event()
         shown = WaitDisplay(gate.publisher(), f"gpupool-{hold}", link, HOW_TO_STOP_MAGIC)
@@ -243,7 +243,7 @@ _SIZES = ("4GiB", "8GiB", "16GiB")
 def complete_gpu(_shell: Any, event: Any, limits: Mapping[str, Any] | None = None) -> list[str]:
     """Complete ``%gpu`` and ``%%gpu``; IPython calls it as its ``complete_command`` hook.
 
-    ``limits`` are those of the session: this offers no value that would be refused.
+    ``limits`` are those of the session, so that no completion exceeds them.
     """
     limits = limits or {}
     words = str(event.line).split()

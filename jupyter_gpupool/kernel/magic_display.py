@@ -162,7 +162,7 @@ def session_rows(
         rows.append(("share", " ".join(session["standing"])))
     if details and session.get("attach"):
         rows.append(("attaches", _ATTACH.get(str(session["attach"]), str(session["attach"]))))
-    # The user must learn that the guard is off, because nothing enforces the slice then.
+    # Shown because nothing enforces the slice without the guard.
     if "guard" in session and (details or not session["guard"]):
         rows.append(("guard", _GUARD if session["guard"] else f"off: {session['guard_reason']}"))
     if snapshot.get("emulated") or any(
@@ -173,7 +173,7 @@ def session_rows(
     return rows
 
 
-#: How a session without a slice gets one, unless "the next cell gets it".
+#: How a session without a slice gets a slice, unless "the next cell gets it".
 _DETACHED = {
     "manual": "no slice now; type %gpu attach to get one",
     "lazy": "no slice now; the next CUDA call gets it",
@@ -186,7 +186,7 @@ _ATTACH = {
 }
 
 
-#: For a slice on a device that cannot suspend. The pool can still take an empty one.
+#: For a slice on a device that cannot suspend. The pool can still take a slice without state.
 STAYS = "Once used, it stays until the kernel ends: state on this GPU cannot be moved off it."
 
 
@@ -255,7 +255,7 @@ def _queue(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> str:
 
 
 def _all_out_of_service(snapshot: Mapping[str, Any]) -> str:
-    """Return why no GPU serves a CUDA call now; "" if one does."""
+    """Return why no GPU can serve a CUDA call now; "" if a GPU can."""
     reasons = [str(d.get("drained_reason") or "") for d in snapshot.get("devices") or ()]
     return "; ".join(dict.fromkeys(reasons)) if reasons and all(reasons) else ""
 

@@ -31,7 +31,7 @@ log = logging.getLogger("jupyter_gpupool.kernel")
 
 
 class Reviver:
-    """Starts the broker at ``path`` again; the thread that connects to it calls this."""
+    """Restarts the broker at ``path``; the connecting thread calls its methods."""
 
     def __init__(self, path: Path, environ: Mapping[str, str]) -> None:
         self._path = path
@@ -40,17 +40,19 @@ class Reviver:
         self._next = 0.0
         #: Whether some process is starting the broker, or will soon.
         self.expected = self._service
-        #: Seconds without a broker after which a cell does not wait for it any longer. The
-        #: machine's socket takes connections while no broker runs, so nothing has to fail first.
+        #: Seconds without a broker after which a cell no longer waits for it. The machine's socket
+        #: may accept connections while no broker runs, so no failed attempt has to come first.
         self.patience = START_TIMEOUT if self._service else GRACE
 
     def away(self, error: GPUPoolError) -> GPUPoolError:
         """Try to restart the broker, which does not listen; return the error for the user."""
-        # Here, because each kernel's start would pay for it, and few kernels lose their broker.
+        # Imported here, because it would slow each kernel's start, and few kernels lose their
+        # broker.
         from .. import startfailures
         from .. import startrecord as record
 
-        # Other threads read the results at any time, so none of them is set for a moment only.
+        # Other threads read the results at any time, so no result may have a wrong value for a
+        # moment.
         if self._service:
             return error
         if record.being_started(self._path):
@@ -73,7 +75,7 @@ class Reviver:
         return error
 
     def came_back(self) -> None:
-        """Note that a broker serves: what was known of the last one does not hold for it."""
+        """Note that a broker serves, and forget the state of the last restart."""
         if not self._service:
             self.expected, self.patience = False, GRACE
 

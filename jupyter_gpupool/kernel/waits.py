@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """A wait for a slice: the line that the cell shows meanwhile, and the interrupt that ends it.
 
-A cell may wait before it runs: the line is the cell's first output, so one ``clear_output``
-removes it from the notebook, saved file included. Waits in the middle of a cell: ``call_waits``.
+This is for cells that wait before they run. The line is then the cell's first output, so one
+``clear_output`` removes it from the notebook and its saved file. For waits of a running cell see
+``call_waits``.
 
 ipykernel notices SIGINT during an ``await`` only when the await ends, and ignores SIGINT between
 cells. A wait therefore sets its own handler: on the main thread, for as long as it waits; for a
@@ -29,8 +30,8 @@ from .holds import HoldWait
 from .link import SessionLink
 from .ways import Ways
 
-#: Longest time, in seconds, between two checks of a wait. A change wakes it at once; the tick is
-#: for an interrupt whose wake-up is lost.
+#: Longest time, in seconds, between two checks of a wait. A change wakes the wait at once; this
+#: time is for an interrupt whose wake-up is lost.
 TICK = 0.1
 
 
@@ -55,7 +56,7 @@ class Alarm:
         self.ring()
 
     async def wait(self, tick: float = TICK) -> None:
-        """Return when the alarm has rung since the last call, or after ``tick`` seconds."""
+        """Return once the alarm has rung after the last call, or after ``tick`` seconds."""
         try:
             await within(self._rung.wait(), tick)
         except asyncio.TimeoutError:
@@ -134,14 +135,14 @@ def stopped(link: SessionLink) -> str:
 
 # ---------------------------------------------------------------------- what a wait shows
 
-#: Seconds of waiting before anything is shown: an ordinary attach is over by then.
+#: Seconds of waiting before the cell shows a line; an ordinary attach takes less.
 PATIENCE = 0.25
 
 HOW_TO_STOP = "Interrupt the kernel to stop waiting; the cell will not run."
 HOW_TO_STOP_MAGIC = "Interrupt the kernel to stop waiting; the cell ends here."
 HOW_TO_STOP_CALL = "A CUDA call of this cell waits; interrupt the kernel to end the cell."
 
-#: What a cell shows whose slice was taken in its middle.
+#: What a cell shows after the pool has taken its slice.
 HOW_TO_STOP_PREEMPTED = (
     "Its GPU state is in host memory and comes back by itself; the cell then goes on. "
     "Interrupt the kernel to end the cell."
@@ -170,14 +171,14 @@ def describe(link: SessionLink) -> str:
 
 
 def describe_preempted(link: SessionLink) -> str:
-    """Return why the slice of a running cell was taken, and what it is waiting for."""
+    """Return why the pool took the slice of a running cell, and what the cell waits for."""
     text = describe(link)
     told = link.queue is not None and link.preempted in link.queue.reason
     return text if told else f"{taken(link.preempted)} {text}"
 
 
 def taken(why: str) -> str:
-    """Return the sentence that says by which rule the slice of a running cell was taken."""
+    """Return the sentence with the rule by which the pool took the slice of a running cell."""
     return sentence(f"the GPU was taken from this cell: {why}")
 
 
@@ -193,7 +194,7 @@ WAIT_TYPE = "application/vnd.gpupool.wait+json"
 
 
 class WaitDisplay:
-    """The line in the cell: published once, updated when its text changes, cleared at the end."""
+    """The line about a wait in a cell: published, updated on changes, cleared at the end."""
 
     def __init__(
         self, publish: Publish, display_id: str, link: SessionLink, hint: str = HOW_TO_STOP
@@ -226,14 +227,14 @@ class WaitDisplay:
         )
         place = self._link.queue
         time_left = place.time() if place is not None else ""
-        # JupyterLab tells this part anew each second, as its chip and its panel do.
+        # JupyterLab updates this part each second, as in its chip and its panel.
         time_told = time_left if time_left in text else ""
         data = {"session": self._link.session, "text": text, "time": time_told, "hint": hint}
         # A front end removes a line with this mark after a restart of the kernel.
         self._data(" ".join(lines), markup, {"wait": True}, {WAIT_TYPE: data})
 
     def leave(self, text: str) -> None:
-        """Show ``text`` for good: it tells what has happened to the cell."""
+        """Show ``text`` permanently, because it says what has happened to the cell."""
         self._shown = ()
         markup = f'<div class="gpupool-preempted" style="{_QUIET}">{html.escape(text)}</div>'
         self._data(text, markup, {"preempted": True})

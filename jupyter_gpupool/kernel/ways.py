@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the user can do about a wait: the broker knows, and this asks it while a cell waits.
+"""What the user can do about a wait: asks the broker for advice while a cell waits.
 
 JupyterLab shows buttons in place of these sentences (``labextension/src/waits``).
 """
@@ -16,16 +16,17 @@ from ..protocol import Message
 from ..units import format_bytes, typed_bytes
 from .link import SessionLink
 
-#: Seconds after which the broker is asked again: if the place in the queue is the same, and if not.
+#: Seconds until the next question to the broker: with an unchanged place in the queue, and with a
+#: changed one.
 AGAIN = 10.0
 SOON = 1.0
 
-#: Kernels of the same user that are named.
+#: Most kernels of the same user that the advice names.
 MOST_NAMED = 3
 
 
 class Ways:
-    """Asks the broker again and again, without waiting for its answer."""
+    """Asks the broker repeatedly, without waiting for its answer."""
 
     def __init__(self, link: SessionLink) -> None:
         self._link = link
@@ -35,7 +36,7 @@ class Ways:
         self._found: tuple[str, ...] = ()
 
     def sentences(self) -> tuple[str, ...]:
-        """Return what the broker last answered, and ask again if that may have changed."""
+        """Return the advice of the last answer, and ask again if it may have changed."""
         if self._asked is not None and self._asked.done():
             asked, self._asked = self._asked, None
             if not asked.cancelled() and asked.exception() is None:
@@ -50,12 +51,12 @@ class Ways:
             try:
                 self._asked = self._link.start_call("why")
             except GPUPoolError:
-                self._found = ()  # no broker: the line says so
+                self._found = ()  # without a broker, the line of the wait reports that
         return self._found
 
 
 def ways(answer: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what helps, a sentence each, from the broker's answer to ``why``."""
+    """Return the advice in the broker's answer to ``why``, as sentences."""
     found = []
     size = answer.get("starts_with_bytes")
     if isinstance(size, int):

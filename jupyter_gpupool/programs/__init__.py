@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Programs that are no kernels in the pool: commands, services, scripts.
+"""Programs in the pool that are not kernels: commands, services, scripts.
 
 - ``opening``: what a program asks for, its session, its environment
 - ``terminal``: the child process of ``jupyter gpupool run``: terminal, signals, exit code

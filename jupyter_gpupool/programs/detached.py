@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Commands that survive the terminal: their supervisor, and what people do with them afterwards.
+"""Commands that survive the terminal: their supervisor, and how people see and stop them.
 
-The supervisor is a daemon: in a session of its own, without a terminal, nobody's child. It runs the
-command as ``jupyter gpupool run`` does, in yet another session, whose process group is what
-``stop`` signals; it keeps what the command prints, and writes how it ended.
+The supervisor is a daemon: it has its own process session, no terminal and no parent. It runs the
+command as ``jupyter gpupool run`` does, in a further process session, so that ``stop`` can signal
+the command's process group. It stores the command's output and its end.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .progress import Progress
 from .runfiles import LogWriter, RunRecord
 from .terminal import NOT_RUN, CommandProcess
 
-#: Seconds for which the output of processes that outlive the command is still taken.
+#: Seconds for which the log takes output of processes that outlive the command.
 DRAIN = 0.5
 
-#: Seconds that it may take to make a command safe to kill.
+#: Seconds that the broker may take to make a command safe to kill.
 RETIRE_TIMEOUT = 12.0
 
 #: Seconds that the broker may take to start and to open the session, before ``run`` returns.
@@ -45,7 +45,7 @@ OPEN_TIMEOUT = 60.0
 def start(command: Sequence[str], options: RunOptions, name: str) -> str:
     """Start ``command`` in the background; return its name once the pool has taken it.
 
-    Then its session is open, and if it holds its slice it has that or waits for it.
+    Then its session is open. A command that holds a slice has the slice, or waits for it.
 
     Raises
     ------
@@ -85,12 +85,12 @@ def start(command: Sequence[str], options: RunOptions, name: str) -> str:
 
 
 def _report(reading: int) -> dict[str, Any]:
-    """Return what the supervisor says of its start; {"ok": True} if that takes long."""
+    """Return the supervisor's report on its start; {"ok": True} if the report takes too long."""
     data, give_up = b"", time.monotonic() + OPEN_TIMEOUT
     while not data.endswith(b"\n"):
         left = give_up - time.monotonic()
         if left <= 0 or not select.select([reading], [], [], left)[0]:
-            return {"ok": True}  # it goes on; `ps` and `logs` tell
+            return {"ok": True}  # the supervisor continues; `ps` and `logs` show the result
         chunk = os.read(reading, 65536)
         if not chunk:
             return {}
@@ -103,7 +103,7 @@ def _report(reading: int) -> dict[str, Any]:
 
 
 def _supervise(command: Sequence[str], options: RunOptions, report: int) -> NoReturn:
-    """Run the command; in the supervisor, which never returns."""
+    """Run the command in the supervisor process; never returns."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
@@ -174,7 +174,7 @@ class _RecordKeeper:
     def ended(self, code: int, refused: GPUPoolError | None) -> None:
         reason = refused.message if refused is not None else ""
         self._change(state="ended", code=code, ended=time.time(), reason=reason)
-        # The record of a command that was refused at once is removed as soon as this is told.
+        # After this report, ``run`` removes the record of a command that was refused at once.
         if refused is not None:
             self._tell(message=refused.message, code=refused.code, next_step=refused.next_step)
         self._tell(ok=True)
@@ -192,12 +192,12 @@ class Pump:
         self._thread.start()
 
     def say(self, text: str) -> None:
-        """Add a line of ours."""
+        """Add a line from the supervisor to the log."""
         with self._lock:
             self._log.write(text.encode())
 
     def finish(self) -> None:
-        """Take what is there, and end: the command has ended."""
+        """Take the output that is there, and stop, because the command has ended."""
         self._over.set()
         self._thread.join()
         with self._lock:
@@ -225,7 +225,7 @@ class Pump:
 
 
 def stop(name: str, number: int, after: float) -> RunRecord:
-    """Send a command a signal, and SIGKILL if it lives ``after`` seconds later; return its end.
+    """Send a command a signal, and SIGKILL after ``after`` seconds; return its end.
 
     The signal goes to the command's process group, as a terminal's Ctrl-C does.
 
@@ -245,7 +245,7 @@ def stop(name: str, number: int, after: float) -> RunRecord:
     ended = wait(name, after)
     if ended is None:
         with suppress(GPUPoolError), Client(Path(record.socket)) as client:
-            # There is a driver that hangs when a process is killed that was suspended before.
+            # Some drivers hang when a process is killed that was suspended before.
             client.call("retire", session=record.session, timeout=RETIRE_TIMEOUT)
         _signal(record, signal.SIGKILL)
         ended = wait(name, None)

@@ -3,8 +3,8 @@
 """Runs a command in a session of the pool: waits for its slice, starts it, ends with its exit code.
 
 The main thread waits for signals, the end of the child and news of the broker; a second one opens
-the session, which may have to start a broker. The broker sees the child's end by itself, so nothing
-has to be closed in time.
+the session, which may have to start a broker. The broker notices the child's end, so this module
+need not close the session in time.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from .terminal import (
     is_for_us_alone,
 )
 
-#: Seconds between two looks while nothing is expected to happen.
+#: Seconds between two checks while no timed step is due.
 QUIET = 60.0
 
-#: Seconds that a command has to end after SIGTERM, when its wait was too long.
+#: Seconds that a command has to end after the SIGTERM for a wait that was too long.
 LAST = 10.0
 
 #: The hold of a command that keeps its slice from its start to its end.
@@ -54,14 +54,14 @@ class RunOptions:
     """How a command is run."""
 
     asked: Asked
-    #: What people call it.
+    #: The name of the session that people see.
     name: str
-    #: Whether it keeps its slice from its start to its end.
+    #: Whether the command keeps its slice from its start to its end.
     holds: bool = False
-    #: Seconds to wait for the first slice; None: as long as the pool lets it.
+    #: Seconds to wait for the first slice; None: as long as the pool allows.
     max_wait: float | None = None
     socket: str = ""
-    #: Whether the program gets its name in the environment: it has a record.
+    #: Whether the program gets its name in the environment, because it has a record.
     named: bool = False
 
     def holds_from_start(self, session: ProgramSession) -> bool:
@@ -109,7 +109,7 @@ class Run:
         self._refusals = 0
         self._terminal = has_terminal()
         self._kill_at: float | None = None
-        #: Why the pool ended it, or did not start it; None if it did not.
+        #: Why the pool ended the command or did not start it; None if neither happened.
         self.refused: GPUPoolError | None = None
         self._said: list[str] = []
 
@@ -163,7 +163,7 @@ class Run:
     # ------------------------------------------------------------------ the main thread
 
     def _sleep(self) -> None:
-        """Wait for a signal or for news, and send signals on."""
+        """Wait for a signal or for news, and pass signals on to the child."""
         info = signal.sigtimedwait(AWAITED, self._pause())
         while info is not None:
             number = info.si_signo
@@ -174,7 +174,7 @@ class Run:
             info = signal.sigtimedwait(AWAITED, 0)
 
     def _pause(self) -> float:
-        """Return the seconds until something is due."""
+        """Return the seconds until the next timed step."""
         waited, most = self._progress.waited, self._options.max_wait
         if self._kill_at is not None:
             return max(0.05, self._kill_at - time.monotonic())
@@ -233,7 +233,7 @@ class Run:
         elif link.given_up(self._wait):
             self._refuse(link.unavailable())
         else:
-            # The state alone is no answer yet: a refusal passes through the queue, too.
+            # The state alone does not decide: a session is also queued shortly before a refusal.
             if not self._told_wait and (link.queue is not None or link.state == "attaching"):
                 self._told_wait = True
                 self._on_wait()
@@ -251,7 +251,7 @@ class Run:
         waits = link.queue is not None
         if (
             self._progress.waited
-        ):  # it goes on while there is no broker, and until the slice is there
+        ):  # the wait continues while no broker runs, and until the session has its slice
             waits |= link.state in WAITING
         if waits and not link.attached:
             self._show_wait(session, link, begun=True)
@@ -268,7 +268,7 @@ class Run:
             self._refuse(refusal)
 
     def _refuse(self, error: GPUPoolError) -> None:
-        """End the command, or do not start it, for this reason."""
+        """End the command for this reason, or do not start it."""
         self.refused = error
         self._progress.over(say=False)
         self._kill_at = time.monotonic() + LAST

@@ -3,11 +3,11 @@
 """``jupyter_gpupool.slice``: a block of a Python program that holds a slice.
 
 A process that is in a session already (a command of ``jupyter gpupool run``, a kernel, a child of
-either) joins it. Any other process gets a session of its own and, because nothing was put in front
-of its driver when it started, loads the guard now: the dynamic loader then takes it for the library
-of that name. That is too late if the process has loaded the driver before; such a process runs
-without the guard, if the pool allows that. After cuInit it is too late for anything: the process
-would stay on the GPU that it has seen.
+either) joins it. Any other process gets its own session. It was started without the guard, so it
+loads the guard now, and the dynamic loader then uses the guard in place of the driver's library.
+This is too late if the process has already loaded the driver; it then runs without the guard, if
+the pool allows that. A process that has called cuInit is refused, because it would stay on the GPU
+that it has seen.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..units import format_bytes, parse_seconds
 from .opening import Asked, open_session, own_environment, read_size
 from .progress import Progress, too_long, waiting_for
 
-#: Seconds in which a slice that is too small leaves, so that a larger one can come.
+#: Seconds that a too small slice may take to leave before the wait for a larger slice begins.
 LEAVE = 30.0
 
 _SESSION = ("GPUPOOL_SOCKET", "GPUPOOL_SESSION", "GPUPOOL_TOKEN")
@@ -87,7 +87,7 @@ class HeldSlice:
 
     @property
     def guarded(self) -> bool:
-        """Whether the guard keeps this process within its slice, and gives it one at each call."""
+        """Whether the guard keeps this process within its slice, and attaches it at CUDA calls."""
         return self._place is not None and self._place.guarded
 
     def __repr__(self) -> str:
@@ -124,12 +124,12 @@ class HeldSlice:
         trace: TracebackType | None,
     ) -> None:
         place, self._place = self._place, None
-        if place is not None and place.pid == os.getpid():  # else: a child that was forked in it
+        if place is not None and place.pid == os.getpid():  # else a forked child
             place.link.drop(self._hold)
             self._leave(place)
 
     def _leave(self, place: _OwnSession) -> None:
-        """Put the request back that the session had before the block."""
+        """Restore the request that the session had before the block."""
         with place.changing:
             place.blocks -= 1
             before, self._before = self._before, {}
@@ -143,7 +143,7 @@ class _OwnSession:
     def __init__(self, link: SessionLink, *, guarded: bool, own: bool, memory: int) -> None:
         self.link = link
         self.guarded = guarded
-        #: The session is this process's own, so that nobody else shows what it waits for.
+        #: This process owns the session, so it must show what it waits for.
         self.own = own
         self.memory = memory
         self.pid = os.getpid()
@@ -157,7 +157,7 @@ _known: _OwnSession | None = None
 
 
 def _forget() -> None:
-    """Begin anew in a child that was forked: connection and threads are the parent's."""
+    """Begin a new state in a forked child, because connection and threads belong to the parent."""
     global _known, _lock
     _known, _lock = None, threading.Lock()
 
@@ -257,7 +257,7 @@ def _load_guard(path: Path) -> None:
 
 
 def _different(link: SessionLink, asked: Asked) -> dict[str, Any]:
-    """Return the fields that the session does not have as they are asked for."""
+    """Return the requested fields that differ from the session's present request."""
     return {n: value for n, value in asked.fields().items() if link.request.get(n) != value}
 
 
@@ -309,7 +309,7 @@ def _ask_for(link: SessionLink, asked: Asked) -> dict[str, Any]:
     link.call("request", **changed)
     smallest = min((piece.bytes for piece in link.slices), default=0)
     if link.attached and not link.holds and smallest < asked.memory:
-        # There may be no room where it is: it leaves, and the wait is for the new size.
+        # The present GPU may have no room, so the session leaves it and waits for the new size.
         link.call("release")
         if not _has_left(link):
             why = link.pinned_reason or link.reason or "the program uses it"
@@ -325,7 +325,7 @@ def _ask_for(link: SessionLink, asked: Asked) -> dict[str, Any]:
 
 
 def _has_left(link: SessionLink) -> bool:
-    """Wait until the slice that was released is gone; return whether it is."""
+    """Wait until the session has lost the released slice; return whether it has."""
     give_up = time.monotonic() + LEAVE
     while link.attached and time.monotonic() < give_up:
         time.sleep(0.01)
@@ -381,7 +381,7 @@ def _wait_for(place: _OwnSession, hold: str, most: float | None) -> None:
 
 
 def _script() -> str:
-    """Return the name of the program that runs."""
+    """Return the name of the running program."""
     return Path(sys.argv[0]).name if sys.argv and sys.argv[0] not in ("", "-c") else "python"
 
 

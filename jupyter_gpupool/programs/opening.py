@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A session for a program: what it asks for, how it is opened, what its process is started with."""
+"""A session for a program: its request, its opening, and the environment of its process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..launcher import OUTER_VARIABLES, START_TIMEOUT, living_broker, merge_envi
 from ..startrecord import kernel_environment
 from ..units import LEAST_BYTES, parse_bytes
 
-#: In the environment of a program that ``jupyter gpupool run`` has started: its name.
+#: The variable with the name of a program that ``jupyter gpupool run`` has started.
 NAME_VARIABLE = "GPUPOOL_NAME"
 
 #: Variables that name a process number: the service manager means the program, not its parent.
@@ -28,14 +28,14 @@ _OWN_NUMBER = ("LISTEN_PID", "WATCHDOG_PID")
 
 @dataclass(frozen=True)
 class Asked:
-    """What a program asks of the pool; empty or 0: as the pool is configured."""
+    """What a program asks of the pool; an empty value or 0 means the pool's default."""
 
     memory: int = 0
     limit: int = 0
     devices: int = 0
     compute: int = 0
     priority: str = ""
-    #: No part of the request: whose share the session uses, from its beginning on.
+    #: The group whose share the session uses from its beginning; not a part of the request.
     group: str = ""
 
     def fields(self) -> dict[str, Any]:
@@ -76,12 +76,12 @@ class ProgramSession:
 
     @property
     def memory(self) -> int:
-        """Bytes of a slice that it asks for."""
+        """Bytes of the slice that the session asks for."""
         return int((self.answer.get("request") or {}).get("memory") or 0)
 
     @property
     def guarded(self) -> bool:
-        """Whether the guard holds back what the program calls without a slice."""
+        """Whether the guard makes the program's CUDA calls wait while there is no slice."""
         return "GPUPOOL_PAGE" in self.answer["env"]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -157,7 +157,7 @@ def with_devices(env: Mapping[str, str], link: SessionLink) -> dict[str, str]:
 
 
 def numbered(env: Mapping[str, str], parent: int) -> dict[str, str]:
-    """Return ``env`` for this process, where it names the number of its ``parent``."""
+    """Return ``env`` with this process's id wherever it has the id of the ``parent``."""
     found = dict(env)
     for name in _OWN_NUMBER:
         if found.get(name) == str(parent):

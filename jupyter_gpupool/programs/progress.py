@@ -3,7 +3,7 @@
 """What a program waits for, on standard error: one line that changes, or plain lines now and then.
 
 On a terminal the line is drawn again in its place and disappears with the wait. It is drawn only
-while the program is in the foreground: a background job that writes may be stopped for it.
+while the program is in the foreground, because the terminal may stop a background job that writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..kernel.link import SessionLink
 from ..text import sentence
 from ..units import format_bytes, format_range, format_seconds
 
-#: Seconds of a wait before anything is shown: most are over by then.
+#: Seconds of a wait before the line appears; most waits are shorter.
 PATIENCE = 1.0
 
 #: Seconds between two drawings of the line, and between two plain lines: the first, the longest.
@@ -54,7 +54,7 @@ def waiting_for(link: SessionLink, memory: int, waited: float, *, begun: bool = 
 
 
 def too_long(link: SessionLink | None, seconds: float, option: str) -> RefusedError:
-    """Return the error of a wait that has taken as long as ``option`` lets it."""
+    """Return the error of a wait that has reached the limit of ``option``."""
     queue = link.queue if link is not None else None
     why = queue.reason.strip().rstrip(".") if queue is not None else ""
     last = f"The last reason: {why}. " if why else ""
@@ -90,11 +90,11 @@ class Progress:
 
     @property
     def waited(self) -> float:
-        """Seconds of the wait that goes on; 0.0 if there is none."""
+        """Seconds of the present wait; 0.0 if there is none."""
         return 0.0 if self._since is None else time.monotonic() - self._since
 
     def waits(self, describe: Callable[[float], str]) -> None:
-        """Note that the program waits, and show it if it is time; ``describe`` gets the seconds."""
+        """Note that the program waits, and draw if due; ``describe`` gets the waited seconds."""
         now = time.monotonic()
         if self._since is None:
             self._since, self._due, self._pause = now, now + PATIENCE, PLAIN
@@ -136,7 +136,7 @@ class Progress:
 
 
 def in_foreground(screen: int) -> bool:
-    """Return whether this process may write to the terminal without being stopped for it."""
+    """Return whether this process may write without being stopped by the terminal."""
     try:
         return os.tcgetpgrp(screen) == os.getpgrp()
     except OSError:

@@ -3,7 +3,8 @@
 """Records and logs of commands that run detached, in a folder of this user for this machine.
 
 Each command has a folder of its name, with ``record.json``, ``log`` and ``log.1``. Its supervisor
-writes; everybody else only reads, and tells by the processes whether a record is still true.
+writes these files. Everybody else only reads them, and checks by the processes whether a record is
+still true.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def _taken(name: str) -> RefusedError:
 
 
 def _is_new(path: Path) -> bool:
-    """Return whether a folder was made a moment ago, so that its record is on its way."""
+    """Return whether a folder is so new that its record may not be written yet."""
     try:
         return time.time() - path.stat().st_mtime < FIRST_RECORD
     except OSError:
@@ -197,7 +198,7 @@ def remove(name: str) -> None:
 
 
 def clean(now: float) -> None:
-    """Remove the records of commands that ended long ago; of the others keep only the newest."""
+    """Remove the records of commands that ended long ago, and the oldest ones above the limit."""
     ended = [record for record in every() if not record.lives]
     ended.sort(key=lambda record: record.ended or record.created, reverse=True)
     for place, record in enumerate(ended):

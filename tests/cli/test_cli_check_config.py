@@ -195,7 +195,7 @@ def test_nobody_can_be_in_an_empty_group(config, capsys):
         ),
         (
             "default_memory = '100GiB'",
-            "the largest GPU has 80 GiB: kernels that ask for no size get the latter.",
+            "the largest GPU has 80 GiB: kernels that ask for no size get a whole GPU.",
         ),
     ],
 )

@@ -126,10 +126,10 @@ def test_release_asks_for_minutes_and_then_for_yes(top):
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "nan", "inf", "ten", "10081", " "])
 def test_minutes_that_are_no_number_above_zero_are_refused(top, text):
-    with pytest.raises(ValueError, match="is no number of minutes above 0 and up to 10080"):
+    with pytest.raises(ValueError, match="is not a number of minutes above 0 and up to 10080"):
         parse_minutes(text)
     assert press(top, "r", *typed(text), "y", "enter") is None
-    assert "no number of minutes" in top.message
+    assert "not a number of minutes" in top.message
     assert top.question is not None, "it asks again"
 
 

@@ -352,14 +352,16 @@ def test_socket_path_too_long_for_linux_is_refused():
         (
             {"classes_allowed": ["notebook", "bach"]},
             (
-                "c.GPUPool.classes_allowed[1]: 'bach' is no priority class. Did you mean 'batch'? "
+                "c.GPUPool.classes_allowed[1]: 'bach' is not a priority class. "
+                "Did you mean 'batch'? "
                 "Allowed are 'interactive', 'notebook' or 'batch'."
             ),
         ),
         (
             {"default_priority": "note"},
             (
-                "c.GPUPool.default_priority: 'note' is no priority class. Did you mean 'notebook'? "
+                "c.GPUPool.default_priority: 'note' is not a priority class. "
+                "Did you mean 'notebook'? "
                 "Allowed are 'interactive', 'notebook' or 'batch'."
             ),
         ),

@@ -223,7 +223,8 @@ def test_the_machine_s_zone_is_that_of_its_file(monkeypatch, tmp_path):
          "c.GPUPool.idle_timeout: 'soon' is not a duration. Write one like 90s, 10m or 2h. "
          "Example: c.GPUPool.idle_timeout = 600")),
         ({"set": {"default_priority": "x"}}, ("[0]['set']['default_priority']: With 'night' in "
-         "force: c.GPUPool.default_priority: 'x' is no priority class. Allowed are 'interactive', "
+         "force: c.GPUPool.default_priority: 'x' is not a priority class. "
+         "Allowed are 'interactive', "
          "'notebook' or 'batch'.")),
         ({"set": {"groups": {"a": {"guarantee": "90%"}}}}, ("[0]['set']['groups']['a']: "
          "With 'night' in force: The cap 60% is below the guarantee 90%. Raise the "

@@ -174,7 +174,7 @@ def test_program_that_is_refused_later_points_to_its_log(broker, program):
     assert shown.endswith(f"What to do next is in its output: jupyter gpupool logs {name}\n")
     done = run(broker, "why", name)
     assert done.returncode == 1
-    assert f"The program {name!r} has no session any more; it ended ".encode() in done.stderr
+    assert f"The program {name!r} no longer has a session; it ended ".encode() in done.stderr
     assert f"Its output: jupyter gpupool logs {name}".encode() in done.stderr
     assert b"wait longer" in run(broker, "logs", name).stdout
     first.end()

@@ -109,7 +109,7 @@ def test_zero_is_no_way_to_ask_for_the_default(broker):
     for words, code, text in (
         (["--compute", "0"], 2, b"'0' is not from 1 to 100 per cent"),
         (["--compute", "101%"], 2, b"'101%' is not from 1 to 100 per cent"),
-        (["--devices", "0"], 2, b"'0' is no number of GPUs"),
+        (["--devices", "0"], 2, b"'0' is not a number of GPUs"),
     ):
         done = run(broker, "run", *words, "--", "echo", "ran")
         assert (done.returncode, done.stdout, text in done.stderr) == (code, b"", True), done
