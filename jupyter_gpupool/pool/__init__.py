@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Pure decisions: events in, actions out, time as data. No clock, no I/O, no configuration.
 
-In the order in which an event travels:
+The modules, in the order in which an event passes through them:
 
 ==================  ============================================================================
 ``machine``         the one door: ``Pool.handle(event)`` returns actions
@@ -12,7 +12,7 @@ In the order in which an event travels:
 ``facts``, ``ledgers``  all sessions, and the accounts that follow from them
 ``metering``        what users and groups have used over time
 ``updates``         what each event changes in the facts
-``requests``        another size, growth, release, keep
+``requests``        changes of size, growth, release, keep
 ``recall``          an admin takes a slice back at a time, or ends a session
 ``schedule``        the plan: one pass over every session that wants something
 ``recheck``         when the clock alone next changes the plan
@@ -24,18 +24,18 @@ In the order in which an event travels:
 ``preemption``      which leases may be preempted, when, and for which session
 ``victims``         which of them make room for a session, and where it goes
 ``reach``           which requests of a long queue need no search, because they must fail
-``running``         ``preemption`` for leases in use: bursts, guarantees, classes, turns
-``unsuspendable``   what becomes of sessions that cannot be suspended while others wait
+``running``         which leases in use may be preempted: bursts, guarantees, classes, turns
+``unsuspendable``   warns and ends sessions that cannot be suspended while others wait
 ``residence``       how long an idle lease is protected
 ``transitions``     the states of a session, and every step between them
 ``explain``         why a session waits or keeps its slice, as data
 ``offers``          the size with which a waiting session would start now
-``why``             the same in lines for its owner
+``why``             why a session waits or keeps its slice, in lines for its owner
 ``evidence``        what past waits and cells teach about the next one
-``estimate``        what stands ahead of a waiting session: the figure behind an expected wait
+``estimate``        how long a session will probably wait
 ``words``           the sentences for reasons
-``news``            the place in the queue and the expected wait, told to waiting sessions
-``selfcheck``       the accounts, counted once more
+``news``            informs waiting sessions of their place and their expected wait
+``selfcheck``       counts the accounts once more, and reports errors
 ``timeslice``       which session computes next on a contended device
 ``attribution``     which memory belongs to which session, to the driver, to others
 ==================  ============================================================================

@@ -3,19 +3,21 @@
 """Attribution of GPU memory: to sessions, to the driver, and to programs outside the pool.
 
 Plain functions over plain values; the broker reads the figures and acts on the answers. Sizes are
-bytes on one device unless a mapping names the devices. Five questions, in this order:
+bytes on one device unless a mapping names the devices. The module answers five questions, in this
+order:
 
 * *Attribution* (:func:`attribute`): which part of the used memory belongs to which session, which
   to the driver, and which to processes outside the pool.
-* *The driver's own memory* (:func:`unlisted`, :func:`driver_share`, :func:`measured_again`): what
-  is in use without belonging to a process. No process can free it. If it counted as foreign, a
-  request for a whole device would wait without end.
-* *Overhead* (:class:`Overhead`): what the driver takes for one process beyond what the guard has
-  charged. The guard charges a constant for a context (one self-test measured it) and the bytes that
-  the program allocates. Contexts differ, and code is loaded lazily, 200 to 800 MiB for cuBLAS,
-  cuDNN or Triton. A comparison of the driver's figure with the guard's shows how much.
+* *The driver's own memory* (:func:`unlisted`, :func:`driver_share`, :func:`measured_again`): the
+  used memory that belongs to no process. No process can free this memory. If it counted as foreign,
+  a request for a whole device would wait without end.
+* *Overhead* (:class:`Overhead`): the bytes that the driver takes for one process beyond those that
+  the guard has charged. The guard charges a constant for a context (one self-test measured it) and
+  the bytes that the program allocates. But contexts differ in size, and the driver loads code
+  lazily: 200 to 800 MiB for cuBLAS, cuDNN or Triton. A comparison of the driver's figure with the
+  guard's shows the overhead.
 * *Overuse* (:func:`overuse`, :func:`confirmed`): which session has more than it was granted, and
-  when that counts.
+  after how many samples the broker acts.
 * *State* (:func:`state_to_move`, :func:`state_moved`, :func:`restore_room`): how many bytes a
   suspend will move, how many it has moved, and how many must be free for the restore.
 """
@@ -34,12 +36,12 @@ from .model import MiB, Slice
 class Listed:
     """One process in the driver's list for a device."""
 
-    #: None where the driver does not know.
+    #: None if the driver does not know the size.
     bytes: int | None
-    #: The session that it belongs to; None: it belongs to no session.
+    #: The session of the process; None if it belongs to no session.
     session: str | None = None
-    #: False: its number belongs to another PID namespace (a container lists the host's numbers), so
-    #: the process cannot be identified.
+    #: False if the number belongs to another PID namespace, so that the process cannot be
+    #: identified (in a container, the driver lists the host's numbers).
     known: bool = True
 
 
@@ -49,10 +51,10 @@ class Observed:
 
     used: int
     listed: Sequence[Listed] = ()
-    #: Bytes that the driver takes by itself beyond those it reports as reserved. The device's
+    #: Bytes that the driver takes for itself beyond those that it reports as reserved. The device's
     #: capacity does not contain them.
     driver: int = 0
-    #: Bytes that a process's first context takes there.
+    #: Bytes that a process's first context takes on the device.
     context: int = 0
 
 
@@ -61,9 +63,9 @@ class LeaseHolder:
     """A session that has a slice of the device."""
 
     granted: int
-    #: Bytes that the guard counts in the session's processes; 0 without a guard.
+    #: Bytes that the guard counts for the session's processes; 0 without a guard.
     counted: int = 0
-    #: False: none of its processes has called cuInit.
+    #: False if none of the session's processes has called cuInit.
     cuda: bool | None = None
 
 
@@ -85,26 +87,28 @@ def attribute(
     """Split a device's used bytes into the sessions', the driver's and the foreign ones.
 
     ``holders`` are the sessions with a slice of the device. ``landing`` are sessions whose
-    processes take their first context there before they are moved to their slice; the device's
-    capacity does not contain the room for these contexts.
+    processes create their first context on this device before they are moved to their slice on
+    another one; the device's capacity does not contain the room for these contexts.
 
-    Each byte is used up once, in this order:
+    Each byte is given to one user only, in this order:
 
     1. Listed bytes of a session with a slice are that session's.
-    2. Used bytes that the list does not explain lie in the slices, up to the grants: the whole
-       slice of a session that is not listed, one context of a session that is. A process listed
-       with a number of another PID namespace counts as not listed: it may belong to a session.
-    3. The rest, with the bytes that the list still
-    gives to suspended sessions, is the driver's own, up to ``driver``.
+    2. Used bytes that the list does not explain are attributed to the slices, up to the grants: up
+       to the whole slice for a session that is not listed, up to one context for a session that is
+       listed. A process listed with a number of another PID namespace counts as not listed: it may
+       belong to a session.
+    3. The rest, and the bytes that the list still attributes to suspended sessions, are the
+       driver's own, up to ``driver``.
     4. What remains is foreign, as are the listed bytes of processes without a session.
 
-    The list may be older than the figures, so no process counts for more than is in use.
+    The list may be older than the device's figures, so no process counts for more bytes than are in
+    use.
 
     A session's footprint is the larger of what the driver shows and what its guard counts. The
-    driver sees its own overhead, but no process of another PID namespace. The guard counts before
-    it asks the driver, so its count is never behind. But the guard's count is written by the
-    session's own processes: it is trusted only up to the slice, because a byte beyond would be
-    taken from all others.
+    driver sees its own overhead, but no process of another PID namespace. The guard counts an
+    allocation before it calls the driver, so its count is never too small. But the session's own
+    processes write the guard's count, so it is trusted only up to the slice: each byte beyond would
+    be taken from the other sessions.
     """
     named: dict[str, int] = {}
     listed = 0
@@ -116,7 +120,8 @@ def attribute(
             named[entry.session] = named.get(entry.session, 0) + entry.bytes
     strangers = listed - sum(named.values())
     footprints = {name: size for name, size in named.items() if name in holders}
-    # No slice covers these. (The pool itself counts what a session has beyond its slice.)
+    # Bytes of suspended sessions, which no slice covers. (The pool itself counts the bytes that a
+    # session has beyond its slice.)
     left = {n: size for n, size in named.items() if n not in holders and n not in landing}
     in_slices = sum(
         min(observed.context, max(0, holder.granted - footprints[name]))
@@ -133,7 +138,7 @@ def attribute(
     shown = {**footprints, **{name: min(size, most) for name, size in left.items()}}
     for name, holder in holders.items():
         if name not in footprints and holder.cuda is False:
-            # The session holds nothing: the pool can take its slice without host memory.
+            # The session has no device memory: the pool can take its slice without host memory.
             footprints[name] = 0
         counted = min(holder.counted, holder.granted)
         if counted or name in footprints:
@@ -143,21 +148,23 @@ def attribute(
 
 # ---------------------------------------------------------------------- the driver's own memory
 
-#: Memory beyond this belongs to processes that the driver does not list, and not to the driver:
-#: bytes, and the divisor of the device's size.
+#: Unlisted memory beyond this limit does not belong to the driver, but to processes that the driver
+#: does not list: bytes, and the divisor of the device's size.
 DRIVER_MOST, DRIVER_PART = 1 << 30, 8
 
-#: Most bytes, and part of the device, by which the driver's own memory varies between samples.
+#: The driver's own memory varies between samples by at most so many bytes, and by at most this part
+#: of the device.
 SLACK, SLACK_PART = 64 * MiB, 256
 
-#: Samples of a device at rest that must agree: the driver lists an ended process for a while.
+#: So many samples of a device at rest must agree, because the driver still lists an ended process
+#: for a while.
 REST_LOOKS = 3
 
 
 def unlisted(used: int, sizes: Iterable[int | None]) -> int:
-    """Return the used bytes that the list of ``sizes`` gives to no process.
+    """Return the used bytes that the driver's list of ``sizes`` attributes to no process.
 
-    0 if a process is listed without its size: all of these bytes may belong to it.
+    Return 0 if a process is listed without its size: all of these bytes may belong to that process.
     """
     known = [*sizes]
     if None in known:
@@ -184,17 +191,17 @@ def at_rest(listed: Iterable[Listed], *, leased: bool) -> bool:
     """Return whether used memory that belongs to no process must be the driver's own.
 
     True only if no session has a slice there (``leased``) and no process outside the pool uses the
-    device. What suspended sessions still have is listed as theirs.
+    device. The driver lists the bytes that suspended sessions still have as theirs.
     """
     return not leased and all(entry.session is not None for entry in listed)
 
 
 def measured_again(looks: Sequence[int], reserved: int, total: int, was: int) -> int | None:
-    """Return the bytes that belong to the driver, measured at rest; None if they are as before.
+    """Return the bytes that belong to the driver, measured at rest; None if they have not changed.
 
-    ``looks`` are the latest figures of :func:`unlisted`, ``was`` what has counted so far. The
-    driver's own memory grows over weeks in which kernels come and go. After a single measurement
-    the growth would count as foreign. A figure slightly below the last one changes nothing.
+    ``looks`` are the latest figures of :func:`unlisted`, ``was`` is the value used so far. The
+    driver's own memory grows over weeks in which kernels start and end. If it were measured only
+    once, its growth would count as foreign. A figure slightly below ``was`` changes nothing.
     """
     if len(looks) < REST_LOOKS:
         return None
@@ -204,21 +211,24 @@ def measured_again(looks: Sequence[int], reserved: int, total: int, was: int) ->
 
 # ---------------------------------------------------------------------- overhead of a process
 
-#: Samples that must agree, one after the other: the program runs between the two readings.
+#: So many consecutive samples must agree, because the program runs between the reading of the guard
+#: and that of the driver.
 AGREE = 3
 
-#: Bytes of one process that count as the driver's own and not as overuse: at most ``EXCUSED_MOST``
-#: and the device divided by ``EXCUSED_PART``, but not less than ``EXCUSED_LEAST``.
+#: Bytes of one process that count as the driver's own and not as overuse: the smaller of
+#: ``EXCUSED_MOST`` and the device's size divided by ``EXCUSED_PART``, but at least
+#: ``EXCUSED_LEAST``.
 EXCUSED_LEAST, EXCUSED_MOST, EXCUSED_PART = 64 * MiB, 1 << 30, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What the driver takes for one process on one device beyond the guard's charge."""
+    """The bytes that the driver takes for one process on one device beyond the guard's charge."""
 
-    #: Bytes of its context, seen while the process had nothing else. None: never seen alone.
+    #: Bytes of the process's context, measured while the process had nothing else; None if that was
+    #: never measured.
     context: int | None = None
-    #: The latest figures of the process with nothing but its context, at most 2.
+    #: The latest figures while the process had nothing but its context, at most 2.
     alone: tuple[int, ...] = ()
     #: The latest figures of the bytes beyond charge and context, at most AGREE.
     seen: tuple[int, ...] = ()
@@ -230,9 +240,9 @@ class Overhead:
     ) -> tuple[Overhead, int]:
         """Add one sample; return what is known now, and the bytes beyond the charge in this sample.
 
-        The guard has charged ``constant`` for the context and ``counted`` in all, the driver shows
-        ``shown``. ``complete``: the driver's list explains all used memory, so a figure below the
-        charge is true.
+        The guard has charged ``constant`` bytes for the context and ``counted`` bytes in total; the
+        driver shows ``shown`` bytes. ``complete``: the driver's list explains all used memory, so
+        even a figure below the charge is correct.
         """
         context = self.context
         alone: tuple[int, ...] = ()
@@ -248,11 +258,13 @@ class Overhead:
         return replace(known, seen=seen, learnt=learnt), more + max(0, correction)
 
     def correction(self, constant: int) -> int:
-        """Return the bytes that its context takes beyond the charge; negative if it takes less."""
+        """Return the bytes that the process's context takes beyond the charge; negative if it takes
+        less.
+        """
         return self.context - constant if self.context is not None and constant else 0
 
     def beyond(self, constant: int) -> int:
-        """Return the bytes of its slice beyond the charge; negative if it takes less."""
+        """Return all bytes that the driver takes beyond the charge; negative if it takes less."""
         return self.learnt + self.correction(constant)
 
 
@@ -270,16 +282,19 @@ def excused(total: int) -> int:
 # ---------------------------------------------------------------------- overuse
 
 #: Tolerated bytes beyond a slice: a part of the device, within bounds. The driver itself takes
-#: memory for the local arrays of all threads that can run at once, more on a larger device. Its
-#: memory for each process (see :class:`Overhead`) is tolerated in addition.
+#: memory for the local arrays of all threads that can run at once, and more on a larger device. The
+#: driver's overhead for each process (see :class:`Overhead`) is tolerated in addition.
 TOLERATED_LEAST, TOLERATED_MOST, TOLERATED_PART = 64 * MiB, 512 * MiB, 16
 
-#: Samples in a row that must agree: one may fall between a suspend and its record.
+#: So many consecutive samples must show overuse: a single one may have been taken between a suspend
+#: and its record.
 SAMPLES = 3
 
 
 def tolerated(total: int) -> int:
-    """Return the tolerated bytes beyond a slice; ``total`` 0: the device's size is not known."""
+    """Return the tolerated bytes beyond a slice; ``total`` is 0 if the device's size is not
+    known.
+    """
     return min(max(TOLERATED_LEAST, total // TOLERATED_PART), TOLERATED_MOST)
 
 
@@ -289,11 +304,11 @@ def overuse(
     explained: Mapping[str, int],
     totals: Mapping[str, int],
 ) -> int:
-    """Return the bytes that a session has beyond its slices, over all devices.
+    """Return the bytes that a session has beyond its slices, summed over all devices.
 
-    All arguments are bytes by device: what the driver shows of the session, its slices, what the
-    driver takes for its processes by itself, and the devices' sizes. The tolerance of one device
-    does not apply to another.
+    All arguments are bytes by device: the session's memory as the driver shows it, the session's
+    slices, the driver's overhead for its processes, and the devices' sizes. The tolerance of one
+    device does not apply to another.
     """
     over = 0
     for device, size in used.items():
@@ -304,9 +319,10 @@ def overuse(
 
 
 def confirmed(samples: int, over: int) -> tuple[int, bool]:
-    """Return the number of samples in a row with overuse, and whether to act now (true only once).
+    """Return the number of consecutive samples with overuse, and whether to act now (true only
+    once).
 
-    ``samples`` is the number before this sample, which shows ``over`` bytes.
+    ``samples`` is the number before this sample; this sample shows ``over`` bytes.
     """
     samples = samples + 1 if over else 0
     return samples, samples == SAMPLES
@@ -326,11 +342,11 @@ def state_to_move(
 ) -> dict[str, int]:
     """Return the bytes by device that a suspend will move; host memory is reserved for them.
 
-    ``shown`` is what the driver lists of the session, ``counted`` what its guard counts,
-    ``contexts`` what a context takes on each device, ``cuda`` whether it has called cuInit. The
-    driver does not list processes everywhere and the guard does not count everything, so the larger
-    figure is the better one. If both are 0, a session under the guard, which counts every
-    allocation, has no more than a context; any other session may have its whole slice.
+    ``shown`` are the bytes that the driver lists for the session, ``counted`` those that its guard
+    counts, ``contexts`` the size of a context on each device; ``cuda`` tells whether the session
+    has called cuInit. Some drivers do not list all processes, and the guard does not count
+    everything, so the larger figure is the better one. If both are 0, a guarded session has at most
+    a context, because the guard counts every allocation; any other session may use its whole slice.
     """
     seen = {uuid: max(shown.get(uuid, 0), counted.get(uuid, 0)) for uuid in {*shown, *counted}}
     if cuda is False and not any(seen.values()):
@@ -347,8 +363,8 @@ def state_moved(
 ) -> tuple[Slice, ...]:
     """Return the state that a suspend has moved off ``slices``, one part for each of them.
 
-    This is the number of ``freed`` bytes. If it is 0, the driver cannot tell; then the estimate of
-    :func:`state_to_move` (``before``) counts, or else the whole slice.
+    This is the number of ``freed`` bytes. If that is 0, the driver does not know it; then the
+    estimate of :func:`state_to_move` (``before``) is used, or without an estimate the whole slice.
     """
     return tuple(
         Slice(s.device, freed.get(s.device) or before.get(s.device, s.bytes)) for s in slices
@@ -358,8 +374,8 @@ def state_moved(
 def restore_room(state: int, granted: int, headroom: int) -> int:
     """Return the bytes that a device must show as free before a restore of ``state`` is tried.
 
-    At most the ``granted`` bytes, because a state that fills a device leaves no room for
-    ``headroom``. But never less than the state, even if the pool has less to give: a restore
+    The result is at most the ``granted`` bytes, because a state that fills a device leaves no room
+    for ``headroom``. But it is never less than the state, even if the pool granted less: a restore
     without room kills the process.
     """
     return min(state + headroom, max(state, granted))

@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A draft of the plan: what it leaves on each device, of each limit and of host memory.
+"""A draft of the plan: what the plan leaves free on each device, in each limit and in host memory.
 
 A :class:`Draft` is a copy of the accounts on which the pass tries its plan; it never changes the
-facts. It begins with the facts, less what the last plan promised, and shrinks as one session after
-the other takes its part. Growth and forecasts also read a draft: what it leaves is neither promised
-to a session nor reserved for the head of the queue.
+facts. It begins with the facts, less the bytes that the last plan promised, and shrinks as one
+session after the other takes its part. Growth and forecasts also read a draft: the bytes left in it
+are neither promised to a session nor reserved for the head of the queue.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .placement import Need, Where, choose, preferred
 from .session import Session
 from .shares import Shares
 
-#: Those of a need for any device.
+#: The value of a need that accepts any device.
 ANY: Where = ("", None)
 
 #: A lease that some session may preempt, its bytes on a device, and the class above which a session
-#: may preempt it (:func:`.running.open_above`); minus infinity for an idle lease that nothing
-#: protects.
+#: may preempt the lease (:func:`.running.open_above`); minus infinity for an idle lease without
+#: protection.
 Candidate = tuple[Session, int, float]
 
 
@@ -41,7 +41,7 @@ class Lack:
 
 
 class Room:
-    """One device in a draft: what it has left for later sessions of the pass."""
+    """One device in a draft: the bytes that it has left for later sessions of the pass."""
 
     __slots__ = (
         "avail",
@@ -57,9 +57,9 @@ class Room:
     def __init__(self, ledger: DeviceLedger) -> None:
         self.ledger = ledger
         self.uuid = ledger.device.uuid
-        #: Bytes free now, and bytes free once all suspends under way are done; both without
+        #: Bytes free now, and bytes free once all suspends under way are done; neither contains
         #: promised bytes.
-        # ``ledger.free``, written out: a pass makes a room for each device.
+        # This is ``ledger.free`` written out, for speed: each pass makes a room for each device.
         self.avail = ledger.capacity - ledger.granted - ledger.foreign - ledger.overuse
         self.expect = self.avail + ledger.incoming
         self.promised = 0
@@ -79,11 +79,12 @@ class Room:
     def spare(self, wanted: int) -> int:
         """Return the bytes that can be backfilled while the head reserves ``wanted`` bytes here.
 
-        The head of the queue waits until leases here end. Giving ``x`` bytes away is harmless if
-        the head starts no later, in whatever order the present leases end (so no estimate of their
-        ends is needed). This holds if all leases smaller than the missing bytes are not enough
-        together. Then a larger lease must end in any case, and the bytes by which the smallest such
-        lease exceeds the missing bytes can be given away.
+        The head of the queue waits until leases here end. Bytes given to another session are
+        harmless if the head starts no later, whatever the order in which the present leases end (so
+        no estimate of their ends is needed). This holds if all leases smaller than the missing
+        bytes together do not free enough. Then a larger lease must end in any case, and the pool
+        can give away the bytes by which the smallest of the larger leases exceeds the missing
+        bytes.
         """
         return 0 if self.promised else _harmless(wanted - self.avail, self.leases)
 
@@ -103,7 +104,7 @@ def _harmless(missing: int, leases: Iterable[tuple[Session, int]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What the head of the queue reserves: bytes wanted, by device.
+    """The reservation of the head of the queue: the bytes that it wants, by device.
 
     Sessions behind the head get only the bytes there that :meth:`Room.spare` proves harmless.
     """
@@ -113,7 +114,7 @@ class Reservation:
     #: The slices that the head needs; ``wanted`` may name more devices, as alternatives.
     count: int
     charge: Charge
-    #: When it reserves one more device.
+    #: The time at which the head reserves one more device.
     next_at: float
 
 
@@ -128,7 +129,7 @@ class Promise:
 
 
 class Known:
-    """What was found out about a draft; it holds until the draft changes."""
+    """Cached answers about a draft; valid until the draft changes."""
 
     __slots__ = ("hopeless", "most_free", "reaches")
 
@@ -143,7 +144,7 @@ class Known:
 
 @dataclass(slots=True)
 class Draft:
-    """The devices and budgets as they are for later sessions of the pass."""
+    """The devices and budgets as the later sessions of the pass find them."""
 
     facts: Facts
     shares: Shares
@@ -167,7 +168,7 @@ class Draft:
     tiers: dict[tuple[Any, str], int | None] = field(default_factory=dict)
     #: Every method that changes the draft begins a new one.
     known: Known = field(default_factory=Known)
-    #: What this plan grants; and whether the rooms know the leases that the head waits for.
+    #: The grants of this plan; and whether the rooms know the leases that the head waits for.
     _taken: list[tuple[Session, Slice]] = field(default_factory=list)
     _leases_known: bool = False
     #: The answers of :meth:`opened`.
@@ -187,25 +188,26 @@ class Draft:
     # ------------------------------------------------------------------ free bytes
 
     def usage(self, owner: str) -> OwnerUsage:
-        """Return the owner's leases and promises in this draft, in all."""
+        """Return the totals of the owner's leases and promises in this draft."""
         found = self._usage.get(owner)
         if found is None:
             found = self._usage[owner] = self.facts.usage_of(owner)
         return found
 
     def count(self, owner: Owner, charge: Charge, sign: int = 1) -> None:
-        """Count a charge in with the owner and its groups, or out with ``sign`` -1."""
+        """Add a charge to the accounts of the owner and its groups; ``sign`` -1 subtracts it."""
         settings = self.facts.settings
-        # Of an owner without limits, nothing reads it.
+        # Nothing reads the accounts of an owner without limits.
         if settings.quotas and settings.quota_of(owner.name) is not NO_LIMIT:
             self.usage(owner.name).add(charge, sign)
         for name in self.facts.tree.capped(owner.group) if self.facts.tree.caps else ():
             self._groups[name] += sign * charge[0]
 
     def lacking(self, owner: Owner, more: Charge, less: Iterable[Session] = ()) -> Lack | None:
-        """Return which limit of the owner, or of a group of it, ``more`` would exceed; or None.
+        """Return the limit of the owner or of one of its groups that ``more`` would exceed, or
+        None.
 
-        ``less`` are leases that are given back before.
+        ``less`` are leases that are given back first.
         """
         facts = self.facts
         settings, caps = facts.settings, facts.tree.caps
@@ -233,14 +235,14 @@ class Draft:
         return None
 
     def within_limits(self, owner: Owner, promised: Charge) -> bool:
-        """Return whether no limit is exceeded by what is promised to a session of ``owner``."""
+        """Return whether the bytes promised to a session of ``owner`` exceed no limit."""
         self.count(owner, promised, -1)
         lack = self.lacking(owner, promised)
         self.count(owner, promised)
         return lack is None
 
     def room_of(self, owner: Owner) -> Lack | None:
-        """Return what the cap leaves of the group of ``owner`` that has the least left, or None."""
+        """Return the bytes that the owner's tightest group cap leaves; None if no cap applies."""
         caps = self.facts.tree.caps
         left = (
             Lack("memory", caps[g] - self._groups[g], g)
@@ -249,15 +251,18 @@ class Draft:
         return min(left, key=lambda lack: lack.most, default=None)
 
     def coming_back(self, owner: Owner) -> list[Session]:
-        """Return the leases in the owner's limits that suspends under way or planned give back."""
+        """Return the leases that count in the owner's limits and that a suspend, under way or
+        planned, ends.
+        """
         if not (self.facts.settings.quotas or self.facts.tree.caps):
             return []
         return [s for s in self.sharing(owner) if s.state == "detaching" or s.id in self.leaving]
 
     def sharing(self, owner: Owner, group: str | None = None) -> list[Session]:
-        """Return the leases that count in a limit of the owner: its own, and those of its groups.
+        """Return the leases that count in the limits of the owner: its own, and those of its
+        groups' members.
 
-        Only those that count in one limit: of ``group``, or ("") of the owner itself.
+        ``group`` selects one limit: that of the group, or with "" that of the owner itself.
         """
         facts = self.facts
         if group:
@@ -272,21 +277,21 @@ class Draft:
         ]
 
     def left(self, ledger: DeviceLedger) -> int:
-        """Return the bytes of the device that the next session may have at once."""
+        """Return the bytes of the device that the next session can get at once."""
         uuid = ledger.device.uuid
         room, held = self.rooms[uuid], self.reservation
         wanted = held.wanted.get(uuid) if held is not None else None
         return room.avail if wanted is None else min(room.avail, room.spare(wanted))
 
     def reserved(self, room: Room) -> bool:
-        """Return whether the head of the queue has a reservation there."""
+        """Return whether the head of the queue has a reservation on this device."""
         return self.reservation is not None and room.uuid in self.reservation.wanted
 
     def now(self, s: Session, needs: Sequence[Need]) -> tuple[Slice, ...] | None:
-        """Return where ``s`` could have its ``needs`` at once, or None."""
+        """Return the slices with which ``s`` could start at once, or None."""
         least = min(need.least for need in needs) if len(needs) > 1 else needs[0].least
         if self.most_free() < least:
-            return None  # as usual when sessions wait
+            return None  # the usual case when sessions wait
         if self.reservation is None:  # as ``left``, without a call for each device
             left = {uuid: room.avail for uuid, room in self.rooms.items()}
         else:
@@ -294,12 +299,12 @@ class Draft:
         return choose(needs, self.facts.devices, left, preferred(s))
 
     def waits(self, takes: Iterable[Slice], least: int) -> bool:
-        """Return True only if a session with the promise ``takes`` finds too little free, there and
-        elsewhere.
+        """Return True only if a session with the promise ``takes`` finds too little free on every
+        device.
 
-        Most promises wait for a suspend. Without its own promise the session would find on their
-        devices at most all that is promised there, and on each other device what is free now: less
-        than ``least``, which the smallest of its slices needs.
+        Most promises wait for a suspend. Without its own promise, the session would find at most
+        the promised bytes on the devices of the promise, and the free bytes on each other device.
+        The answer is True if that is less than ``least``, the size of its smallest slice.
         """
         most, late = self.most_free(), False
         for x in takes:
@@ -311,18 +316,18 @@ class Draft:
     # ------------------------------------------------------------------ the most there can be
 
     def most_free(self) -> int:
-        """Return the bytes that are free now on the device that has most."""
+        """Return the free bytes on the device that now has the most."""
         found = self.known.most_free
         if found is None:
             found = self.known.most_free = max([room.avail for room in self.rooms.values()])
         return found
 
     def opened(self, level: int | None) -> Mapping[str, tuple[list[Candidate], int]]:
-        """Return by device the candidates that a session of a class might preempt, and their bytes
-        in all.
+        """Return, by device, the candidates that a session of a class might preempt, and their
+        total bytes.
 
-        ``level`` is None for a session within the guarantee of a group. The lists hold for the
-        whole pass, like the tiers.
+        ``level`` is None for a session within the guarantee of a group. The lists stay valid for
+        the whole pass, like the tiers.
         """
         found = self._opened.get(level)
         if found is None:
@@ -336,7 +341,7 @@ class Draft:
         return found
 
     def suitable(self, where: Where) -> list[Room]:
-        """Return the rooms of a device, of those of a model, or all, that are in service."""
+        """Return the rooms in service: that of one device, those of a model, or all."""
         found = self._suitable.get(where)
         if found is None:
             fixed, model = where
@@ -349,9 +354,10 @@ class Draft:
         return found
 
     def reach(self, where: Where, level: int | None) -> list[int]:
-        """Return what a session of a class can get at most on each suitable device, the most first.
+        """Return the most bytes that a session of a class can get on each suitable device, largest
+        first.
 
-        This counts each lease that the class may preempt there as free. Where the head of the queue
+        Each lease that the class may preempt counts as free. On devices where the head of the queue
         has a reservation, no lease is preempted.
         """
         reaches = self.known.reaches
@@ -370,9 +376,10 @@ class Draft:
     # ------------------------------------------------------------------ host memory
 
     def host_left(self, devices: Iterable[str] = ()) -> int:
-        """Return the host bytes that a suspend may take; those that the head will need are kept.
+        """Return the host bytes that a suspend may take, less those that the head of the queue will
+        need.
 
-        All of them if the suspend frees memory on ``devices`` that the head has reserved.
+        Nothing is subtracted if the suspend frees memory on ``devices`` that the head has reserved.
         """
         held = self.reservation
         if held is None:
@@ -381,7 +388,8 @@ class Draft:
         if freed and freed <= held.wanted.keys():
             return self.host
         missing = (max(0, size - self.rooms[uuid].expect) for uuid, size in held.wanted.items())
-        # The head may have reserved more devices than it needs: the cheapest of them count.
+        # The head may have reserved more devices than it needs: those that miss the fewest bytes
+        # count.
         return self.host - sum(sorted(missing)[: held.count])
 
     def host_lack(self, victims: Iterable[Session], room: int) -> HostLack:
@@ -428,17 +436,19 @@ class Draft:
                 self._note_taken(s, x)
 
     def _note_taken(self, s: Session, x: Slice) -> None:
-        """Like the present leases, it may now end before the head of the queue starts."""
+        """Add the granted slice to the leases of its room: it may also end before the head
+        starts.
+        """
         room = self.rooms[x.device]
         held = sum(size for v, size in room.leases if v is s)
         room.leases = [(v, size) for v, size in room.leases if v is not s]
         room.leases.append((s, held + x.bytes))
 
     def _find_leases(self) -> None:
-        """Note the leases in their rooms: only :meth:`Room.spare`, for a reservation, needs them.
+        """Note the leases in their rooms; only :meth:`Room.spare` needs them, for a reservation.
 
-        The facts do not change during a pass, so what counts is that the grants follow in their
-        order, not when this is done.
+        The facts do not change during a pass, so this may be done late, as long as the grants are
+        noted in their order.
         """
         self._leases_known = True
         for room in self.rooms.values():
@@ -455,7 +465,7 @@ class Draft:
         self.count(s.owner, promise.charge)
 
     def unpromise(self, s: Session) -> Promise:
-        """Take the promise of ``s`` back, and return it."""
+        """Withdraw the promise to ``s``, and return it."""
         promise = self.promises.pop(s.id)
         self.known = Known()
         for x in promise.takes:
@@ -479,8 +489,8 @@ class Draft:
     def stays_out(self, v: Session, room: Room, wanted: int) -> bool:
         """Return whether ``v`` would wait behind a head that wants ``wanted`` bytes here.
 
-        If not, its bytes are spare: once suspended, it would have them back at its next call, and
-        would be moved out and in at each pause for nobody.
+        If not, a suspend of ``v`` does not help the head: ``v`` would get its bytes back at its
+        next call, and would be moved out and in at each pause without use to any session.
         """
         size = sum(x.bytes for x in v.lease.slices if x.device == room.uuid)
         if room.promised:
@@ -507,5 +517,5 @@ class Draft:
         self.reservation = None
         self.known = Known()
         if head.lease.slices:
-            # They lack those of this head, which count for another one.
+            # The rooms lack the leases of this head, but another head also waits for those.
             self._leases_known = False

@@ -2,21 +2,22 @@
 # Distributed under the terms of the Modified BSD License.
 """How long a waiting session will probably wait: a range, from what past waits were like.
 
-1. *The figure.* What stands before the session is simulated: the kernels on the GPUs that it could
-   use give way when their work ends (by how long such work took before), when their time slice is
-   over or when nothing protects them any more, whichever comes first; then the sessions ahead of it
-   get their slices, in order, and keep them for as long as such work takes. A figure is made when a
-   session begins to wait, and again when its place changes or its room is being made.
+1. *The figure.* The pool simulates the sessions ahead of the waiting session. The kernels on the
+   GPUs that it could use give their slices back when their work ends (estimated from how long
+   earlier work took), when their time slice is over or when nothing protects them any more,
+   whichever comes first. Then the sessions ahead get their slices, in order, and keep them for as
+   long as such work usually takes. The pool makes a figure when a session begins to wait, and again
+   when its place changes or when suspends begin to make its room.
 2. *The range.* When a wait ends, the pool notes the ratio of the real wait to its figure. The range
    is the figure times quantiles of the last ``MOST`` ratios (split conformal prediction: V. Vovk et
-   al., "Algorithmic Learning in a Random World", 2005). If the next wait is as far from its figure
-   as the last ones were, the range is right in ``COVER`` of all cases, whatever the simulation
-   leaves out. While the session waits, only the waits count that also lasted as long as this one
-   has. Without that, a long wait would seem nearly over.
+   al., "Algorithmic Learning in a Random World", 2005). If the next wait deviates from its figure
+   as the last ones did, the range is right in ``COVER`` of all cases, whatever the simulation
+   leaves out. While the session waits, only those past waits count that lasted at least as long as
+   this one has lasted so far. Without this rule, a long wait would always seem nearly over.
 3. *No evidence.* With fewer than ``LEAST`` such waits there is no range.
 
-Nothing of this is part of a plan: :class:`~.words.News` asks for it after the plan is made, for the
-sessions that it tells their place, and at most once a second for a long queue.
+Estimates are no part of a plan: :class:`~.words.News` calls for them after the plan is made, for
+the sessions that it informs of their place, and at most once a second for a long queue.
 """
 
 from __future__ import annotations
@@ -33,32 +34,36 @@ from .running import free_from, slice_ends
 from .schedule import Plan
 from .session import Session
 
-#: The pool simulates this many sessions at the head of the queue; the others go at its pace.
+#: The pool simulates this many sessions at the head of the queue; for each session behind them, it
+#: adds the usual time between two grants.
 SIMULATED = 6
 
-#: The rules of a wait for the leases of others: of these alone there are estimates.
+#: The rules by which a session waits for the leases of others: only these waits are estimated.
 ESTIMATED = ("planned", "busy", "behind-head")
 
 
 class Way(NamedTuple):
-    """A lease in the way of waiting sessions: when it ends for which of them, and its bytes."""
+    """A lease that waiting sessions wait for: its bytes, and when it ends for a session of each
+    class.
+    """
 
     ends: float
-    #: When an equal may take it, when a session of a higher class may; and its own class.
+    #: When a session of the same class may preempt it, when one of a higher class may; and its
+    #: class.
     turn: float
     taken: float
     level: int
     bytes: int
 
     def at(self, level: int) -> float:
-        """Return when a session of class ``level`` has its bytes."""
+        """Return when a session of class ``level`` gets the bytes of the lease."""
         if level > self.level:
             return min(self.ends, self.taken)
         return min(self.ends, self.turn) if level == self.level else self.ends
 
 
 class Ahead:
-    """What stands before the sessions of the queue at one moment."""
+    """The simulation of the queue at one moment: when the sessions ahead get their slices."""
 
     def __init__(self, facts: Facts, plan: Plan) -> None:
         self._facts = facts
@@ -67,12 +72,12 @@ class Ahead:
         self._last = facts.now
         self._pace: float | None = None
         self._ways: dict[str, list[Way]] = {uuid: [] for uuid in facts.devices}
-        #: By device: what sessions of the simulation take and give back, as (time, bytes).
+        #: By device: the bytes that simulated sessions take and give back, as (time, bytes).
         self._changes: dict[str, list[tuple[float, int]]] = {}
         self._simulate(plan)
 
     def figure(self, s: Session, position: int) -> Figure | None:
-        """Return the figure of a session that waits for what others have; None if not known."""
+        """Return the figure of a session that waits for the leases of others; None if not known."""
         at = self._starts.get(s.id)
         if at is None:
             if self._pace is None or position <= SIMULATED:
@@ -103,7 +108,7 @@ class Ahead:
             self._pace = self._usual_pace(queue)
 
     def _serve(self, s: Session, hold: float) -> float:
-        """Return when ``s`` finds room, and count it there for as long as it runs."""
+        """Return when ``s`` finds room, and count its bytes there for as long as it runs."""
         facts = self._facts
         needs = asking(s, facts).needs
         level = facts.settings.priority_classes.get(s.request.priority, 0)
@@ -126,13 +131,13 @@ class Ahead:
         return at
 
     def _room(self, ledger: DeviceLedger, size: int, level: int) -> float:
-        """Return from when on ``size`` bytes are free on a device, and stay free."""
+        """Return the time from which on ``size`` bytes of a device are free and stay free."""
         uuid = ledger.device.uuid
         steps = [(w.at(level), w.bytes) for w in self._ways[uuid]]
         steps += self._changes.get(uuid, ())
         steps.sort()
         free, found = ledger.free + sum(change for _, change in steps), math.inf
-        # From the last change back: the room must also be there at all later ones.
+        # Backwards from the last change: the bytes must be free then and at all later changes.
         for at, change in reversed(steps):
             if free < size:
                 return found
@@ -140,7 +145,9 @@ class Ahead:
         return self._facts.now if free >= size else found
 
     def _usual_pace(self, queue: Sequence[Session]) -> float | None:
-        """Return the seconds between two grants: by how long cells run, and how much fits."""
+        """Return the seconds between two grants, from the duration of cells and the number that fit
+        at once.
+        """
         facts = self._facts
         holds = [facts.evidence.next_spell(s.measured.busy) for s in queue[:SIMULATED]]
         known = [hold for hold in holds if hold is not None]
@@ -153,7 +160,7 @@ class Ahead:
 
 
 def way(v: Session, size: int, facts: Facts) -> Way:
-    """Return when the lease of ``v`` ends for those that wait."""
+    """Return when the lease of ``v`` ends for the waiting sessions."""
     now, gone = facts.now, suspending(v, facts)
     settings = facts.settings
     level = max(settings.priority_classes.get(v.request.priority, 0), v.lease.level)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What goes into the pool and what comes out.
+"""The events that go into the pool, and the actions that come out.
 
 ``Pool.handle(event) -> list[Action]`` is the only door. Every event carries ``now``; every effect
 that the pool asks for carries the session's ``epoch``, and so does the event that reports its
@@ -46,7 +46,7 @@ class DeviceAppeared(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDrained(Event):
-    """No new lease on this device: it was lost (Xid), or failed its self-test.
+    """The device was lost (Xid) or failed its self-test: no new lease on it.
 
     A session that is attached there stays until it ends or is suspended. A session that was
     suspended from there resumes elsewhere.
@@ -60,8 +60,9 @@ class DeviceDrained(Event):
 class DevicePaused(Event):
     """An admin takes this device out of service for a while.
 
-    As :class:`DeviceDrained`. Also suspends idle leases at once, even kept ones, and busy leases
-    once idle. Waiting kernels show ``reason``. Ends with :class:`DeviceResumed`.
+    As with :class:`DeviceDrained`, the pool grants no new lease there. It also suspends idle leases
+    at once, even kept ones, and busy leases once they are idle. Waiting kernels show ``reason``.
+    :class:`DeviceResumed` ends this.
     """
 
     device: str
@@ -86,18 +87,20 @@ class DeviceMemorySeen(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemorySeen(Event):
-    """A sample of the host: bytes that could be taken now without swapping or an OOM kill."""
+    """A sample of the host: bytes that the pool could take now without causing swapping or an OOM
+    kill.
+    """
 
     available: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPressure(Event):
-    """Host memory is short for these sessions: the machine's, or that of their control groups.
+    """Host memory is short for these sessions, on the machine or in their control groups.
 
-    Sent with each sample while that lasts, with all sessions concerned, and once with none at the
-    end. Each time, the pool resumes the largest of their suspended states that fits on a device
-    without a preemption. It suspends none of these sessions.
+    The broker sends it with each sample as long as memory is short, with all sessions concerned,
+    and once without sessions at the end. Each time, the pool resumes the largest of their suspended
+    states that fits on a device without a preemption. It suspends none of these sessions.
     """
 
     sessions: frozenset[str]
@@ -107,7 +110,7 @@ class HostPressure(Event):
 class SettingsChanged(Event):
     """The admin's configuration was read again, or a schedule began or ended.
 
-    ``groups``: sessions whose owner is in another group since then, and which.
+    ``groups``: the new group of each session whose owner has changed groups since then.
     """
 
     settings: PoolSettings
@@ -116,9 +119,9 @@ class SettingsChanged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockSet(Event):
-    """The time of day is ``ahead`` of ``now`` by so many seconds, or behind if that is negative.
+    """The time of day is ``ahead`` seconds ahead of ``now``, or behind if that is negative.
 
-    Somebody has set it, or the machine has slept: the clock of ``now`` does not count that.
+    Somebody has set the time, or the machine has slept: the clock of ``now`` does not count that.
     """
 
     ahead: float
@@ -131,11 +134,12 @@ class Tick(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened(Event):
-    """A kernel (or command) joins, detached. If it can never be served, :class:`Answer` refuses it.
+    """A kernel (or command) joins, detached. If the pool can never serve it, :class:`Answer`
+    refuses it.
 
     ``lands``: its processes can be moved to their slice from another device of the model.
-    ``gated``: its CUDA calls can be held back; without that it is not preempted while in use,
-    because a call to the driver would end a suspended process.
+    ``gated``: its CUDA calls can be held back; without that the pool never preempts it while in
+    use, because a call to the driver would kill a suspended process.
     """
 
     session: str
@@ -150,7 +154,7 @@ class SessionOpened(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered(Event):
-    """After a restart of the broker: all sessions, from the journal and the driver.
+    """The first event after a restart of the broker: all sessions, from the journal and the driver.
 
     The ``state`` of each record has been reconciled with the driver: detached, active or idle.
     """
@@ -160,10 +164,11 @@ class Recovered(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecovered(Event):
-    """After a restart of the broker: what users and groups had used (``Pool.usage``).
+    """The usage of users and groups before a restart of the broker (``Pool.usage``).
 
-    After :class:`Recovered`: the memory of leases that have outlived the broker counts from
-    ``since`` on (None: from now on). What the pool has counted since its own start is added.
+    It follows :class:`Recovered`. The memory of leases that have outlived the broker counts from
+    ``since`` on (None: from now on). The usage that the pool has counted since its own start is
+    added.
     """
 
     users: Mapping[str, Usage] = field(default_factory=dict)
@@ -181,13 +186,14 @@ class SessionEnded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldTaken(Event):
-    """A cell, callback or command wants the lease, and keeps it from being idle.
+    """A cell, callback or command needs the lease, and keeps it from being idle.
 
-    Answered by :class:`HoldGranted` or :class:`HoldRefused`, at once or after a wait. A hold that
-    the session already has is answered again; nothing else changes.
+    The pool answers with :class:`HoldGranted` or :class:`HoldRefused`, at once or after a wait. If
+    the session already has this hold, the pool answers again, and nothing else changes.
 
     ``bound`` are the devices that its processes got at cuInit (which needs no lease). Without
-    suspended state, the lease must be on these, or on others of the model if the session lands.
+    suspended state, the lease must be on these devices, or on others of their model if the session
+    ``lands``.
     """
 
     session: str
@@ -198,10 +204,11 @@ class HoldTaken(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAside(Event):
-    """The broker suspended processes of a session without a lease; () if they run again.
+    """The broker suspended processes of a session without a lease; ``suspended`` is () if they run
+    again.
 
-    They had no context, so ``suspended`` names the devices that they see, mostly with 0 bytes. Like
-    any other suspended state it is restored with the next lease.
+    The processes had no context, so ``suspended`` names the devices that they see, mostly with 0
+    bytes. Like any other suspended state, the next lease restores it.
     """
 
     session: str
@@ -212,7 +219,8 @@ class SetAside(Event):
 class DevicesSettled(Event):
     """Processes of a session without a lease have called cuInit, and see the devices ``bound``.
 
-    An event of its own, because a hold may already wait, or begin to wait without this fact.
+    This is a separate event, because a hold may already wait, or may begin to wait before this is
+    known.
     """
 
     session: str
@@ -221,10 +229,12 @@ class DevicesSettled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandingRefused(Event):
-    """A process of an active session sees ``bound``, and was not moved from there to the lease.
+    """A process of an active session sees ``bound``, and could not be moved from there to the
+    lease.
 
-    Nothing of the session is on the lease. The lease goes back, and the session waits for devices
-    of the models of ``bound``; if ``stay``, for ``bound`` itself.
+    The session has nothing on the devices of its lease. The lease goes back to the pool, and the
+    session waits for devices of the models of ``bound``; if ``stay``, for the devices ``bound``
+    themselves.
     """
 
     session: str
@@ -239,7 +249,7 @@ class HoldDropped(Event):
     """The hold is over: the cell ended, or its wait was cancelled. The pool ignores unknown holds.
 
     ``cuda`` tells whether the process has called cuInit, and so is bound to its devices; None if
-    the broker could not tell.
+    the broker does not know.
     """
 
     session: str
@@ -249,9 +259,11 @@ class HoldDropped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldsReplaced(Event):
-    """The agent (re)connected or went away. It has these holds now; the pool drops its others.
+    """The agent connected, reconnected or disconnected. It has these holds now; the pool drops all
+    others.
 
-    A hold of kind ``device`` belongs to the broker: it stays as it is, and is ignored in ``holds``.
+    A hold of kind ``device`` belongs to the broker: it does not change, and the pool ignores it in
+    ``holds``.
     """
 
     session: str
@@ -261,7 +273,9 @@ class HoldsReplaced(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestChanged(Event):
-    """``%gpu 12GiB``: a new request. It counts at once if attached, else at the next attach."""
+    """``%gpu 12GiB``: a new request. It applies at once to an attached session, else at the next
+    attach.
+    """
 
     session: str
     request: Request
@@ -270,10 +284,11 @@ class RequestChanged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowAsked(Event):
-    """An allocation does not fit: ``bytes`` more than granted are needed on ``device``.
+    """An allocation does not fit: the session needs ``bytes`` more on ``device`` than it was
+    granted.
 
     :class:`Answer` follows at once, after a :class:`Resize` if the pool grants it. The pool grants
-    at least that much, out of free memory only; it preempts no lease for it. It refuses with
+    at least ``bytes``, out of free memory only: it preempts no lease for growth. It refuses with
     ``limit`` (beyond the request's limit), ``no-memory`` (not free now, or no slice there) or
     ``quota``.
     """
@@ -286,7 +301,7 @@ class GrowAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseAsked(Event):
-    """Give the slice back: now if idle, else when the last hold is dropped."""
+    """Give the slice back: now if the session is idle, else when its last hold is dropped."""
 
     session: str
     rid: str
@@ -303,10 +318,10 @@ class KeepAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecallAsked(Event):
-    """An admin wants the slice back ``at`` that time, in use or not; None: not any more.
+    """An admin wants the slice back at the time ``at``, in use or not; None withdraws the recall.
 
-    Then the session is suspended, and a running cell waits for another slice at the end of the
-    queue. ``reason`` tells its user who wants that, and why.
+    At that time the pool suspends the session, and a running cell waits for another slice at the
+    end of the queue. ``reason`` tells the user which admin recalls the slice, and why.
     """
 
     session: str
@@ -317,7 +332,7 @@ class RecallAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndAsked(Event):
-    """An admin ends the session; ``reason`` tells its user who does, and why."""
+    """An admin ends the session; ``reason`` tells the user which admin, and why."""
 
     session: str
     reason: str
@@ -326,9 +341,9 @@ class EndAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachDone(Event):
-    """The effect of :class:`Attach` is complete; ``seconds`` is what the driver calls took.
+    """The effect of :class:`Attach` is complete; the driver calls took ``seconds``.
 
-    Before them it ``waited`` so many seconds for other operations on the same devices.
+    Before these calls, it ``waited`` so many seconds for other operations on the same devices.
     """
 
     session: str
@@ -373,9 +388,10 @@ class SuspendDone(Event):
 class SuspendRefused(Event):
     """The session was not suspended and keeps running.
 
-    ``busy``: its agent has a hold on the way, or did not answer. ``pinned``: the driver cannot
-    suspend it (``message`` says why). ``drain``: work did not drain in time. ``host``: no room now.
-    ``limit``: its state is larger than a limit of host memory where its processes run.
+    ``busy``: its agent is about to take a hold, or did not answer. ``pinned``: the driver cannot
+    suspend it (``message`` says why). ``drain``: its work on the GPU did not end within the
+    time-out. ``host``: host memory has no room now. ``limit``: its state is larger than the host
+    memory limit where its processes run.
     """
 
     session: str
@@ -386,7 +402,7 @@ class SuspendRefused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendFailed(Event):
-    """The driver failed half-way. The session must end, so that its memory is freed."""
+    """The driver failed during the suspend. The session must end, so that its memory is freed."""
 
     session: str
     epoch: int
@@ -405,7 +421,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attach(Action):
-    """Carry out the lease: check that the memory is free, restore suspended state.
+    """Put the lease into effect: check that the memory is free, and restore suspended state.
 
     ``origin[i]`` moves to ``slices[i].device``; ``origin`` is empty if nothing is suspended.
     Ends with :class:`AttachDone` or :class:`AttachFailed`.
@@ -418,13 +434,14 @@ class Attach(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspend(Action):
-    """Ask the agent to yield, suspend every CUDA process of the session, verify the memory is free.
+    """Ask the agent to yield, suspend every CUDA process of the session, verify that the memory is
+    free.
 
     Ends with :class:`SuspendDone`, :class:`SuspendRefused` or :class:`SuspendFailed`.
 
-    ``busy``: the session is in use and is preempted all the same. Its holds stay and are no reason
-    to refuse; they wait until :class:`HoldGranted` grants them again, with the next lease or after
-    a refusal. ``reason`` tells its user by which rule, and for whom.
+    ``busy``: the session is preempted although it is in use. Its holds stay and are no reason to
+    refuse; they wait until :class:`HoldGranted` grants them again, with the next lease or after a
+    refused suspend. ``reason`` tells the user the rule, and the session that gets the slice.
     """
 
     epoch: int
@@ -435,11 +452,12 @@ class Suspend(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted(Action):
-    """A session waits for what this one has; once for each lease, in ``lazy`` policy.
+    """Another session waits for the slice of this one. Sent once for each lease, under the ``lazy``
+    policy.
 
-    Its agent then reports when no cell runs. From then on the session is idle if nothing is in
-    flight, without the wait for calls that may still come. (In other policies agents always report
-    it.)
+    The agent then reports when no cell runs. From then on the session is idle as soon as no call is
+    in flight; the broker does not wait for further calls. (Under other policies, agents always
+    report it.)
     """
 
     epoch: int
@@ -464,7 +482,7 @@ class HoldGranted(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldRefused(Action):
-    """The hold will not get a lease, and is forgotten."""
+    """The hold will not get a lease, and the pool forgets it."""
 
     hold: str
     refusal: Refusal
@@ -481,10 +499,10 @@ class Answer(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueMoved(Action):
-    """Where a waiting session stands: 1 is next.
+    """The place of a waiting session in the queue: 1 is next.
 
-    ``expected``: the least and the most seconds that it will probably wait from now on; None where
-    nothing supports an estimate. ``waited``: the seconds so far.
+    ``expected``: the least and the most seconds that it will probably wait from now on; None
+    without evidence for an estimate. ``waited``: the seconds so far.
     """
 
     position: int
@@ -510,8 +528,8 @@ class StateChanged(Action):
 class Warn(Action):
     """A session that cannot be suspended keeps others waiting: tell its user.
 
-    ``stage`` is ``warn``, then ``ask`` (please end or free it); ``ends_at``: when the pool is going
-    to end it, None if it will not.
+    ``stage`` is ``warn``, then ``ask`` (the user should end it or free the memory); ``ends_at``:
+    when the pool will end the session, None if it will not.
     """
 
     stage: Literal["warn", "ask"]

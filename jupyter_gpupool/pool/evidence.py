@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What is known of past waits: from it come the ranges of :mod:`.estimate`. Plain values."""
+"""Records of past waits and cells, from which :mod:`.estimate` makes its ranges. Plain values."""
 
 from __future__ import annotations
 
@@ -9,83 +9,87 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, Sequence
 
-#: Of all ranges, so many should hold the real wait.
+#: This part of all ranges should contain the real wait.
 COVER = 0.88
 
-#: This many of the last waits count; with fewer waits there is no range. (A ninth wait is beyond
-#: the least and the most of eight others in a fifth of all cases.)
+#: The last ``MOST`` waits count; with fewer than ``LEAST`` waits there is no range. (A ninth wait
+#: is outside the range of eight others in a fifth of all cases.)
 MOST, LEAST = 100, 9
 
-#: A shorter figure says nothing: an attach takes as long.
+#: No figure is shorter: an attach alone takes as long.
 SHORTEST = 0.05
 
 
 class Figure(NamedTuple):
-    """A forecast of the simulation: the seconds that a wait lasts after ``at``."""
+    """A forecast of the simulation: the wait ends ``seconds`` after ``at``."""
 
     at: float
     seconds: float
-    #: For which place in the queue, and how many kernels are in its way.
+    #: The place in the queue for which the figure was made, and the number of leases ahead.
     position: int
     holders: int
-    #: Suspends under way make its room: nothing but these decides.
+    #: True if suspends under way make the room: the wait then depends on these only.
     moving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Between which times a session will probably have its slice, and what that is based on."""
+    """The two times between which a session will probably get its slice, and the evidence for
+    them.
+    """
 
     since: float
     until: float
-    #: How many past waits decide, and how many kernels are in the way.
+    #: The number of past waits behind the range, and the number of leases ahead.
     waits: int
     holders: int
 
     def left(self, now: float) -> tuple[float, float] | None:
-        """Return the least and the most seconds from ``now`` on; None if its time has passed."""
+        """Return the least and the most seconds from ``now`` on; None if the range has passed."""
         return (max(0.0, self.since - now), self.until - now) if self.until > now else None
 
 
 class Last:
-    """The last ``MOST`` numbers of a kind, in their order and by size."""
+    """The last ``MOST`` numbers of a kind, in order of arrival and in order of size."""
 
     def __init__(self) -> None:
         self._order: deque[float] = deque()
         self._sorted: list[float] = []
 
     def add(self, number: float) -> None:
-        """Note one more, and forget the oldest."""
+        """Add a number; if there are ``MOST`` already, forget the oldest."""
         if len(self._order) == MOST:
             self._sorted.remove(self._order.popleft())
         self._order.append(number)
         insort(self._sorted, number)
 
     def above(self, least: float) -> list[float]:
-        """Return those above ``least``, the smallest first."""
+        """Return the numbers above ``least``, the smallest first."""
         return self._sorted[bisect_right(self._sorted, least) :]
 
     def mean(self) -> float | None:
-        """Return their mean; None if there are none."""
+        """Return the mean of the numbers; None if there are none."""
         return sum(self._sorted) / len(self._sorted) if self._sorted else None
 
 
 @dataclass(slots=True)
 class Evidence:
-    """What estimates are made from; a restarted broker begins anew."""
+    """All data behind the estimates; a restarted broker begins without data."""
 
-    #: How long cells of any session ran.
+    #: The durations of past cells, of all sessions, in seconds.
     spells: Last = field(default_factory=Last)
-    #: The ratios of waits for sessions in the way, and of waits for suspends under way.
+    #: Ratios of the real wait to its figure: for waits for other leases, and for waits for suspends
+    #: under way.
     waits: Last = field(default_factory=Last)
     moves: Last = field(default_factory=Last)
     ended: int = 0
 
     def wait_ended(self, figures: Sequence[Figure], now: float) -> None:
-        """Note that a session has its slice.
+        """Record that a wait has ended: the session has its slice.
 
-        One figure of each kind counts, in turns an early and a late one: a long wait has many, and
-        must not count more than a short one.
+        A wait counts once for each kind of figure, because a long wait has many figures and must
+        not count more than a short one. Which of its figures counts changes from wait to wait, so
+        early and late ones are both used.
         """
         self.ended += 1
         for moving in (False, True):
@@ -95,7 +99,9 @@ class Evidence:
                 self._past(figure).add((now - figure.at) / figure.seconds)
 
     def expected(self, figure: Figure, now: float) -> Expected | None:
-        """Return what ``figure`` and past waits say of a wait that still goes on ``now``."""
+        """Return the range for a wait that still lasts at ``now``, from ``figure`` and past
+        waits.
+        """
         at, seconds = figure.at, figure.seconds
         past = self._past(figure).above((now - at) / seconds)
         number = len(past)
@@ -111,16 +117,16 @@ class Evidence:
     def next_spell(self, own: float | None) -> float | None:
         """Return the seconds that a cell will run; None without evidence.
 
-        ``own`` is the mean of earlier cells of its session; None if it has run none.
+        ``own`` is the mean of the session's earlier cells; None if it has run none.
         """
         return self.spells.mean() if own is None else own
 
     def spell_left(self, own: float | None, runs: float) -> float | None:
-        """Return the seconds that a cell will still run; it has run for ``runs`` seconds."""
+        """Return the seconds that a cell will still run after it has run for ``runs`` seconds."""
         if own is not None and own > runs:
             return own - runs
         if own is None and self.spells.mean() is None:
             return None
         longer = self.spells.above(runs)
-        # Of cells that have run for longer than all others, half go on for as long again.
+        # If no past cell ran for longer, assume that the cell runs for as long again.
         return sum(longer) / len(longer) - runs if longer else max(runs, SHORTEST)

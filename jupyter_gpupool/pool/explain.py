@@ -1,11 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Why a session waits, or may lose what it has: data from the plan itself. In words: :mod:`.why`.
+"""Why a session waits, or may lose its slice, as data from the plan. :mod:`.why` puts it in words.
 
-:func:`explain` tells the rule, the leases that the session needs and who has them, where its owner
-and groups stand, what would change it and when at the earliest. For a holder: what it is above or
-below, who may take its lease, by which rule and from when on. Nothing is guessed: each figure is
-what the pass compares. Other owners' sessions are told by size and class only.
+:func:`explain` returns, for a waiting session, the rule, the leases that it needs and their
+holders, the usage of its owner and groups, and what would end the wait and when at the earliest.
+For a holder, it returns the guarantees that the holder is above or below, and which sessions may
+take its lease, by which rule and from when on. Nothing is guessed: each figure is one that the pass
+compares. Of other owners' sessions it shows only size and class.
 """
 
 from __future__ import annotations
@@ -38,45 +39,46 @@ class HeldLease:
     use: str
     #: When a waiting session may first preempt it; None while it is in use.
     yields_at: float | None
-    #: When the pool suspends it even if no session waits; None while it is in use, infinity: never.
+    #: When the pool suspends it even if no session waits; None while it is in use, infinity if
+    #: never.
     leaves_at: float | None
-    #: Whose it is: the session's own owner's, or another one's.
+    #: Whether the holder has the same owner as the waiting session.
     own: bool = False
     label: str = ""
     priority: str = ""
-    #: By which rule of :mod:`.running` the waiting session may preempt it while it is in use, and
-    #: from when on; "" if by none. A guarantee may still cover it: see ``covered``.
+    #: The rule of :mod:`.running` by which the waiting session may preempt it while it is in use,
+    #: and from when on; "" if there is none. A guarantee may still protect it: see ``covered``.
     rule: str = ""
     rule_at: float | None = None
-    #: A guarantee of its group covers it.
+    #: A guarantee of the holder's group protects the lease.
     covered: bool = False
-    #: Why host memory cannot take its state now, even alone; "" if it can.
+    #: Why host memory cannot take its state now, even if no other lease is suspended; "" if it can.
     unmoved: HostLack = ""
-    #: When the pool ends it because it cannot be suspended; None if it does not.
+    #: When the pool ends the holder because it cannot be suspended; None if it does not.
     ends_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where an owner stands: its groups, shares, guarantees and budgets."""
+    """The groups, shares, guarantees and budgets of an owner, and how much of them is used."""
 
     #: The groups of the owner, the outermost first.
     groups: tuple[str, ...]
-    #: (name, part used, part due) at each level of the tree, among those that use or wait; the name
-    #: is "group NAME" or the owner's.
+    #: (name, part used, part due) at each level of the tree, compared with the siblings that use
+    #: GPUs or wait; the name is "group NAME" or the owner's.
     shares: tuple[tuple[str, float, float], ...]
-    #: It, or a group of it, has used more than its fair share.
+    #: The owner, or one of its groups, has used more than its fair share.
     above: bool
-    #: (group, bytes that its members have, bytes that are guaranteed to it).
+    #: (group, bytes that its members have, bytes that are guaranteed to the group).
     guarantees: tuple[tuple[str, int, int], ...]
-    #: The groups within whose guarantee the request of a waiting session is.
+    #: The groups whose guarantee covers the request of the waiting session.
     entitled: tuple[str, ...]
     budgets: tuple[Budget, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Who has the host memory for suspended state: bytes and sessions."""
+    """The use of host memory for suspended state: bytes and sessions."""
 
     budget: int
     own: int
@@ -95,40 +97,40 @@ class Explanation:
     #: Its place in the queue for a lease (1: the first), and all sessions before it.
     position: int | None
     ahead: tuple[str, ...]
-    #: The slices that it gets once suspends under way are done.
+    #: The slices that it gets when the suspends under way have ended.
     promised: tuple[Slice, ...]
     #: Its reservation as the head of the queue: bytes wanted, by device.
     reserved: tuple[Slice, ...]
     #: The leases on the devices that it could use.
     holders: tuple[HeldLease, ...]
-    #: Who has the host memory, if a lack of it is the reason.
+    #: The use of host memory, if a lack of host memory is the reason.
     host: HostMemory | None
-    #: Each of these may change it: ``suspend-ends``, ``lease-ends``, ``idle-lease-yields``,
+    #: Each of these may end the wait: ``suspend-ends``, ``lease-ends``, ``idle-lease-yields``,
     #: ``host-memory``, ``holder-host-memory``, ``holder-frees``, ``own-lease-ends``,
     #: ``head-is-served``, ``device-returns``, ``outside-use-ends``, ``time``.
     changes: tuple[str, ...]
-    #: When time alone may change it: a lease of ``holders`` can be preempted or is ended, age
+    #: When time alone may end the wait: a lease of ``holders`` can be preempted or is ended, age
     #: raises the session past others or above a holder, a budget renews, a schedule allows its
-    #: class, or the pool tries again. None if nothing of that will happen.
+    #: class, or the pool tries again. None if none of these will happen.
     changes_at: float | None
     #: What happens then: ``idle-lease-yields``, ``busy-lease-yields``, ``kernel-ends``, ``ageing``,
-    #: ``budget-renews``, ``settings``, ``retry``. "" if nothing of that will happen.
+    #: ``budget-renews``, ``settings``, ``retry``. "" if none of these will happen.
     changes_by: str
-    #: For a lease: the sessions that wait for its devices or some of them, and when they may
-    #: preempt it.
+    #: For a session with a lease: the sessions that wait for some of its devices, and when they may
+    #: preempt the lease.
     takers: tuple[str, ...]
     taken_from: float | None
     #: The rules by which sessions that wait may preempt a lease in use, and from when on: (rule,
     #: seconds since the epoch, session).
     claims: tuple[tuple[str, float, str], ...]
-    #: Why the lease cannot be suspended; "" if it can, or there is none. And when the pool ends
-    #: the session for that; None if it does not.
+    #: Why the lease cannot be suspended; "" if it can, or if there is no lease. The second field is
+    #: when the pool ends the session for that; None if it does not.
     obstacle: str
     ends_at: float | None
-    #: Why it was preempted while in use; "" if it was not, or has its next lease.
+    #: Why it was preempted while in use; "" if it was not, or if it has a lease again.
     preempted: str
     standing: Standing
-    #: The reason, or why an idle lease stays, in words; "" if there is nothing to tell.
+    #: Why the session waits, or why an idle lease stays, in words; "" if neither applies.
     text: str
 
 
@@ -155,7 +157,7 @@ _CHANGES: dict[str, tuple[str, ...]] = {
 #: The rules that keep a session waiting whatever memory is free.
 _BARRED = ("budget", "class-closed")
 
-#: What changes a lack of host memory, other than room there.
+#: The events that end a lack of host memory, other than free host memory.
 _HOST_CHANGES: dict[str, dict[HostLack, str]] = {
     "host-memory": {"size": "holder-frees", "quota": "holder-host-memory"},
 }
@@ -169,7 +171,9 @@ def explain_all(facts: Facts, plan: Plan) -> dict[str, Explanation]:
 
 
 def explain(facts: Facts, plan: Plan, s: Session) -> Explanation:
-    """Return why ``s`` waits or keeps its slice: leases in its way, the rule, what changes it."""
+    """Return why ``s`` waits or keeps its slice: the rule, the leases that it waits for, what ends
+    that.
+    """
     shares = Shares(facts)
     shares.order()
     return _explain(shares, plan, s)
@@ -180,7 +184,8 @@ def _explain(shares: Shares, plan: Plan, s: Session) -> Explanation:
     queue = [w.id for w in plan.queue]
     names = [w.id for w in plan.order]
     reserved = held.wanted if held is not None and held.session == s.id else {}
-    # What a closed class or a spent budget keeps waiting does not wait for the leases of others.
+    # A session that waits for its class to open or for its budget does not wait for leases of
+    # others.
     holders = () if why is None or why.rule in _BARRED else tuple(_holders(shares, s, why))
     changes = _CHANGES[why.rule] if why is not None else ()
     if why is not None and why.lacks:
@@ -238,7 +243,7 @@ def _named(at: float | None, change: str) -> list[tuple[float, str]]:
 
 
 def standing(shares: Shares, owner: Owner, now: float, entitled: Collection[str] = ()) -> Standing:
-    """Return where ``owner`` stands at ``now``; ``entitled``: see :class:`Standing`."""
+    """Return the :class:`Standing` of ``owner`` at ``now``; ``entitled`` is its field."""
     facts = shares.facts
     path = shares.tree.path(owner.group)
     held = {name: usage.stays for name, usage in facts.group_usage.items()}
@@ -259,7 +264,9 @@ def standing(shares: Shares, owner: Owner, now: float, entitled: Collection[str]
 def _claims(
     shares: Shares, plan: Plan, s: Session, own: set[str]
 ) -> Iterable[tuple[str, float, str]]:
-    """Yield by which rules, from when on, waiting sessions may preempt the lease of ``s``."""
+    """Yield the rules by which waiting sessions may preempt the lease of ``s``, and from when
+    on.
+    """
     if obstacle(s, shares.facts) or (s.state == "idle" and unprotected(s, shares.facts)):
         return
     for w in plan.order:
@@ -284,15 +291,18 @@ def _ends_at(s: Session, facts: Facts) -> float | None:
 
 
 def _raised_at(shares: Shares, plan: Plan, s: Session, holders: Iterable[HeldLease]) -> float:
-    """Return when age raises a waiting session to a class where that may matter; infinity if never.
+    """Return when age raises a waiting session to a class in which it may be served sooner, or
+    infinity.
 
-    There it may pass a session that is ahead of it, or preempt a lease that it may not preempt now.
+    In that class it may pass a session that is ahead of it, or preempt a lease that it may not
+    preempt now.
     """
     facts, settings = shares.facts, shares.facts.settings
     if s.state != "queued" or settings.ageing <= 0 or shares.above(s.owner):
         return math.inf
     spent = shares.spent(s.owner) is not None
-    # Sessions of one owner, and all without shares, keep their order: each of them climbs as well.
+    # Sessions of one owner keep their order, because age raises each of them; without shares, all
+    # do.
     ahead = [
         shares.level(w)
         for w in plan.order[: plan.order.index(s)]
@@ -344,7 +354,7 @@ def _holders(shares: Shares, s: Session, why: Reason) -> Iterable[HeldLease]:
         found = sorted((at, tier) for tier, at in each if at < math.inf)
         lack = draft.host_lack([v], facts.host_room) if use != "leaving" else ""
         if idle and v.pressed and v.state_bound:
-            lack = "room"  # where its processes run, whatever the machine has
+            lack = "room"  # memory is short where its processes run, even if the machine has some
         rule, rule_at, covers = "", None, False
         if found and not unprotected(v, facts):
             rule_at, tier = found[0]

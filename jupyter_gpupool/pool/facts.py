@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The facts: sessions, and the accounts that follow from them (devices, host memory, owners).
 
-A session changes only inside :meth:`Facts.change`, which counts it out of all accounts and in again
-afterwards. So an account cannot disagree with the sessions. Device memory is counted in bytes:
+A session changes only inside :meth:`Facts.change`, which subtracts it from all accounts before the
+change and adds it again afterwards. So an account cannot disagree with the sessions. Device memory
+is counted in bytes:
 
 =============  ====================================================================================
 ``granted``    sum of all leases, those under attach and those under suspend included
@@ -64,7 +65,9 @@ class DeviceLedger:
         return self.capacity - self.granted - self.foreign - self.overuse
 
     def view(self) -> DeviceView:
-        """Return the public form; overuse is shown as foreign (bytes that no grant covers)."""
+        """Return the public form, in which overuse is part of ``foreign`` (bytes that no grant
+        covers).
+        """
         return DeviceView(
             device=self.device,
             capacity=self.capacity,
@@ -77,7 +80,7 @@ class DeviceLedger:
 def charge_of(s: Session, slices: Sequence[Slice]) -> int:
     """Return the bytes of ``slices`` that count against the owner's quota.
 
-    These are all bytes up to the request's limit, without the headroom of a resume.
+    Bytes up to the request's limit count; the headroom of a resume does not.
     """
     limit, memory, state = s.request.limit, s.request.memory, s.suspended
     charge = 0
@@ -99,12 +102,14 @@ class Facts:
         self.now = -math.inf
         self.sessions: dict[str, Session] = {}
         self.devices: dict[str, DeviceLedger] = {}
-        #: Counts changes of devices and rules. A value derived from an older version is void.
+        #: The number of changes of devices and rules. A value derived from an older version is
+        #: void.
         self.version = 0
-        #: The most that each device can give, largest first; and whether any device can suspend.
+        #: The most bytes that each device can give, largest first; and whether any device can
+        #: suspend.
         self.capacities: list[int] = []
         self.suspends = False
-        #: The least size that is of use: a CUDA context and one block; 0 if not known.
+        #: The smallest useful slice: a CUDA context and one block; 0 if not known.
         self.least = 0
         #: The groups, with guarantees and caps in bytes of this machine.
         self._grow_tree()
@@ -117,13 +122,13 @@ class Facts:
         #: Sessions that cannot be suspended, each with one that waits for it; see
         #: :mod:`.unsuspendable`.
         self.stuck: dict[str, tuple[Session, Session]] = {}
-        #: When idle sessions leave, and the sessions for which that must be seen again.
+        #: When idle sessions leave, and the sessions for which that time must be computed again.
         self.leaving = Leaving()
         self.untimed: dict[str, Session] = {}
         #: Sessions whose slice an admin has recalled; see :mod:`.recall`.
         self.recalled: dict[str, Session] = {}
         self.usage: dict[str, OwnerUsage] = {}
-        #: The same of groups: what their members have, those of the groups in them included.
+        #: The accounts of groups: the leases of their members, nested groups included.
         self.group_usage: dict[str, GroupUsage] = {}
         #: What owners and groups have used over time.
         self.meters = Meters()
@@ -144,7 +149,7 @@ class Facts:
 
     @contextmanager
     def change(self, s: Session) -> Iterator[None]:
-        """Count ``s`` out of every account, and in again as it is at the end of the block."""
+        """Subtract ``s`` from every account, and add it again as it is at the end of the block."""
         self._count(s, -1)
         try:
             yield
@@ -155,7 +160,7 @@ class Facts:
                 self.begin_wait(s, self.now)
 
     def forget_times(self, s: Session) -> None:
-        """Note that the times at which ``s`` may or must leave its slice may be others now."""
+        """Note that the times at which ``s`` may or must leave its slice may have changed."""
         s.times = s.using = None
         self.untimed[s.id] = s
 
@@ -166,7 +171,9 @@ class Facts:
         return self.tree.stops or closes or bool(self.recalled)
 
     def set_recall(self, s: Session, at: float, reason: str = "") -> None:
-        """Note when an admin takes the slice of ``s`` back, and why; ``at`` 0: not any more."""
+        """Note when an admin takes the slice of ``s`` back, and why; ``at`` 0 withdraws the
+        recall.
+        """
         s.recall_at, s.recall_reason = at, reason if at else ""
         if at:
             self.recalled[s.id] = s
@@ -230,7 +237,9 @@ class Facts:
         self.host_going += sign * lease.host_bound
 
     def _index(self, s: Session) -> bool:
-        """Put ``s`` into its subsets; return whether it now has less than guaranteed."""
+        """Put ``s`` into the subsets it belongs to; return whether it has less than guaranteed
+        now.
+        """
         self.forget_times(s)
         slices, memory = s.lease.slices, s.request.memory
         attached = s.state in ATTACHED
@@ -252,7 +261,8 @@ class Facts:
     def set_slices(self, s: Session, slices: tuple[Slice, ...], most: float = math.inf) -> None:
         """Give ``s`` these slices, inside :meth:`change`; the owner is charged at most ``most``.
 
-        The present request decides. A later one counts once the lease has changed with it.
+        The present request decides the charge. A later request counts once the lease has changed
+        with it.
 
         Raises
         ------
@@ -279,7 +289,7 @@ class Facts:
             ledger.allowed = max(ledger.capacity, min(ledger.allowed, ledger.granted))
 
     def usage_of(self, owner: str) -> OwnerUsage:
-        """Return a copy of what counts in the owner's quota, that on other machines included."""
+        """Return a copy of the owner's usage that counts in its quota, other machines included."""
         known = self.usage.get(owner)
         found = OwnerUsage() if known is None else known.copy()
         if elsewhere := self.settings.elsewhere.get(owner):
@@ -287,7 +297,7 @@ class Facts:
         return found
 
     def usage_in(self, group: str) -> int:
-        """Return the bytes that count in the cap of ``group``, those on other machines included."""
+        """Return the bytes that count in the cap of ``group``, other machines included."""
         known = self.group_usage.get(group)
         elsewhere = self.settings.elsewhere_groups.get(group, 0)
         return elsewhere if known is None else known.memory + elsewhere
@@ -295,7 +305,8 @@ class Facts:
     def elsewhere_text(self, owner: str, limit: str, group: str = "") -> str:
         """Return why other machines keep a part of this limit of a quota, or of a group's cap.
 
-        "" if none do: what they have of another limit does not explain a wait for this one.
+        "" if they keep no part of this limit: their parts of another limit do not explain a wait
+        for this one.
         """
         rules = self.settings
         if group:
@@ -313,7 +324,7 @@ class Facts:
         self.tree = Tree(self.settings.groups, self.capacities, users=users)
 
     def settle(self) -> None:
-        """Let usage be counted by the leases as they are, from now on."""
+        """Count usage by the present leases from now on."""
         changed, self.meters.changed = self.meters.changed, {}
         for name in changed:
             s = self.leased.get(name)
@@ -354,7 +365,9 @@ class Facts:
         self._resize(ledger)
 
     def configure(self, settings: PoolSettings, groups: Mapping[str, str] = _NO_GROUPS) -> None:
-        """Apply other rules, and let the sessions in ``groups`` use the share of another group."""
+        """Apply new rules, and charge the sessions in ``groups`` to the share of their new
+        group.
+        """
         self.meters.close(self.now, self.settings)
         self.settings = settings
         for name in groups:
@@ -410,13 +423,14 @@ class Facts:
         """Bytes that a new suspend may take; may be negative."""
         room = self.settings.host_memory - self.host_used - self.host_going
         if self.host_available is not None:
-            # The sample already lacks the states suspended before it. It may also lack parts of
-            # those under way, but this assumes that it does not.
+            # States suspended before the sample are already missing in the sampled figure. Parts of
+            # the suspends under way may be missing as well, but this code assumes that they are
+            # not.
             room = min(room, self.host_available - self.host_taken)
         return room
 
     def host_seen(self, available: int) -> None:
-        """Record the bytes that the host could give."""
+        """Record a sample of the bytes that the host could give."""
         self.host_available, self.host_taken = available, self.host_going
 
     def host_takes(self, size: int) -> None:

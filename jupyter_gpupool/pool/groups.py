@@ -3,9 +3,10 @@
 """Groups of users: what an admin grants them. Frozen values, checked when they are made.
 
 An owner is in one group, and a group may be in another one: a tree whose root is the pool itself
-(the name ""). A *guarantee* is what the members of a group get back at once from sessions outside
-it that borrow it; a *weight* divides what is left over between the groups (and users) of one
-parent; a *cap* is what all members have at most at once; *daily* bounds what they use in a day.
+(the name ""). A *guarantee* is the memory that the members of a group get back at once when
+sessions outside the group have borrowed it; *weights* divide the remaining memory between the
+groups (and users) of one parent; a *cap* is the most memory that all members may have at once;
+*daily* bounds their use in a day.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Iterable, Literal, Mapping, Sequence
 
 DAY = 86400.0
 
-#: ``window``: the whole budget is there again at one time of the day. ``refill``: it comes back
+#: ``window``: the whole budget is renewed at one time of the day. ``refill``: it comes back
 #: continuously, a whole budget in a day.
 DailyRule = Literal["window", "refill"]
 
-#: What happens when it is used up. ``borrow``: sessions go on, use what no other session wants, and
-#: may be preempted for any that has some left. ``refuse``: as ``borrow``, and a new lease is
-#: refused. ``stop``: running sessions are suspended as well, even where no other session waits.
+#: What happens when the budget is used up. ``borrow``: sessions continue on GPUs that no other
+#: session wants, and may be preempted for any session that has budget left. ``refuse``: as
+#: ``borrow``, and the pool refuses new leases. ``stop``: the pool also suspends running sessions,
+#: even if no other session waits.
 DailyEnd = Literal["borrow", "refuse", "stop"]
 
 
@@ -52,7 +54,7 @@ class Portion:
     def of(self, capacities: Sequence[int]) -> int:
         """Return its bytes on a pool whose devices can give ``capacities``.
 
-        Where devices differ in size, one device means their mean.
+        If devices differ in size, one device counts as their mean.
         """
         total = sum(capacities)
         if self.bytes is not None:
@@ -64,10 +66,11 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class Daily:
-    """A budget of GPU-seconds per day, and what happens at its end.
+    """A budget of GPU-seconds per day, and what happens when it is used up.
 
-    One GPU-second is a whole device for a second, by memory or by compute, whichever is more: half
-    the memory of one device counts as half, and so does computing beside one other session.
+    One GPU-second is a whole device for a second, by memory or by compute, whichever is more: a
+    session with half the memory of one device uses half a GPU, and so does a session that computes
+    while one other session does.
 
     Raises
     ------
@@ -94,7 +97,7 @@ class Daily:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What the members of a group get together; ``parent`` "" is the pool itself.
+    """The rules for all members of a group together; ``parent`` "" is the pool itself.
 
     Raises
     ------
@@ -116,7 +119,7 @@ class Group:
 def path(groups: Mapping[str, Group], name: str) -> tuple[str, ...]:
     """Return ``name`` and all groups above it, the outermost first; () for the pool itself.
 
-    A group that is not in ``groups`` is the pool itself, and so is the parent that closes a cycle.
+    An unknown group counts as the pool itself, and so does a parent that closes a cycle.
     """
     found: list[str] = []
     while name in groups and name not in found:
@@ -139,7 +142,8 @@ class Tree:
     ) -> None:
         self.groups = groups
         budgets = [*users, *(group.daily for group in groups.values())]
-        #: Some user or group has a daily budget; at the end of one, what runs is suspended.
+        #: ``budgeted``: some user or group has a daily budget. ``stops``: some budget suspends
+        #: running sessions when it is used up.
         self.budgeted = any(budgets)
         self.stops = any(daily is not None and daily.then == "stop" for daily in budgets)
         self._budgets: dict[str, tuple[str, ...]] = {}
@@ -173,11 +177,11 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a user or a group has used, at one time.
+    """The usage of a user or a group at one time.
 
     The unit is a device for a second. ``memory`` and ``compute`` decay with
     ``PoolSettings.half_life``; ``today`` counts since the budget's window began (for ``refill``:
-    what has not come back yet), by memory or compute, whichever was more at the time.
+    the part that has not come back yet), by memory or compute, whichever was more at each time.
     """
 
     memory: float = 0.0
@@ -190,7 +194,7 @@ class Usage:
 
     @property
     def dominant(self) -> float:
-        """The larger of memory and compute."""
+        """The dominant usage: the larger of memory and compute."""
         return max(self.memory, self.compute)
 
 

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Which waiting sessions ask for no more than their groups are guaranteed.
 
-A request is within the guarantee of a group if all that the members of the group have, what those
-before it ask for, and the request itself are no more than is guaranteed. A session that something
-else than memory keeps from being served comes after all others here: it must not keep the guarantee
-from members of its group that could use it.
+A request is within the guarantee of a group if the leases of all members, the requests before it
+and the request itself sum to no more than the guarantee. Sessions that wait for something other
+than memory are counted last here: they must not use up the guarantee of members that could be
+served.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .session import Session
 def entitled(
     facts: Facts, ordered: Iterable[Session], spent: Callable[[Owner], object]
 ) -> dict[str, frozenset[str]]:
-    """Return by session, given in the order of service, the groups within whose guarantee it asks.
+    """Return, by session, the groups whose guarantee covers its request; in the order of service.
 
-    ``spent`` returns the daily budget of an owner that is used up, or None.
+    ``spent`` returns a used-up daily budget of an owner, or None.
     """
     guarantees, path = facts.tree.guarantees, facts.tree.path
     allowed = facts.settings.classes_allowed
@@ -55,11 +55,11 @@ def entitled(
 
 
 class _LimitCheck:
-    """Which requests nothing but a lack of memory keeps waiting, with those before them."""
+    """Finds the requests that wait for memory alone, after those before them are counted."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
-        #: What owners and groups would have with the requests so far.
+        #: The totals of owners and groups if the requests so far were granted.
         self._owners: dict[str, OwnerUsage] = {}
         self._groups: dict[str, int] = {}
 

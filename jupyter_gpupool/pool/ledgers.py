@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What an owner and a group have now, and when idle sessions leave."""
+"""The accounts of an owner and of a group, and the times at which idle sessions leave."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OwnerUsage:
     suspended: int = 0
 
     def add(self, charge: Charge, sign: int = 1) -> None:
-        """Count a charge in, or out with ``sign`` -1."""
+        """Add a charge; ``sign`` -1 subtracts it."""
         self.memory += sign * charge[0]
         self.devices += sign * charge[1]
         self.leases += sign * charge[2]
@@ -31,15 +31,15 @@ class OwnerUsage:
 
 @dataclass(slots=True)
 class GroupUsage:
-    """What the members of one group have, as their quotas are charged."""
+    """The leases of the members of one group, counted as their quotas are charged."""
 
     memory: int = 0
-    #: The part of it whose suspend is under way.
+    #: The part of these bytes whose suspend is under way.
     leaving: int = 0
 
     @property
     def stays(self) -> int:
-        """Bytes that no suspend under way frees."""
+        """Bytes of the leases that no suspend under way frees."""
         return self.memory - self.leaving
 
 

@@ -2,15 +2,15 @@
 # Distributed under the terms of the Modified BSD License.
 """Limits: what a kernel and an owner may have. A refusal is a value, not an exception.
 
-Two questions with different answers. *Can it ever be met?* (:func:`never`) If not, a
-:class:`Refusal` says so at once. *Does it fit beside what the owner has now?* (:func:`lacking`) If
-not, the session waits.
+The module answers two questions. *Can the pool ever meet the request?* (:func:`never`) If not, it
+refuses at once with a :class:`Refusal`. *Does the request fit beside the owner's present leases?*
+(:func:`lacking`) If not, the session waits.
 
-An owner is charged the granted bytes, grown ones included, but not the headroom that a resume
-reserves for a moment; a lease on two devices counts as two devices. To add a limit on size: a
-:class:`_Maximum` in :func:`_bounds`; refusals, the largest size on offer and the default sizes all
-follow from it. To add a limit on what an owner has at once: a field of ``Quota`` and a line in
-:func:`lacking`.
+An owner is charged for the granted bytes, grown ones included, but not for the headroom that a
+resume reserves for a moment; a lease on two devices counts as two devices. To add a limit on size,
+add a :class:`_Maximum` in :func:`_bounds`; refusals, the largest size on offer and the default
+sizes all follow from it. To add a limit on what an owner has at once, add a field of ``Quota`` and
+a line in :func:`lacking`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .model import NO_LIMIT, Charge, Owner, PoolSettings, Quota, Refusal, Reques
 
 
 def lacking(quota: Quota, usage: OwnerUsage, more: Charge, less: Charge) -> tuple[str, int] | None:
-    """Return which limit ``more`` would exceed, as (name, limit), or None.
+    """Return the limit that ``more`` would exceed, as (name, limit), or None.
 
-    ``less`` is what the owner gives back, for example by suspends under way.
+    ``less`` is the charge that the owner gives back, for example by suspends under way.
     """
     if quota is NO_LIMIT:
         return None
@@ -47,10 +47,10 @@ class _Maximum:
     """The most bytes on each device, by one rule."""
 
     code: Code
-    #: The bytes on each device; and the rule's own figure (for a quota: over all devices).
+    #: The bytes on each device; and the figure of the rule (for a quota: over all devices).
     most: int
     whole: int
-    #: The rule in words, and what an admin could grant; "" if nothing.
+    #: The rule in words, and what an admin could change; "" if nothing.
     rule: str
     admin: str
     #: Whether the rule also bounds the limit of a request, and not only the guaranteed bytes.
@@ -100,7 +100,7 @@ def _bounds(
 
 
 def check_form(request: Request, settings: PoolSettings) -> Refusal | None:
-    """Return why ``request`` makes no sense, or None."""
+    """Return why ``request`` is invalid on any machine, or None."""
     if request.memory <= 0:
         return Refusal(
             Code.BAD_REQUEST,
@@ -218,7 +218,7 @@ def _above(request: Request, name: str, bound: _Maximum) -> Refusal:
 
 
 def _too_many(request: Request, quota: Quota) -> Refusal | None:
-    """Return why the owner may not have so many devices, or any slice at all; or None."""
+    """Return why the quota forbids so many devices, or any slice at all; or None."""
     numbers = {"memory": request.memory, "devices": request.devices, "limit": request.limit}
     if quota.devices is not None and request.devices > quota.devices:
         return Refusal(
@@ -293,11 +293,12 @@ _ABOUT_SIZE = frozenset(
 def default_request(
     settings: PoolSettings, capacities: Iterable[int] = (), *, metered: bool = True
 ) -> Request:
-    """Return the request of a kernel that does not ask, on devices of ``capacities`` bytes.
+    """Return the default request of a kernel, on devices of ``capacities`` bytes.
 
-    By default the limit is the whole device: grown bytes are the first to go once a guarantee needs
-    them. That takes the guard, which meters them and holds back the calls of a running cell.
-    Without it (``metered`` is False) a slice is decided at attach, and is what is guaranteed.
+    By default the limit is the whole device: the pool reclaims grown bytes first once a guarantee
+    needs them. This needs the guard, which meters the bytes and holds back the calls of a running
+    cell. Without a guard (``metered`` is False), the slice is fixed at attach and has the
+    guaranteed size.
     """
     memory, limit = settings.default_memory, settings.default_limit
     if limit is None:
@@ -306,7 +307,7 @@ def default_request(
 
 
 def changed_request(base: Request, asked: Mapping[str, Any]) -> Request:
-    """Return ``base`` with the fields ``asked``.
+    """Return the request ``base``, with the fields in ``asked`` replaced.
 
     If only the memory is new and the limit was equal to it, the limit follows.
     """
@@ -326,8 +327,8 @@ def fit_unasked(
 ) -> Request:
     """Return ``request``; sizes that are not in ``asked`` are cut to what the machine gives.
 
-    Those are defaults, so a machine with smaller devices (``capacities``, in bytes) gives what it
-    has and does not refuse. The memory is not cut to a quota or the host's memory. If an admin's
+    Such sizes are defaults, so a machine with smaller devices (``capacities``, in bytes) cuts them
+    and does not refuse. The memory is not cut to a quota or the host's memory. If an admin's
     default exceeds another of the admin's options, the kernel is refused, and the refusal names the
     option (:func:`blame_default`).
     """
@@ -345,7 +346,9 @@ def fit_unasked(
 
 
 def blame_default(refusal: Refusal, asked: Collection[str]) -> Refusal:
-    """Return ``refusal`` of a new session; without a requested size it names the default."""
+    """Return ``refusal`` of a new session; if the session named no size, the text names the
+    default.
+    """
     if "memory" in asked or refusal.code not in _ABOUT_SIZE:
         return refusal
     return replace(

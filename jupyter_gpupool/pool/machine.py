@@ -47,8 +47,8 @@ from .updates import update
 from .why import Told, standing_lines, told
 from .words import budget_refusal, reason, seconds, stays_reason, taken_reason, waits_for
 
-#: Most plans per event. One is nearly always enough, and a second one confirms it. More than this
-#: is a bug; the pool then acts on the last plan rather than on none.
+#: The most plans per event. One plan is nearly always enough, and a second one confirms it. More
+#: plans than this show a bug; the pool then acts on the last plan rather than on none.
 ROUNDS = 16
 
 
@@ -74,8 +74,8 @@ class Pool:
     def handle(self, event: Event) -> list[Action]:
         """Process ``event`` and return the actions in their order.
 
-        The ``now`` of events must not go back; an earlier one counts as the latest. Unknown
-        sessions and stale completions are answered or logged, and are never an error.
+        The ``now`` of events must not go back; an earlier one counts as the latest. The pool
+        answers or logs events of unknown sessions and stale completions; they are never an error.
 
         Raises
         ------
@@ -85,7 +85,8 @@ class Pool:
         facts = self._facts
         self._records.clear()
         facts.now = max(facts.now, event.now)
-        # The event before the clock: a hold at the end of the idle time-out must find its lease.
+        # Apply the event before the clock: a hold at the end of the idle time-out must find its
+        # lease.
         actions = update(facts, event, self._plan)
         if facts.settings.max_wait is not None:
             actions += self._give_up(facts.settings.max_wait)
@@ -113,7 +114,7 @@ class Pool:
         late = [s for s in facts.waiting.values() if s.queued_at + most <= facts.now]
         for s in late:
             if s.preempted:
-                continue  # its computation goes on, however long that takes
+                continue  # its computation continues, however long the wait
             last = reason(facts, self._plan, s)
             refusal = Refusal(
                 Code.WAIT_TIMEOUT,
@@ -198,14 +199,15 @@ class Pool:
         return explain_all(self._facts, self._plan)
 
     def why(self, session: str) -> Told:
-        """Return the same with the lines that the session's owner reads."""
+        """Return :meth:`explain` with the lines that the session's owner reads."""
         return told(self._facts, self._plan, self._facts.sessions[session])
 
     def preferred(self, session: str) -> tuple[str, ...]:
         """Return the devices that the session would get if it asked now; nothing is promised.
 
-        Those that it has or is bound to. Otherwise those of its plan, or of the plan that it would
-        get (which may preempt idle leases); empty if it would wait for a lease in use.
+        These are the devices that the session has or is bound to. Otherwise they are those of its
+        plan, or of the plan that it would get (which may preempt idle leases); empty if it would
+        wait for a lease in use.
         """
         s = self._facts.sessions[session]
         settled = tuple(x.device for x in s.lease.slices or s.suspended) or s.bound
@@ -238,7 +240,7 @@ class Pool:
         return self._facts.sessions[session].request
 
     def leases(self) -> dict[str, tuple[tuple[Slice, ...], float | None]]:
-        """Return every lease by session: its slices, and since when it is idle (None: it is not).
+        """Return every lease by session: its slices, and since when it is idle (None if it is not).
 
         Cheap even for many sessions.
         """
@@ -254,7 +256,7 @@ class Pool:
     def growable(self, session: str) -> tuple[int, ...]:
         """Return how many bytes each slice of an attached session could grow now, in their order.
 
-        From memory that is free, not promised and not reserved. It contains no byte that is
+        Growth takes memory that is free, not promised and not reserved, and no byte that is
         guaranteed to neighbours, used or not. Empty for a session without a lease.
         """
         s = self._facts.sessions[session]
@@ -317,14 +319,16 @@ class Pool:
     def usage(self, now: float | None = None, since: float = -math.inf) -> PoolUsage:
         """Return what users and groups have used, at ``now`` (None: at the last event).
 
-        It leaves out those that used nothing after ``since``. The usage survives a restart of the
-        broker as :class:`~.events.UsageRecovered`.
+        Users and groups that used nothing after ``since`` are left out. The usage survives a
+        restart of the broker as :class:`~.events.UsageRecovered`.
         """
         facts = self._facts
         return facts.meters.view(max(facts.now, now or facts.now), facts.settings, since)
 
     def standing(self, owner: Owner, now: float) -> tuple[Standing, tuple[str, ...]]:
-        """Return an owner's guarantees, shares and daily budgets at ``now``, and their lines."""
+        """Return an owner's guarantees, shares and daily budgets at ``now``, and the lines about
+        them.
+        """
         now = max(self._facts.now, now)
         found = standing(Shares(self._facts), owner, now)
         return found, tuple(standing_lines(found, now))
@@ -349,7 +353,7 @@ def carry_out(facts: Facts, new: Plan) -> Actions:
 def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
     """Note since when a session waits for each idle slice, and tell lazy kernels that one does.
 
-    Return the actions, and whether that changes from when on a slice may be preempted.
+    Return the actions, and whether a slice may now be preempted at another time than before.
     """
     actions: Actions = []
     changed = False
@@ -363,7 +367,8 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
                 continue
             since = waits.since(v) if waits.found else math.inf
             if since < math.inf:
-                # Even if the first one is served by now, sessions waited all the time.
+                # The session that waited first may be served by now, but others have waited ever
+                # since.
                 since = min(since, gap.wanted)
             if since != gap.wanted:
                 v.measured.gap = replace(gap, wanted=since)
@@ -380,9 +385,9 @@ class Waits:
     """Which sessions wait, and since when: by device, by owner for waits for a quota, and by group
     for waits for a cap.
 
-    By device: the first in the queue that could use it, even if that device alone is not enough,
-    and every lease there that waits for growth. By owner: the first session for which the quota is
-    too small, even if memory is short as well.
+    By device: the first session in the queue that could use the device, even if that device alone
+    is not enough, and every lease there that waits for growth. By owner: the first session for
+    which the quota is too small, even if memory is short as well.
     """
 
     def __init__(self, facts: Facts, plan: Plan) -> None:
@@ -411,7 +416,7 @@ class Waits:
                         if not grows:
                             found.add(uuid)
 
-        #: Whether any does.
+        #: Whether any session waits.
         self.found = bool(self._devices or self._owners or self._groups)
 
     def since(self, v: Session) -> float:
@@ -429,7 +434,7 @@ class Waits:
 def refuse_spent(facts: Facts) -> Actions:
     """Refuse the holds of sessions whose daily budget is used up, if that refuses new leases.
 
-    Not those of a preempted session: its computation waits until the budget is there again.
+    The holds of a preempted session stay: its computation waits until the budget is renewed.
     """
     shares, actions = Shares(facts), Actions()
     for s in list(facts.waiting.values()):

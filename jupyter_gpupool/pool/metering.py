@@ -1,24 +1,24 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What users and groups have used: memory and compute over time, decayed, and since today began.
+"""The usage of users and groups: memory and compute over time, decayed, and since the day began.
 
-A session with a lease uses, of each of its devices, the part of the memory that it was granted, and
-while it is active the part of the compute that it has beside the other active sessions there (its
-``compute`` over the sum of theirs; alone, all of it). Both are *rates* in devices; what they add
-up to in time is in device-seconds. The larger of the two sums is the *dominant* usage (Ghodsi et
-al., "Dominant Resource Fairness", NSDI 2011): a session with much memory that computes little pays
-for the memory, a small one that computes all the time for the compute.
+A session with a lease uses, on each of its devices, the part of the memory that it was granted.
+While it is active, it also uses a part of the compute: its ``compute`` divided by the sum over all
+active sessions there, so all of it if the session is alone. Both are *rates* in devices; their sums
+over time are in device-seconds. The larger of the two sums is the *dominant* usage (Ghodsi et al.,
+"Dominant Resource Fairness", NSDI 2011): a session with much memory that computes little pays for
+its memory; a small session that computes all the time pays for its compute.
 
-Rates change at events only. So an :class:`Meter` holds the sums at the time of the last change
-and its rates since, and reads as a formula at any later time: a decayed sum u with rate r becomes
-u x d + r x (1 - d) / ln 2 x half-life, with d = 2 ^ (-seconds / half-life).
+Rates change at events only. So a :class:`Meter` holds the sums at the time of the last change and
+the rates since then, and computes the sums of any later time by a formula: a decayed sum u with
+rate r becomes u x d + r x (1 - d) / ln 2 x half-life, with d = 2 ^ (-seconds / half-life).
 
-The budget of a day counts without decay, by :class:`~.groups.Daily`: from the last time at which
-its window began, or with a steady return of a whole budget per day.
+Usage counts against a daily budget without decay, by :class:`~.groups.Daily`: from the last time at
+which the budget's window began, or with a steady return of a whole budget per day.
 
-Windows follow the time of day, which is ``ahead`` of the pool's own clock after somebody has set
-it or the machine has slept. Time that passes at such a step decays usage and renews budgets, and
-nobody pays for it. A clock that is set back returns nothing, and takes nothing.
+Windows follow the time of day, which is ``ahead`` of the pool's own clock after somebody has set it
+or the machine has slept. The time skipped by such a step decays usage and renews budgets, but is
+charged to no user. A step back changes no usage and no budget.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from typing import Iterable, Mapping, NamedTuple
 from .groups import DAY, Daily, PoolUsage, Usage, path
 from .model import Owner, PoolSettings
 
-#: A budget counts as used up when so many GPU-seconds are left (times since the epoch are no more
-#: exact than that) ...
+#: A budget counts as used up when at most so many GPU-seconds are left (times since the epoch are
+#: no more exact than that) ...
 EXACT = 0.001
-#: ... and one that refills, as not used up again, once this part of it is back: without that, the
-#: sessions of its user would stop and go on every second.
+#: ... and a budget that refills counts as available again only once this part of it is back:
+#: otherwise the sessions of its user would stop and continue every second.
 BACK = 1 / 24
 
 LN2 = math.log(2)
 
-#: Rates are added up in this part of a device, as whole numbers: what was added can be subtracted
-#: again without a rest, so a change costs the same with one session as with a thousand.
+#: Rates are summed as whole multiples of this part of a device. Subtracting a rate is then exact,
+#: without rounding errors, so a change costs the same with one session as with a thousand.
 UNITS = 1 << 100
 
 
 @dataclass(slots=True, eq=False)
 class Meter:
-    """The usage of a user or a group: sums at ``at``, and what its sessions use since then."""
+    """The usage of a user or a group: the sums at ``at``, and the rates since then."""
 
     at: float
     memory: float = 0.0
@@ -56,7 +56,7 @@ class Meter:
     #: Devices in use now, by memory and by compute.
     memory_rate: float = 0.0
     compute_rate: float = 0.0
-    #: The same by session, and the sums in :data:`UNITS`.
+    #: The devices in use by session, and their sums in :data:`UNITS`.
     parts: dict[str, tuple[float, float]] = field(default_factory=dict)
     memory_units: int = 0
     compute_units: int = 0
@@ -91,7 +91,9 @@ class Meter:
         return Usage(memory, compute, today, spent, now)
 
     def budget(self, now: float, daily: Daily | None) -> tuple[float, bool]:
-        """Return what counts against the budget at ``now``, and whether that is used up."""
+        """Return the usage that counts against the budget at ``now``, and whether the budget is
+        used up.
+        """
         rate, seconds = self.rate, max(0.0, now - self.at)
         if daily is not None and daily.rule == "refill":
             # The rate has not changed since ``at``.
@@ -106,43 +108,46 @@ class Meter:
         return today, daily is not None and today >= daily.seconds - EXACT
 
     def advance(self, now: float, half_life: float, daily: Daily | None) -> None:
-        """Let the sums be those at ``now``; the rates may change then."""
+        """Bring the sums to ``now``; afterwards the rates may change."""
         if now > self.at:
             found = self.read(now, half_life, daily)
             self.memory, self.compute = found.memory, found.compute
             self.today, self.spent, self.at = found.today, found.spent, now
 
     def set_clock(self, now: float, ahead: float, half_life: float, daily: Daily | None) -> None:
-        """Let the time of day be ``ahead`` from ``now`` on."""
+        """Set the time of day ``ahead`` of the pool's clock from ``now`` on."""
         self.advance(now, half_life, daily)
-        #: The same sums by the time of day, with nothing in use while that makes its step.
+        #: Advance the sums by the step of the time of day, with rates of 0 for the duration of the
+        #: step.
         before = Meter(now + self.ahead, self.memory, self.compute, self.today, self.spent)
         after = before.read(now + ahead, half_life, daily)
         self.memory, self.compute = after.memory, after.compute
         self.today, self.spent, self.ahead = after.today, after.spent, ahead
 
     def use(self, session: str, part: tuple[float, float] | None) -> None:
-        """Let a session use ``part`` from now on; None: nothing. :meth:`advance` comes first."""
+        """Set the ``part`` that a session uses from now on; None for nothing. Call :meth:`advance`
+        first.
+        """
         memory, compute = self.parts.pop(session, (0.0, 0.0))
         more, faster = part or (0.0, 0.0)
         if part is not None:
             self.parts[session] = part
-        # A part becomes the same number each time, so the sums end at 0.
+        # The same part is always rounded to the same whole number, so the sums return to exactly 0.
         self.memory_units += int(more * UNITS) - int(memory * UNITS)
         self.compute_units += int(faster * UNITS) - int(compute * UNITS)
         self.memory_rate = self.memory_units / UNITS
         self.compute_rate = self.compute_units / UNITS
 
     def use_nothing(self) -> None:
-        """Let no session use anything from now on."""
+        """Set all rates to 0 from now on."""
         self.parts.clear()
         self.memory_units = self.compute_units = 0
         self.memory_rate = self.compute_rate = 0.0
 
     def changes_at(self, now: float, daily: Daily) -> float:
-        """Return when the budget is next used up, or not used up any more; infinity if never."""
+        """Return when the budget is next used up, or next available again; infinity if never."""
         if daily.seconds <= EXACT:
-            return math.inf  # no window has any
+            return math.inf  # no usage counts in any window
         today, spent = self.budget(now, daily)
         if daily.rule == "window":
             if spent:
@@ -161,13 +166,13 @@ def window_began(now: float, renews: float) -> float:
 
 
 class LeaseInUse(NamedTuple):
-    """A lease as the meters see it."""
+    """The part of a lease that meters read."""
 
     owner: Owner
-    #: The session computes.
+    #: Whether the session computes.
     active: bool
     compute: int
-    #: The part of the memory of each of its devices.
+    #: By device: the part of its memory that the lease has.
     memory: Mapping[str, float]
 
 
@@ -184,8 +189,8 @@ class Meters:
         self._leases: dict[str, LeaseInUse] = {}
         #: By device: the leases of sessions that compute.
         self._computing: dict[str, dict[str, LeaseInUse]] = {}
-        #: Leases that have changed since the last :meth:`settle`, and the devices where sessions
-        #: compute that did not, or the other way round.
+        #: Leases that have changed since the last :meth:`settle`, and the devices on which sessions
+        #: have begun or ceased to compute.
         self._put: dict[str, LeaseInUse] = {}
         self._devices: dict[str, bool] = {}
         self._gone: list[str] = []
@@ -193,7 +198,7 @@ class Meters:
         self._of: dict[str, list[tuple[Meter, Daily | None]]] = {}
 
     def put(self, session: str, lease: LeaseInUse) -> None:
-        """Let a session have this lease."""
+        """Record the lease of a session."""
         old = self._leases.get(session)
         if old == lease and session in self._of:
             return
@@ -204,7 +209,7 @@ class Meters:
             self._devices[device] = True
 
     def drop(self, session: str) -> None:
-        """Let a session have no lease."""
+        """Record that a session has no lease."""
         self._compute_no_more(session, self._leases.pop(session, None))
         self._put.pop(session, None)
         self._gone.append(session)
@@ -215,10 +220,11 @@ class Meters:
             self._devices[device] = True
 
     def settle(self, now: float, rules: PoolSettings) -> None:
-        """Let the rates follow the leases, from ``now`` on.
+        """Adapt the rates to the changed leases, from ``now`` on.
 
-        Beside the changed leases, only those that compute on the same devices can have another
-        part now: memory is one's own, and who computes nothing has no part of the compute.
+        Besides the changed leases, only leases that compute on the same devices can have a new
+        part: a session's part of the memory does not depend on others, and a session that computes
+        nothing has no part of the compute.
         """
         devices, self._devices = self._devices, {}
         gone, self._gone = self._gone, []
@@ -259,7 +265,9 @@ class Meters:
     # ------------------------------------------------------------------ all of them
 
     def close(self, now: float, rules: PoolSettings) -> None:
-        """Close all sums at ``now`` by the rules until then; the next :meth:`settle` goes on."""
+        """Bring all sums to ``now`` by the rules until then; the next :meth:`settle` continues from
+        there.
+        """
         for name, account in self.users.items():
             account.advance(now, rules.half_life, rules.quota_of(name).daily)
         for name, account in self.groups.items():
@@ -270,7 +278,7 @@ class Meters:
         self._of.clear()
 
     def set_clock(self, now: float, rules: PoolSettings, ahead: float) -> None:
-        """Let the time of day be ``ahead`` of the pool's clock from ``now`` on."""
+        """Set the time of day ``ahead`` of the pool's clock from ``now`` on, for all meters."""
         for name, account in self.users.items():
             account.set_clock(now, ahead, rules.half_life, rules.quota_of(name).daily)
         for name, account in self.groups.items():
@@ -286,9 +294,9 @@ class Meters:
         groups: Mapping[str, Usage],
         since: float,
     ) -> None:
-        """Add what was counted before a restart; the time in between decays it.
+        """Add the usage counted before a restart, decayed by the time in between.
 
-        The memory of leases that have outlived the broker counts from ``since`` on.
+        The memory of leases that have outlived the last broker counts from ``since`` on.
         """
         for known, found in ((self.users, users), (self.groups, groups)):
             for name in dict.fromkeys((*found, *known)):

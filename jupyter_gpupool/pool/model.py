@@ -24,7 +24,8 @@ from .residence import ResidenceRule
 MiB = 1 << 20
 GiB = 1 << 30
 
-#: What enforces a slice on a device; see the security page of the documentation.
+#: The tiers: the mechanism that enforces slices on a device; see the security page of the
+#: documentation.
 Tier = Literal["guarded", "unguarded", "mig", "none"]
 
 
@@ -54,22 +55,22 @@ Rule = Literal[
 ]
 
 
-#: Which sessions in use may be preempted. ``guarantee``: those of groups that have more than is
-#: guaranteed, for one within its group's guarantee. ``class``: those of a lower priority class.
-#: ``turns``: equals, whose time slice is over. ``burst``: those that have grown, for what another
-#: session is guaranteed.
+#: The rules by which sessions in use may be preempted. ``guarantee``: sessions of groups that have
+#: more than their guarantee, for a session within its group's guarantee. ``class``: sessions of a
+#: lower priority class. ``turns``: sessions of the same class whose time slice is over. ``burst``:
+#: sessions that have grown, for bytes that another session is guaranteed.
 PreemptRule = Literal["class", "guarantee", "turns", "burst"]
 PREEMPT_ALL: frozenset[PreemptRule] = frozenset({"class", "guarantee", "turns", "burst"})
 
 Unsuspendable = Literal["warn", "ask", "end"]
 
 
-#: Why host memory cannot take the state of a lease. ``size``: it is larger than what may ever be
-#: kept of it. ``quota``: its owner's quota for suspended state has too little left. ``room``: host
-#: memory has too little left.
+#: Why host memory cannot take the state of a lease. ``size``: it is larger than the most that host
+#: memory may hold of one session. ``quota``: its owner's quota for suspended state has too little
+#: left. ``room``: host memory has too little left.
 HostLack = Literal["", "size", "quota", "room"]
 
-#: The rules by which a session waits for memory that others have, or for its owner's quota.
+#: The rules by which a session waits for memory of other sessions, or for its owner's quota.
 FOR_MEMORY: frozenset[Rule] = frozenset({"busy", "behind-head", "host"})
 FOR_QUOTA: frozenset[Rule] = frozenset({"quota", "quota-host", "cap"})
 
@@ -80,19 +81,18 @@ class Reason:
 
     ``planned``: the plan has chosen ``devices``, and suspends under way make room there.
     ``busy``: ``bytes`` on each of ``count`` devices are in use. ``behind-head``: the bytes are
-    free, but reserved for the head of the queue. ``host``: leases that may be preempted would make
-    room, but their state does not fit in the ``most`` bytes of host memory that were left;
-    ``lacks`` says why. ``quota``: the owner's ``limit`` of ``most`` is in use by ``count``
-    sessions. ``quota-host``: the pool would have to suspend a lease that counts in the quota, but
-    its state does not fit, as with ``host``. ``behind-own``: an earlier session of the owner waits
-    for the quota. ``cap``: the members of ``group`` have its cap of ``most`` bytes in use, in
-    ``count`` sessions. ``behind-group``: an earlier session waits for the cap of ``group``.
-    ``budget``: the GPU-seconds of today are used up, those of ``group`` or ("") the owner's own;
-    there are some again at ``at``, or never if ``most`` is 0. ``class-closed``: its priority class
-    (``limit``) may not run now; by the schedules it may again at ``at``. ``paused``, ``drained``,
-    ``foreign``, ``nowhere``: no device is suitable, even an empty one. ``retry``: the last attach
-    failed. If memory and quota are both short, the rule is the one of the memory, and ``limit`` is
-    also set.
+    free, but reserved for the head of the queue. ``host``: preempting leases would make room, but
+    their state does not fit in the remaining ``most`` bytes of host memory; ``lacks`` says why.
+    ``quota``: the owner's ``limit`` of ``most`` is in use by ``count`` sessions. ``quota-host``:
+    the pool would have to suspend a lease that counts in the quota, but its state does not fit, as
+    with ``host``. ``behind-own``: an earlier session of the owner waits for the quota. ``cap``: the
+    members of ``group`` have its cap of ``most`` bytes in use, in ``count`` sessions.
+    ``behind-group``: an earlier session waits for the cap of ``group``. ``budget``: the GPU-seconds
+    of today are used up, those of ``group``, or with "" the owner's own; the budget is renewed at
+    ``at``, or never if ``most`` is 0. ``class-closed``: its priority class (``limit``) may not run
+    now; the schedules allow it again at ``at``. ``paused``, ``drained``, ``foreign``, ``nowhere``:
+    no device is suitable, even an empty one. ``retry``: the last attach failed. If memory and quota
+    are both short, the rule is the one about memory, and ``limit`` is also set.
     """
 
     rule: Rule
@@ -101,20 +101,20 @@ class Reason:
     limit: str = ""
     most: int = 0
     devices: tuple[str, ...] = ()
-    #: The sentence of the admin or the driver behind it; "" if the rule is enough.
+    #: The sentence of the admin or the driver that explains the rule; "" if there is none.
     text: str = ""
-    #: The group whose rule it is; "" for a rule of the owner or the pool.
+    #: The group that the rule belongs to; "" for a rule of the owner or the pool.
     group: str = ""
-    #: When the clock alone ends it, in seconds since the epoch; 0 if it does not.
+    #: When the clock alone ends the wait, in seconds since the epoch; 0 if it does not.
     at: float = 0.0
-    #: For the rules about host memory: what it lacks.
+    #: For the rules about host memory: what host memory lacks.
     lacks: HostLack = ""
 
 
 class Owner(NamedTuple):
     """The user of a session, as the broker determined it (never as the client claims).
 
-    ``group`` is the one group whose share the session uses; "" is the pool itself.
+    ``group`` is the group whose share the session uses; "" is the pool itself.
     """
 
     name: str
@@ -147,8 +147,8 @@ class Device:
     model: str
     #: Bytes as NVML reports them.
     memory_total: int
-    #: Bytes that the driver itself takes and never gives: NVML's ``reserved``, and memory that was
-    #: in use before the first session without belonging to a process.
+    #: Bytes that the driver itself takes and never frees: NVML's ``reserved``, and memory that
+    #: belonged to no process before the first session started.
     memory_reserved: int = 0
     emulated: bool = False
     tier: Tier = "unguarded"
@@ -156,12 +156,13 @@ class Device:
     can_suspend: bool = True
     #: A suspended process may be restored on another device of the same model.
     can_migrate: bool = True
-    #: Why the tier is not a better one; empty if it is the best.
+    #: Why the device does not have a better tier; empty if it has the best one.
     tier_reason: str = ""
     #: Bytes that a process's first CUDA context takes here, as measured; 0: not known.
     context_bytes: int = 0
-    #: Bytes kept from slices, for contexts of processes that saw this device at cuInit. The broker
-    #: moves such a process with its context to its slice on another device. 0: it can move none.
+    #: Bytes that no slice may use, kept for contexts of processes that saw this device at cuInit.
+    #: The broker moves such a process with its context to its slice on another device. 0 if it
+    #: cannot move processes.
     landing_bytes: int = 0
 
 
@@ -177,8 +178,9 @@ class Slice:
 class Quota:
     """Limits of one owner; ``None`` means no limit.
 
-    ``memory`` bounds granted device bytes over all the owner's sessions, ``devices`` the devices
-    and ``leases`` the sessions attached at once, ``suspended`` the host bytes of suspended state.
+    Each field bounds a sum over all the owner's sessions: ``memory`` the granted device bytes,
+    ``devices`` the devices in use at once, ``leases`` the sessions attached at once, ``suspended``
+    the host bytes of suspended state.
     """
 
     memory: int | None = None
@@ -191,7 +193,7 @@ class Quota:
 
 NO_LIMIT = Quota()
 
-#: How much of a quota a lease uses: bytes, devices, leases.
+#: The part of a quota that a lease uses: bytes, devices, leases.
 Charge = tuple[int, int, int]
 
 
@@ -200,8 +202,8 @@ class PoolSettings:
     """Everything the pool's rules may read, made from ``c.GPUPool.*``."""
 
     default_memory: int = 4 * GiB
-    #: The limit of a kernel that does not ask; None: the whole device where the guard meters what a
-    #: kernel takes beyond its guarantee, else ``default_memory``.
+    #: The default limit of a kernel; None: the whole device if the guard meters the memory beyond
+    #: the guarantee, else ``default_memory``.
     default_limit: int | None = None
     #: Largest ``memory``/``limit`` one kernel may ask for on a device; None: the device's size.
     max_memory_per_kernel: int | None = None
@@ -211,19 +213,22 @@ class PoolSettings:
     priority_classes: Mapping[str, int] = field(
         default_factory=lambda: {"interactive": 200, "notebook": 100, "batch": 0}
     )
-    #: What other machines of a cluster have, or may take, of the same quotas and caps, by owner and
-    #: by group. It counts as if sessions here had it, but none of these can give it back.
+    #: The part of the same quotas and caps that other machines of a cluster have or may take, by
+    #: owner and by group. It counts like leases of sessions here, but no session here can give it
+    #: back.
     elsewhere: Mapping[str, Charge] = field(default_factory=dict)
     elsewhere_groups: Mapping[str, int] = field(default_factory=dict)
-    #: Why this machine cannot have more of them, as the end of a sentence.
+    #: Why this machine cannot have a larger part of these quotas and caps, as the end of a
+    #: sentence.
     elsewhere_reason: str = "kernels on other machines use the rest"
     default_priority: str = "notebook"
-    #: Priority classes that may have a slice; None: all. Sessions of other classes are suspended,
-    #: in use or not, and wait.
+    #: Priority classes that may have a slice; None for all. The pool suspends sessions of other
+    #: classes, in use or not, and they wait.
     classes_allowed: frozenset[str] | None = None
-    #: By the time of day, in seconds since the epoch: when the schedules let closed classes run.
+    #: When the schedules next allow each closed class, in seconds since the epoch by the time of
+    #: day.
     classes_open: Mapping[str, float] = field(default_factory=dict)
-    #: Seconds without a hold after which a slice goes back to the pool on its own.
+    #: Seconds without a hold after which a slice goes back to the pool even if no session waits.
     idle_timeout: float = 300.0
     #: Seconds without a hold after which a *waiting* session may take the slice.
     reclaim_after: float = 0.0
@@ -235,31 +240,33 @@ class PoolSettings:
     ageing: float = 60.0
     #: Bytes per device that are never granted.
     reserve: int = 0
-    #: Bytes of host memory that suspended state may take in all.
+    #: The total bytes of host memory that suspended state may take.
     host_memory: int = 16 * GiB
     #: Bytes that a resume reserves beyond the footprint at suspend; at most a part of the device,
     #: see :func:`~.placement.headroom`.
     resume_headroom: int = 256 * MiB
     #: Seconds until the pool tries to suspend a pinned session again (the reason may be gone).
     pinned_retry: float = 60.0
-    #: A lease grows by at least so many bytes beyond what is guaranteed, if they are free.
+    #: A lease grows beyond its guarantee in steps of at least so many bytes, if they are free.
     growth_step: int = 64 * MiB
-    #: Moving a slice's state may cost this share of the time in which the slice is used; see
+    #: Moving the state of sessions may cost at most this share of the time in which slices are
+    #: used; see
     #: :mod:`.residence`. 0: a waiting session gets an idle slice at once.
     max_swap_overhead: float = 0.1
-    #: How long an idle kernel that was moved to its slice keeps it from waiting ones.
+    #: The rule for how long an idle kernel that was moved to its slice keeps it from waiting
+    #: kernels.
     residence: ResidenceRule = "work"
-    #: The tree of groups, by name. A member of none belongs to the pool itself.
+    #: The tree of groups, by name. An owner without a group belongs to the pool itself.
     groups: Mapping[str, Group] = field(default_factory=dict)
-    #: Seconds after which a GPU-second that was used counts half in the order of the queue. 0: what
-    #: was used does not count.
+    #: Seconds after which a used GPU-second counts half in the order of the queue. With 0, past
+    #: usage does not count.
     half_life: float = 8 * 3600.0
     #: The rules by which a session in use may be preempted; see :data:`PreemptRule`.
     preempt: frozenset[PreemptRule] = PREEMPT_ALL
-    #: What may happen to a session that cannot be suspended and that others wait for: it is warned;
-    #: warned and asked to end; or ended as well.
+    #: What the pool may do about a session that cannot be suspended while others wait for its
+    #: slice: warn its user; also ask the user to end it; or also end it.
     unsuspendable: Unsuspendable = "warn"
-    #: Seconds of such a wait after which it is warned, asked and ended.
+    #: Seconds of such a wait after which the pool warns, asks and ends.
     unsuspendable_after: tuple[float, float, float] = (60.0, 600.0, 3600.0)
 
     def quota_of(self, owner: str) -> Quota:
@@ -267,12 +274,12 @@ class PoolSettings:
         return self.quotas.get(owner) or self.quotas.get("*") or NO_LIMIT
 
     def host_most(self, owner: str) -> int:
-        """Return the host bytes that the state of one session of ``owner`` may ever take."""
+        """Return the most host bytes that the state of one session of ``owner`` may take."""
         own = self.quota_of(owner).suspended
         return self.host_memory if own is None else min(self.host_memory, own)
 
     def host_least(self) -> int:
-        """Return the least of :meth:`host_most` of all owners."""
+        """Return the smallest :meth:`host_most` over all owners."""
         quotas = (quota.suspended for quota in self.quotas.values())
         return min([self.host_memory, *(most for most in quotas if most is not None)])
 
@@ -315,10 +322,11 @@ class SessionRecord:
     holds: tuple[Hold, ...] = ()
     #: The lease; empty unless attaching, active, idle or detaching.
     slices: tuple[Slice, ...] = ()
-    #: Bytes per device held by the suspended state, in the order the process sees the devices;
+    #: Bytes of suspended state per device, in the order in which the process sees the devices;
     #: empty if nothing is suspended.
     suspended: tuple[Slice, ...] = ()
-    #: Devices that this process can leave only by suspend and restore: it has called cuInit.
+    #: Devices to which the process is bound since it called cuInit: it can leave them only by
+    #: suspend and restore.
     bound: tuple[str, ...] = ()
     #: Its processes can be moved to their slice at their first context (see the guard).
     lands: bool = False
@@ -331,13 +339,13 @@ class SessionRecord:
     pinned_at: float = 0.0
     release_asked: bool = False
     keep_until: float = 0.0
-    #: When an admin takes the slice back (0: none does), and who and why, in words.
+    #: When an admin takes the slice back (0 if none does), and in words which admin, and why.
     recall_at: float = 0.0
     recall_reason: str = ""
     idle_since: float = 0.0
     queued_at: float = 0.0
     wait_reason: str = ""
-    #: Why it was preempted while in use, until it has its next lease; "" if it was not.
+    #: Why the session was preempted while in use, until it has its next lease; "" if it was not.
     preempted: str = ""
     wait_seconds_total: float = 0.0
     attached_seconds_total: float = 0.0
@@ -379,7 +387,8 @@ class SessionView:
     record: SessionRecord
     queue_position: int | None
     queue_length: int
-    #: Between which times its wait will probably end; None where nothing supports an estimate.
+    #: The two times between which its wait will probably end; None without evidence for an
+    #: estimate.
     expected: Expected | None
     #: When the present wait began; None if it does not wait.
     queued_at: float | None
@@ -387,9 +396,9 @@ class SessionView:
     attached_seconds_total: float
     #: Why the session keeps its slice although it has been idle for long enough; else empty.
     stays_reason: str = ""
-    #: When the pool suspends an idle session by itself; None if more than the clock decides that.
+    #: When the pool suspends the idle session; None if that does not depend on the clock alone.
     leaves_at: float | None = None
-    #: Sessions wait for the slice of an idle session.
+    #: Whether other sessions wait for the slice of this idle session.
     wanted: bool = False
     #: Why the pool took the slice of a suspended session that was idle; "" if it did not.
     taken_reason: str = ""

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Tells waiting sessions their place in the queue and how long they will probably wait."""
+"""Informs waiting sessions of their place in the queue and how long they will probably wait."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ AT_ONCE = 8
 #: ... once in so many seconds at most. (A session that begins to wait always gets it at once.)
 INTERVAL = 1.0
 
-#: An expected wait whose ends change by less than this part of what is left is not news.
+#: Changes of the expected range by less than this part of the remaining wait are not news.
 SAME = 0.1
 
 
 class News:
-    """Tells waiting sessions their place in the queue, as often as is useful."""
+    """Informs waiting sessions of their place in the queue, as often as is useful."""
 
     def __init__(self) -> None:
         self._told_at = -INTERVAL
@@ -32,13 +32,13 @@ class News:
         self._ahead: Ahead | None = None
 
     def next_at(self, plan: Plan) -> float:
-        """Return when the next session must get news; infinity if none must."""
+        """Return when news for a session is next due; infinity if never."""
         return self._told_at + INTERVAL if self._stale and plan.queue else math.inf
 
     def run(self, facts: Facts, plan: Plan, actions: list[Action], *, tick: bool) -> list[Action]:
         """Return the news that is due: always for sessions that have just begun to wait.
 
-        ``actions`` are those of the event; without a change of state nothing is sent.
+        ``actions`` are those of the event; without a change of state, no news is due.
         """
         steps = [a for a in actions if isinstance(a, StateChanged)]
         joined = {a.session for a in steps if a.new == "queued"}
@@ -64,14 +64,14 @@ class News:
         why, wait = plan.reasons.get(s.id), s.wait
         planned = why is not None and why.rule == "planned"
         if why is None or why.rule not in ESTIMATED:
-            wait.expected = None  # it waits for something other than the leases of others
+            wait.expected = None  # the session waits for something other than the leases of others
             return
         last = wait.figures[-1] if wait.figures else None
         if last is None or (last.position, last.moving) != (position, planned):
             if planned:
                 last = moving(s, why.devices, position, facts)
             else:
-                # In a long queue, the last view of what is ahead serves those that join meanwhile.
+                # In a long queue, sessions that join soon afterwards use the last simulation again.
                 self._ahead = self._ahead or Ahead(facts, plan)
                 last = self._ahead.figure(s, position)
             if last is not None:
@@ -82,7 +82,7 @@ class News:
 
 
 def _same(old: Expected | None, new: Expected | None, now: float) -> bool:
-    """Return whether ``new`` tells nothing that ``old`` does not."""
+    """Return whether ``new`` says nothing beyond ``old``."""
     if old is None or new is None:
         return old is new
     close = SAME * (new.until - now)

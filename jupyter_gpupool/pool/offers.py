@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The size with which a waiting session would start at once.
 
-An offer is true or is not made: the candidate is what the last plan leaves, and a pass over copies
-of the facts, in which the session asks for that, must grant it. No lease is preempted for it.
+The pool makes an offer only if it holds: the candidate is the memory that the last plan leaves
+free, and a trial pass, over copies of the facts in which the session requests this size, must grant
+it. It preempts no lease for it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ STEPS = (512 * _MIB, 64 * _MIB, 1)
 def smaller(facts: Facts, last: Plan, s: Session) -> int | None:
     """Return the most bytes on each GPU with which ``s``, which waits, would start now.
 
-    None if it does not wait for its first slice or for its state's return, or if no smaller size
-    starts now.
+    None if ``s`` waits neither for its first slice nor for the return of its state, or if no
+    smaller size starts now.
     """
     if s.state != "queued":
         return None
@@ -41,7 +42,7 @@ def smaller(facts: Facts, last: Plan, s: Session) -> int | None:
 
 
 def _candidates(facts: Facts, last: Plan, s: Session) -> list[int]:
-    """Return what is free for each of its slices; and that without the headroom of a resume."""
+    """Return the free bytes for each slice of ``s``, with and without the headroom of a resume."""
     draft, needs = outlook(facts, last, but=s.id), asking(s, facts).needs
     suited = [d for d in facts.devices.values() if any(need.allows(d) for need in needs)]
     count = len(needs)

@@ -36,13 +36,13 @@ from .model import (
 )
 from .session import Session
 
-#: The suitable devices of a need: :attr:`Need.fixed`, :attr:`Need.model`.
+#: The key of a need's suitable devices: :attr:`Need.fixed` and :attr:`Need.model`.
 Where = tuple[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One slice that a session needs. Two needs of a session never share a device."""
+    """The requirements of one slice of a session. Two slices of a session never share a device."""
 
     #: Bytes without which the session cannot run.
     least: int
@@ -59,7 +59,7 @@ class Need:
         """Return the bytes to reserve on this device.
 
         That is ``bytes``, or the whole device if state and headroom together exceed it: the state
-        fitted on such a device before.
+        has been on a device of this size before.
         """
         return self.bytes if self.bytes <= ledger.capacity else max(self.least, ledger.capacity)
 
@@ -85,10 +85,11 @@ def preferred(s: Session) -> tuple[str, ...]:
 
 
 def in_turn(needs: Sequence[Need]) -> Sequence[int]:
-    """Return the order in which needs choose a device: needs without a choice first, then by size.
+    """Return the order in which needs choose a device: those for a fixed device first, then by
+    size.
 
-    Needs of one model differ only in size: a device that suits a larger one suits a smaller one. So
-    choosing in this order finds a place for all whenever there is one.
+    Needs of one model differ only in size: a device that suits a larger need suits a smaller one.
+    So this order finds a place for all needs whenever that is possible.
     """
     if len(needs) == 1:
         return (0,)
@@ -106,7 +107,8 @@ def choose(
 ) -> tuple[Slice, ...] | None:
     """Return slices for all ``needs`` where ``left`` has the bytes for them, or None.
 
-    All on the devices of ``last`` if they are suitable, else each on the tightest suitable device.
+    The slices are on the devices of ``last`` if all fit there, else each is on the tightest
+    suitable device.
     """
     if last and len(last) == len(needs):
         same = []
@@ -140,9 +142,10 @@ def choose(
 def in_order(
     needs: Sequence[Need], chosen: Mapping[int, Slice], ledgers: Mapping[str, DeviceLedger]
 ) -> tuple[Slice, ...]:
-    """Return the chosen slices in the order of ``needs``; by device number if none matters.
+    """Return the chosen slices in the order of ``needs``, or by device number if the order is free.
 
-    State that can return to its own device among the chosen ones does: nothing is migrated in vain.
+    If the device of a suspended state is among the chosen ones, the state returns to it: the pool
+    migrates nothing without need.
     """
     slices = [chosen[at] for at in range(len(needs))]
     if len(slices) > 1 and all(need.model is None and not need.fixed for need in needs):
@@ -161,34 +164,36 @@ def in_order(
 HEADROOM_PART = 16
 
 
-#: Points for class and age, and for equal points: since when it waits, the number of its wait.
+#: Points for class and age; for equal points, the start of the wait, then the number of the wait.
 Age = tuple[float, float, int]
 
 
 @dataclass(slots=True)
 class Asking:
-    """What a session asks for."""
+    """The request of a session, as the pass reads it."""
 
     needs: tuple[Need, ...]
-    #: Its charge against the owner's quota.
+    #: The charge of the request against the owner's quota.
     charge: Charge
-    #: The suitable devices, for one slice without a quota: the pass compares requests by them.
+    #: For a request of one slice without a quota: its suitable devices, by which the pass compares
+    #: requests.
     where: Where | None
     version: int
-    #: Bytes without which the smallest of its slices is of no use.
+    #: The fewest bytes with which the smallest of its slices is usable.
     least: int
-    #: By suitable devices: the number of slices, and the bytes that the smallest of them takes.
+    #: By key of suitable devices: the number of slices, and the bytes that the smallest of them
+    #: takes.
     kinds: tuple[tuple[Where, tuple[int, int]], ...]
-    #: Bytes that it waits for: suspended state may be larger than the request.
+    #: Bytes that the session waits for: suspended state may be larger than the request.
     size: int
     #: The number of its class, and its place in the order of age: see :meth:`.shares.Shares.order`.
     level: int
     age: Age
-    #: It needs no more than its request guarantees.
+    #: Whether the session needs no more than its request guarantees.
     modest: bool
-    #: All of it but for the charge and the origins. As long as devices and rules do not change,
-    #: sessions of one shape fit on the same devices: only where an origin can migrate is its model
-    #: named, and then its own device is suitable like any other of that model.
+    #: All fields except the charge and the origins. As long as devices and rules do not change,
+    #: sessions of one shape fit on the same devices: a need names a model only if its origin can
+    #: migrate, and then the origin is as suitable as any other device of that model.
     shape: tuple[object, ...]
     #: The cached result of :func:`impossible`.
     verdict: tuple[Reason | None] | None = None
@@ -197,17 +202,18 @@ class Asking:
 def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
     """Return the bytes beyond its state that a resume reserves on such a device.
 
-    At most a sixteenth of the device, because a driver takes less by itself on a small one.
+    The headroom is at most a sixteenth of the device, because on a small device the driver itself
+    takes less memory.
     """
     return min(settings.resume_headroom, max(1, ledger.capacity // HEADROOM_PART))
 
 
 def asking(s: Session, facts: Facts) -> Asking:
-    """Return what a session that waits (or would) asks for.
+    """Return the :class:`Asking` of a session that waits, or of one as if it waited.
 
     The session caches the answer, and a cached answer is valid: :meth:`Facts.change`, the only
     place where the session's facts change, drops it, and a change of devices or rules raises
-    :attr:`Facts.version`. (A pass over 300 waiting sessions asks 300 times.)
+    :attr:`Facts.version`. (A pass over 300 waiting sessions calls this 300 times.)
     """
     found: Asking | None = s.asking
     if found is None or found.version != facts.version:
@@ -256,13 +262,13 @@ def asking(s: Session, facts: Facts) -> Asking:
 
 
 def _least_amount(need: Need, facts: Facts) -> int:
-    """Return what the need takes at least, on whichever device it suits."""
+    """Return the fewest bytes that the need takes on any suitable device."""
     amounts = [need.amount(ledger) for ledger in facts.devices.values() if need.suits(ledger)]
     return min(amounts, default=need.least)
 
 
 def _needs(s: Session, facts: Facts) -> tuple[Need, ...]:
-    """Return what ``s`` needs, in the order in which its processes see their devices."""
+    """Return the needs of ``s``, in the order in which its processes see their devices."""
     memory = s.request.memory
     if s.lease.slices:
         short = ((x.device, memory - x.bytes) for x in s.lease.slices if x.bytes < memory)
@@ -285,13 +291,14 @@ def _state_needs(s: Session, facts: Facts) -> tuple[Need, ...]:
     """Return the needs of suspended state: at least the state, and as much headroom as possible.
 
     A display server, for example, always takes a little of its device. State that filled the rest
-    of it must not wait for headroom that no device has. So the largest state gets at most the
-    headroom of the roomiest device, the next state that of the next device.
+    of this device must not wait for headroom that no device has. So the largest state gets at most
+    the headroom that the device with the most room has, and the next state at most that of the next
+    device.
     """
     devices, found = facts.devices, list[Need]()
     for x in s.suspended:
         ledger = devices[x.device]
-        # Without enforcement, the session may have had more than the pool can give.
+        # Without a guard, the session may have used more than the pool can grant.
         held = min(x.bytes, ledger.capacity) if ledger.capacity else x.bytes
         least = max(s.request.memory, held)
         moves = ledger.device.can_migrate and (not s.immovable or bool(ledger.drained))
@@ -321,7 +328,7 @@ def _state_needs(s: Session, facts: Facts) -> tuple[Need, ...]:
 
 
 def impossible(found: Asking, facts: Facts) -> Reason | None:
-    """Return why even an empty pool could not serve these needs at present; or None."""
+    """Return why even an empty pool could not serve these needs now, or None."""
     if found.verdict is None:
         found.verdict = (_impossible(found.needs, facts),)
     return found.verdict[0]
@@ -347,7 +354,7 @@ def _impossible(needs: tuple[Need, ...], facts: Facts) -> Reason | None:
 
 
 def ever(request: Request, s: Session, facts: Facts) -> Refusal | None:
-    """Return why ``request`` of ``s`` can never be met, by the rules or for lack of a device."""
+    """Return why the rules or the devices can never meet ``request`` of ``s``, or None."""
     refusal = never(
         *(request, s.owner, facts.settings, facts.capacities),
         suspends=facts.suspends,
@@ -355,8 +362,8 @@ def ever(request: Request, s: Session, facts: Facts) -> Refusal | None:
     )
     if refusal is not None or not s.bound or s.lease.slices or s.suspended:
         return refusal
-    # A session with a lease or suspended state stays with the device of its state. Any other
-    # session needs a device that its processes see, and these may all be too small.
+    # A session with a lease or suspended state stays on the devices of its state. Any other session
+    # needs a device that its processes see, and all of these may be too small.
     needs = _needs(s, facts)
     for need in needs:
         fit = sorted(d.capacity for d in facts.devices.values() if need.suits(d))
@@ -382,7 +389,7 @@ def home_devices(
     """Return the ``count`` devices that a kernel without a slice should see, by UUID.
 
     A process is bound to the devices that it sees at cuInit, and needs no slice for that call. So
-    these should be the devices where it will get its slice. ``kernels`` is the number of kernels
+    it should see the devices on which it will get its slice. ``kernels`` is the number of kernels
     that see each device, ``seen`` names the devices that this kernel sees so far, in its order. The
     first rule that applies decides:
 

@@ -2,12 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """Which leases may be preempted, when, and for which session.
 
-A waiting session may preempt a lease if all of this holds: it has been idle for ``reclaim_after``;
-its user does not keep it; its last refused suspend is long enough ago; its devices can suspend; and
-its state was not just moved (:func:`stays_until`).
+A waiting session may preempt a lease if all of this holds: the lease has been idle for
+``reclaim_after``; its user does not keep it; its last refused suspend is long enough ago; its
+devices can suspend; and its state was not just moved (:func:`stays_until`).
 
-That is tier 0 of :func:`victim_tier`. The tiers above it, of leases in use, are those of
-:mod:`.running`. Which of these leases make room for a session: :mod:`.victims`.
+These leases are tier 0 of :func:`victim_tier`. :mod:`.running` defines the higher tiers, for leases
+in use. :mod:`.victims` chooses which of these leases make room for a session.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .running import Asker, began, free_from, kind_of
 from .session import Session
 from .shares import Shares
 
-#: A session counts as one that cannot be suspended after so many failed attempts in succession.
+#: After so many failed attempts in succession, a session counts as one that cannot be suspended.
 TRIES = 3
 
 
@@ -59,7 +59,7 @@ def obstacle(s: Session, facts: Facts) -> str:
 
 
 def not_before(s: Session, facts: Facts) -> float:
-    """Return the time from which idle ``s`` can be suspended for any reason."""
+    """Return the time before which no rule may suspend idle ``s``."""
     if (s.pressed and s.state_bound) or not suspendable(s, facts):
         return math.inf
     if s.pinned_reason:
@@ -70,7 +70,7 @@ def not_before(s: Session, facts: Facts) -> float:
 def stays_until(s: Session, facts: Facts) -> float:
     """Return until when idle ``s`` is protected because its state was moved to its slice.
 
-    Infinity while no session waits for it: see :mod:`.residence`.
+    Infinity while no session waits for the slice: see :mod:`.residence`.
     """
     share, lease, known = facts.settings.max_swap_overhead, s.lease, s.measured
     if share <= 0 or lease.resumed_at == -math.inf:
@@ -82,10 +82,11 @@ def stays_until(s: Session, facts: Facts) -> float:
 
 
 def times(s: Session, facts: Facts) -> tuple[float, float]:
-    """Return when a waiting session may preempt idle ``s``, and when the pool suspends it anyhow.
+    """Return when a waiting session may preempt idle ``s``, and when the pool suspends it in any
+    case.
 
-    Cached in the session until an event may have changed it: see ``Session.times``. (Without the
-    cache, the median decision with 200 idle leases takes twice as long.)
+    The answer is cached in the session until an event may have changed it: see ``Session.times``.
+    (Without the cache, the median decision with 200 idle leases takes twice as long.)
     """
     if s.times is None or s.times[0] != facts.version:
         settings, possible = facts.settings, not_before(s, facts)
@@ -100,11 +101,12 @@ def times(s: Session, facts: Facts) -> tuple[float, float]:
 
 
 def leaving(facts: Facts) -> dict[str, float]:
-    """Return by idle session when the pool suspends it even if no session waits.
+    """Return, by idle session, when the pool suspends it even if no session waits.
 
-    Every event asks for the earliest of them, which with 300 idle leases took a tenth of a grant.
-    An entry is the second of :func:`times` and valid as long as that one's cache: what drops the
-    cache (:meth:`Facts.forget_times`, another version) has the entry made again here.
+    Every event needs the earliest of these times; without a cache, that took a tenth of a grant
+    with 300 idle leases. An entry is the second value of :func:`times`, and valid as long as the
+    cache of :func:`times`: if that is dropped (:meth:`Facts.forget_times`, a new version), this
+    function computes the entry again.
     """
     found = facts.leaving.times
     if facts.leaving.version != facts.version:
@@ -131,7 +133,7 @@ def leaves_at(s: Session, facts: Facts) -> float:
 
 
 def paused(s: Session, facts: Facts) -> str:
-    """Return why an admin wants the lease of ``s`` back; "" if none does."""
+    """Return why an admin has recalled the lease of ``s``; "" if none has."""
     devices = facts.devices
     return next((text for x in s.lease.slices if (text := devices[x.device].paused)), "")
 
@@ -142,9 +144,10 @@ def unprotected(holder: Session, facts: Facts) -> bool:
 
 
 def candidate(holder: Session, facts: Facts) -> int | None:
-    """Return the least tier in which a session might preempt ``holder`` now; None if in none.
+    """Return the lowest tier in which any session might preempt ``holder`` now; None if there is
+    none.
 
-    The pass asks this once for each lease, and :func:`victim_tier` for the candidates only.
+    The pass calls this once for each lease, and :func:`victim_tier` for the candidates only.
     """
     if unprotected(holder, facts):
         return 0
@@ -152,7 +155,8 @@ def candidate(holder: Session, facts: Facts) -> int | None:
 
 
 def victim_tier(asker: Asker, holder: Session, facts: Facts) -> int | None:
-    """Return in which tier ``asker`` may preempt the candidate ``holder`` now; None if it may not.
+    """Return the tier in which ``asker`` may preempt the candidate ``holder`` now; None if it may
+    not.
 
     Tier 0 is an idle lease that no rule protects.
     """
@@ -162,11 +166,12 @@ def victim_tier(asker: Asker, holder: Session, facts: Facts) -> int | None:
 
 
 def asker_kind(asker: Session, shares: Shares, *, in_use: bool) -> Any:
-    """Return a value that two askers of one owner share if they may preempt the same leases.
+    """Return a value that is equal for two askers of one owner if they may preempt the same leases.
 
-    It contains all that :func:`victim_tier` reads of an asker without a lease, but for what
-    :func:`~.running.kind_of` leaves out. ``in_use``: a lease in use is among the candidates. If
-    not, all candidates are idle, any asker may preempt them, and the kind is the same for all.
+    It contains all that :func:`victim_tier` reads of an asker without a lease, except for the two
+    things that :func:`~.running.kind_of` leaves out. ``in_use``: a lease in use is among the
+    candidates. If not, any asker may preempt every candidate, because all are idle, and the kind is
+    the same for all askers.
     """
     return kind_of(asker, shares) if in_use else None
 
@@ -174,8 +179,9 @@ def asker_kind(asker: Session, shares: Shares, *, in_use: bool) -> Any:
 def score(v: Session, now: float) -> tuple[float, int, str]:
     """Return the key by which the victims of one tier are sorted; the first is preempted first.
 
-    The first is the idle lease with the largest product of bytes and idle time: it costs the others
-    the most and is missed the least. For a lease in use, the time since it began counts instead.
+    The first victim is the idle lease with the largest product of bytes and idle time: it takes the
+    most from the others, and its user will probably miss it the least. For a lease in use, the time
+    since it began replaces the idle time.
     """
     granted = v.lease.granted
     since = v.idle_since if v.state == "idle" else began(v)

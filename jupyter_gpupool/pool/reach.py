@@ -1,16 +1,17 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What sessions behind the head of the queue can get at most: most of a long queue needs no search.
+"""The most that sessions behind the head of the queue can get; it spares most of them a search.
 
 A *bound* is what a session would have on each device if every lease that it might preempt there
 were preempted. A request that needs more on all devices (with ``n`` slices: on all but ``n - 1``)
 is hopeless: free bytes, suspends under way and every choice of victims give it no more than that.
-There are two bounds. That of a class is found once for each (:meth:`.draft.Draft.reach`). That of a
-session needs the tier of each lease, and holds for others that may preempt no more
-(:meth:`Bound.adds`). So a pass searches victims for a few sessions of a queue of hundreds.
+There are two kinds of bounds. The bound of a class is computed once for each class
+(:meth:`.draft.Draft.reach`). The bound of a session needs the tier of each lease, and also holds
+for other sessions that may preempt no more leases (:meth:`Bound.adds`). So a pass searches victims
+for only a few sessions of a queue of hundreds.
 
 Bounds found earlier in a pass stay true as long as the draft only loses bytes. The pass drops them
-with every gain (a suspend, a promise that moves or is void).
+whenever the draft gains bytes (a suspend, a promise that moves or becomes void).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .victims import Trial, blocked_as, kept_for_head, leases_in_use, on_each, o
 
 
 class OwnerTerms(NamedTuple):
-    """What the bounds read of an owner."""
+    """The facts about an owner that bounds depend on."""
 
     #: Its group, and whether its daily budget is used up.
     kind: tuple[str, bool]
@@ -48,7 +49,7 @@ ANYBODY, NOBODY = (-1.0, math.inf), (math.inf, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What one session can get at most, and others of its kind."""
+    """The most that one session, and others of its kind, can get."""
 
     owner: Owner
     #: The decayed usage of its owner.
@@ -107,7 +108,7 @@ class Reach:
         self._bounds.clear()
 
     def hopeless(self, s: Session, found: Asking) -> Reason | None:
-        """Return why ``s``, which no quota or cap keeps, must fail; None if it must be tried.
+        """Return why ``s``, which no quota or cap stops, must fail; None if only a search can tell.
 
         It needs more than it can get at most, or an earlier request failed
         (:meth:`_failed_before`).
@@ -149,7 +150,8 @@ class Reach:
         return found
 
     def _out_of_reach(self, s: Session, kind: Kind, found: Asking) -> tuple[float, float] | None:
-        """Return None if ``s`` may be within reach, else which other owners are out of reach, too.
+        """Return None if ``s`` may be served, else the other owners whose equal requests must fail
+        too.
 
         (usage, bytes): owners with at least this usage, who can add less than these bytes.
         """
@@ -157,7 +159,7 @@ class Reach:
         if out_of_reach(draft, s, found):
             return ANYBODY
         if s.lease.slices:
-            return None  # it cannot preempt itself, and others can
+            return None  # the session cannot preempt itself, but others can preempt it
         in_use = draft.offers_in_use
         bounds = self._bounds.setdefault((kind, found.modest) if in_use else None, [])
         for bound in bounds:
@@ -201,7 +203,7 @@ class Reach:
         return None
 
     def failed(self, s: Session, found: Asking, why: Reason) -> None:
-        """Note that ``s`` found nothing."""
+        """Note that the search for ``s`` failed."""
         if found.where is not None:
             need = found.needs[0]
             failure = need.least, need.bytes, s.wait.since, why

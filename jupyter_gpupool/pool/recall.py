@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What an admin does to one session: take its slice back at a time, or end it; and the answers.
+"""An admin's commands for one session, with their answers: take its slice back, or end it.
 
-A *recall* takes the slice at its time whether the kernel is idle, kept or in the middle of a cell.
-Nothing is lost: the state moves to host memory, and a running cell goes on with its next slice. It
-stands at the end of its class in the queue then, because the slice was taken for the others. A
-recall ends with the lease, however that ends.
+A *recall* takes the slice at its time, whether the kernel is idle, kept or running a cell. Nothing
+is lost: the state moves to host memory, and a running cell continues with the next slice. The
+kernel then waits at the end of its class in the queue, because the admin took the slice for other
+kernels. A recall ends with the lease, for whatever reason the lease ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .transitions import Actions, move, refuse_holds
 
 
 def recall(facts: Facts, s: Session, event: ev.RecallAsked, _plan: object) -> Actions:
-    """Take the slice back at a time, or drop that order."""
+    """Note that the slice goes back at a time, or withdraw the recall."""
     refusal = None if event.at is None else _refusal(facts, s)
     if refusal is not None:
         return [ev.Answer(session=s.id, rid=event.rid, refusal=refusal)]

@@ -42,7 +42,7 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
         owners = {(s.owner.name, s.owner.group): s.owner for s in everybody}
         found += (budget_changes_at(facts, owner) for owner in owners.values())
     if in_use:
-        # The growth of a busy lease waits like a session of the queue.
+        # The growth of a busy lease waits like a session in the queue.
         askers = [s for s in plan.order if s.state != "idle"]
         found.append(next_turn(askers, facts))
         found.append(climbs_at(askers, facts))
@@ -53,8 +53,8 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
 
 
 def next_turn(queue: Sequence[Session], facts: Facts) -> float:
-    """Return when, within ``RECHECK`` seconds, a waiting session may take a turn that it may not
-    take now; infinity if none may.
+    """Return when, within ``RECHECK`` seconds, a waiting session may first take a turn that it may
+    not take now, or infinity.
     """
     now, until, found = facts.now, facts.now + RECHECK, math.inf
     if "turns" not in facts.settings.preempt:
@@ -84,10 +84,10 @@ def next_turn(queue: Sequence[Session], facts: Facts) -> float:
                     break
             else:
                 continue
-            # What the asker lacks, by weight, is a difference of maxima of lines in the decay
-            # factor. If one line is the asker's maximum, the difference is concave: an asker that
-            # is not behind at both ends of the time is not behind in between. This rules out most
-            # pairs, of which there are many where many wait.
+            # The difference between the two weighted usages is a difference of maxima of lines in
+            # the decay factor. If the asker's maximum is a single line, the difference is concave:
+            # an asker that is not behind at both ends of the time is not behind in between. This
+            # rules out most pairs, and a long queue has many pairs.
             gain = debt / mine.weight
             if mine.used + gain < its.used:
                 if since == now:

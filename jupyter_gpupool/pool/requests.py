@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What people ask of one session: another size, growth, release, keep; and the answers.
+"""Users' requests about one session, with their answers: a new size, growth, release, keep.
 
-:func:`reply` answers another size and a release after the plan, which decides about them.
+:func:`reply` answers requests for a new size and releases after the plan, because the plan decides
+about them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .words import in_words, stays_reason
 SETTLE = 2.0
 #: Unused grown bytes that no session needs stay for so many seconds.
 UNUSED = 60.0
-#: The least growth of a lease is its limit divided by this, if there is room and no session waits.
+#: If there is room and no session waits, a lease grows by at least its limit divided by this.
 STEPS = 16
 
 
@@ -41,7 +42,7 @@ def _answer(s: Session, rid: str, note: str | Refusal) -> Actions:
 
 
 def changed(facts: Facts, s: Session, event: ev.RequestChanged, plan: Plan) -> Actions:
-    """Store another request, and give back at once what it no longer asks for."""
+    """Store a new request, and give back at once the bytes that it no longer includes."""
     new = event.request
     refusal = change_refusal(facts, s, new)
     if refusal is not None:
@@ -103,7 +104,7 @@ def _in_use(s: Session, new: Request) -> Refusal | None:
 
 
 def _size_note(facts: Facts, s: Session, plan: Plan) -> str:
-    """Return the answer to another request, now that the plan is made."""
+    """Return the answer to a new request, once the plan is made."""
     note, request = _what_became(facts, s, plan), s.request
     if request.limit > request.memory:
         note += (
@@ -143,20 +144,20 @@ def _what_became(facts: Facts, s: Session, plan: Plan) -> str:
 # --------------------------------------------------------------------------- more than guaranteed
 #
 # Burst: a lease is guaranteed ``request.memory`` and may grow to ``request.limit`` out of free
-# memory: no lease is preempted for it, and it takes nothing that the plan promises or reserves, and
-# nothing beyond what host memory takes unless that leaves what others are guaranteed. It
-# grows in steps, so that a program with many small allocations does not ask each time; while a
-# session waits, a step is only the missing bytes. Grown bytes that are not in use are the first to
-# be reclaimed: at once when a session waits, else after ``UNUSED`` seconds. Used bytes go back like
-# all others, when the idle session is suspended.
+# memory. The pool preempts no lease for growth, and growth takes no bytes that the plan promises or
+# reserves. A lease grows beyond the room in host memory only if that leaves free what others are
+# guaranteed. It grows in steps, so that a program with many small allocations does not send a
+# request each time; while a session waits, a step is only the missing bytes. The pool reclaims
+# unused grown bytes first: at once when a session waits, else after ``UNUSED`` seconds. Used bytes
+# go back like all others, when the idle session is suspended.
 
 
 def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
     """Return the smaller slices of an attached session, without the bytes that it must give back.
 
-    They keep the guaranteed bytes and those last measured in use. Of the rest, all bytes beyond the
-    limit are given back, and with ``reclaim`` also grown bytes once a sample shows that they are
-    not used. ``only``: on this device.
+    They keep the guaranteed bytes and those last measured in use. Of the rest, the session gives
+    back all bytes beyond the limit, and with ``reclaim`` also grown bytes that a sample shows as
+    unused. ``only`` names the one device to shrink on.
     """
     memory, limit, lease = s.request.memory, s.request.limit, s.lease
     slices = []
@@ -164,7 +165,7 @@ def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
         used = lease.footprints.get(x.device)
         if used is not None and x.bytes > memory and only in ("", x.device):
             most = max(memory, used)
-            # A sample from before the growth does not tell whether it is used.
+            # A sample from before the growth does not show whether the grown bytes are used.
             settled = lease.measured_at.get(x.device, NEVER) >= lease.grown_at + SETTLE
             if not (reclaim and settled):
                 most = max(most, limit)
@@ -175,7 +176,7 @@ def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
 
 
 def unused_for_long(s: Session, now: float) -> bool:
-    """Return whether grown bytes were unused for so long that they go back to the pool."""
+    """Return whether grown bytes were unused for long enough to go back to the pool."""
     return now >= max(s.lease.rose_at, s.lease.grown_at) + UNUSED
 
 
@@ -189,7 +190,8 @@ def _growth_bounds(
 ) -> Iterator[tuple[int, Refusal]]:
     """Yield, for each rule, the most bytes that a slice may grow and the refusal of more.
 
-    ``draft``: what the plan leaves; ``waits``: another session waits for the owner's quota.
+    ``draft``: the memory that the plan leaves; ``waits``: another session waits for the owner's
+    quota.
     """
     facts, settings = draft.facts, draft.facts.settings
     held, limit = held_on(s, uuid), s.request.limit
@@ -253,12 +255,14 @@ def _growth_bounds(
 
 
 def owed(facts: Facts, s: Session, uuid: str) -> int:
-    """Return how many bytes of a device must stay free if ``s`` could no longer be suspended.
+    """Return how many bytes of a device must stay free when ``s`` grows so far that it cannot be
+    suspended.
 
-    Its state may grow beyond what host memory takes, so that a program that is alone has the whole
-    GPU. But then nobody can take the grown bytes back, so it must leave what others are guaranteed:
-    on each device, the largest request of a session without a lease (sessions with one that wait
-    later make room for each other), and what is guaranteed to other groups and not in use.
+    The state of ``s`` may grow beyond the room in host memory, so that a program that is alone can
+    use the whole GPU. But then the pool cannot take the grown bytes back, so ``s`` must leave free
+    what others are guaranteed: on each device, the largest request of a session without a lease
+    (sessions that have a lease now and wait later make room for each other), and the unused
+    guarantees of other groups.
     """
     ledger, most = facts.devices[uuid], 0
     for other in facts.sessions.values():
@@ -300,14 +304,14 @@ def _growth(facts: Facts, s: Session, uuid: str, missing: int, plan: Plan) -> Re
         return missing
     step = max(missing, s.request.limit // STEPS, facts.settings.growth_step)
     if any(facts.devices[x.device].device.can_suspend for x in s.lease.slices):
-        # Beyond what host memory takes, only what is used.
+        # Beyond the room in host memory, a lease grows only by the bytes that it will use.
         most = facts.settings.host_most(s.owner.name)
         step = max(missing, min(step, most - s.lease.granted))
     return min([step, *(most for most, _ in bounds)])
 
 
 def grow(facts: Facts, s: Session, event: ev.GrowAsked, plan: Plan) -> Actions:
-    """Let an attached session grow out of what the plan leaves, and answer."""
+    """Let an attached session grow into the memory that the plan leaves, and answer."""
     uuid, missing = event.device, max(0, event.bytes)
     if s.state not in ATTACHED or not held_on(s, uuid):
         refusal = Refusal(
@@ -321,7 +325,8 @@ def grow(facts: Facts, s: Session, event: ev.GrowAsked, plan: Plan) -> Actions:
     if missing:
         found = _growth(facts, s, uuid, missing, plan)
         if isinstance(found, Refusal) and found.code != Code.LIMIT:
-            # Take back unused growth of others, but not of ``s``, which is about to use all it has.
+            # Take back unused growth of others, but not of ``s``, which is about to use all of its
+            # bytes.
             actions = reclaim(facts, but=s)
             if actions:
                 found = _growth(facts, s, uuid, missing, plan)
@@ -384,7 +389,7 @@ def release(facts: Facts, s: Session, event: ev.ReleaseAsked, _plan: Plan) -> Ac
         when = "the running cell is done" if cell else "its work on the GPU is done"
         actions = _answer(s, event.rid, f"The slice goes back when {when}.")
         if s.attach == "lazy" and not s.lease.told_wanted:
-            # A person waits for the slice: the agent then reports at once when no cell runs.
+            # A person waits for the slice, so the agent must report at once when no cell runs.
             s.lease.told_wanted = True
             actions.append(ev.Wanted(session=s.id, epoch=s.epoch))
         return actions
@@ -392,7 +397,7 @@ def release(facts: Facts, s: Session, event: ev.ReleaseAsked, _plan: Plan) -> Ac
 
 
 def _release_note(facts: Facts, s: Session) -> str:
-    """Return the answer to the release of an idle slice, now that the plan is made."""
+    """Return the answer to the release of an idle slice, once the plan is made."""
     if s.state != "idle":
         return "The slice goes back to the pool."
     why, leaves = stays_reason(facts, s, facts.now), leaves_at(s, facts)
@@ -440,7 +445,7 @@ def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
 def reply(
     facts: Facts, event: ev.RequestChanged | ev.ReleaseAsked, plan: Plan, actions: Actions
 ) -> Actions:
-    """Return the answer to an event that is answered after the plan; [] if it has one."""
+    """Return the answer to an event that only the plan decides; [] if it has been answered."""
     if any(isinstance(a, ev.Answer) and a.rid == event.rid for a in actions):
         return []
     s = facts.sessions[event.session]

@@ -2,21 +2,21 @@
 # Distributed under the terms of the Modified BSD License.
 """Minimum residence: how long an idle holder keeps its slice from sessions that wait for it.
 
-Moving a holder out and in again takes ``cost`` seconds in which the GPU computes nothing. If an
-idle holder stays while a session waits, the GPU is also wasted, second by second, until the holder
-computes again. The cheaper choice depends on the unknown time of its return: the ski-rental problem
-(rent or buy), as in spinning or blocking on a lock. Plain functions over plain values; the pool
-keeps the values and sets its timer to :func:`protected_until`.
+Moving the state of a holder out and in again takes ``cost`` seconds in which the GPU computes
+nothing. If an idle holder stays while a session waits, the GPU is also wasted, second by second,
+until the holder computes again. The cheaper choice depends on the unknown time of its return: the
+ski-rental problem (rent or buy), as in spinning or blocking on a lock. Plain functions over plain
+values; the pool keeps the values and sets its timer to :func:`protected_until`.
 
 The rule, for a holder whose state was moved to its slice:
 
-1. *No session waits*: its slice is not preempted. The clock starts when a session waits while the
-   holder computes nothing.
-2. *Patience.* It is protected for :func:`patience` from then on: ``cost`` at most, as in A. Karlin,
-   M. Manasse, L. Rudolph, D. Sleator, "Competitive snoopy caching", Algorithmica 3 (1988), 79-119.
-   Its own last gaps can make it shorter: the patience that would have cost least over those gaps,
-   as in A. Karlin, K. Li, M. Manasse, S. Owicki, "Empirical studies of competitive spinning for a
-   shared-memory multiprocessor", SOSP 1991, 41-55.
+1. *No session waits*: its slice is not preempted. The clock starts when a session begins to wait
+   while the holder computes nothing.
+2. *Patience.* From then on the holder is protected for :func:`patience`, which is at most ``cost``,
+   as in A. Karlin, M. Manasse, L. Rudolph, D. Sleator, "Competitive snoopy caching", Algorithmica 3
+   (1988), 79-119. Its own last gaps can make it shorter: the patience that would have cost least
+   over those gaps, as in A. Karlin, K. Li, M. Manasse, S. Owicki, "Empirical studies of competitive
+   spinning for a shared-memory multiprocessor", SOSP 1991, 41-55.
 3. *Allowance.* With patience alone, two loops with short pauses would move each other at every
    longer pause, or one of them would be protected without end. So use must pay for a move.
    Protection ends after ``cost / share`` seconds since the holder came back: the sum of its
@@ -41,9 +41,10 @@ Worst cases:
 ``cost`` is the measured time of the holder's own suspend and resume. So each move is paid for once:
 in a cycle of two holders, each pays its own two copies. The time that they waited for other moves
 on the same devices counts as well (:func:`move_cost`). Otherwise ten sessions whose pauses are a
-little longer than a move, on a device with room for six, would move each other at every pause, and
-each would wait for the moves of all. So, where a device does little else than copy, moves become
-dear, those with short pauses stay, and the moves become fewer until they cost less again.
+little longer than a move, on a device with room for six, would preempt each other at every pause,
+and each would wait for the moves of all. With this rule, the cost of a move rises on a device that
+mostly copies. Then sessions with short pauses keep their slices, and the number of moves falls
+until the cost falls again.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ SLACK = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What a session's past tells about its next gap; kept after the lease."""
+    """Statistics of a session's past gaps, which predict its next one; kept after the lease."""
 
     #: Seconds from the end of its work to its next hold, the latest last.
     gaps: tuple[float, ...] = ()
@@ -91,7 +92,7 @@ class Habits:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A time without work, from ``began`` on; ``math.inf``: has not happened."""
+    """A time without work, from ``began`` on; a time of ``math.inf`` has not happened."""
 
     began: float
     #: When, during the gap, a session began to wait for the slice.
@@ -115,17 +116,21 @@ def allowance(cost: float, share: float) -> float:
 
 
 def move_cost(seconds: float, waited: float) -> float:
-    """Return what a suspend or resume costs that took ``seconds``, and ``waited`` for others."""
+    """Return the cost of a suspend or resume that took ``seconds`` and ``waited`` for other
+    moves.
+    """
     return seconds + min(waited, CROWD * seconds)
 
 
 def guessed_cost(size: int) -> float:
-    """Return the seconds that moving ``size`` bytes out and in takes, as nothing was measured."""
+    """Return a guess of the seconds for moving ``size`` bytes out and in, for use without a
+    measurement.
+    """
     return 2 * size / RATE
 
 
 def slice_length(cost: float, share: float) -> float:
-    """Return how long a turn of a holder is whose moves take ``cost`` seconds: a time slice."""
+    """Return the length of a time slice for a holder whose moves take ``cost`` seconds."""
     return max(SLICE_LEAST, cost / share) if share > 0 else SLICE_LEAST
 
 
@@ -153,7 +158,8 @@ def patience(habits: Habits, cost: float, away: float = 0.0) -> float:
 def protected_until(gap: Gap, stay: Stay, habits: Habits, *, cost: float, share: float) -> float:
     """Return until when an idle holder keeps its slice from waiting sessions.
 
-    Minus infinity: it does not keep it. Infinity: no session waits, so nothing is decided yet.
+    Minus infinity if the holder is not protected. Infinity if no session waits, so that nothing is
+    decided yet.
     """
     if share <= 0 or cost <= 0:
         return -math.inf
@@ -167,7 +173,7 @@ def protected_until(gap: Gap, stay: Stay, habits: Habits, *, cost: float, share:
 
 
 def computed(stay: Stay, seconds: float) -> Stay:
-    """Return the stay after so many more seconds of work."""
+    """Return the stay with ``seconds`` more of work."""
     return replace(stay, computed=stay.computed + max(0.0, seconds))
 
 
@@ -177,7 +183,7 @@ def kept_idle(stay: Stay, gap: Gap, now: float) -> Stay:
 
 
 def taken(gap: Gap, stay: Stay, habits: Habits, now: float, *, cost: float, share: float) -> Gap:
-    """Return ``gap`` with the slice preempted ``now`` for a waiting session.
+    """Return ``gap`` with the note that a waiting session has preempted the slice ``now``.
 
     If the allowance ended before patience, use has paid for the move. Then the gap does not show
     whether the guess was good, and does not count.

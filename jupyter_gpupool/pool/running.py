@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Preemption of sessions in use: which may be preempted, from when on, and for which session.
 
-A preempted session loses nothing: it is suspended in the middle of its cell, waits as one of the
-queue and goes on by itself. The rules, from the first victim to the last (tier 0 is an idle lease
-that nothing protects, see :mod:`.preemption`):
+A preempted session loses nothing: the pool suspends it while its cell runs, it waits in the queue,
+and the cell continues with the next slice. The rules, from the first victim to the last (tier 0 is
+an idle lease that nothing protects, see :mod:`.preemption`):
 
 ====  ==============  ==============================================================================
 tier  rule            which holders, for which askers
@@ -18,12 +18,12 @@ tier  rule            which holders, for which askers
                       its weight, by more than one time slice; of one owner's, in turns
 ====  ==============  ==============================================================================
 
-For all of these: no holder is preempted that a guarantee of its own group covers, except for a
-session of that group; none that cannot be suspended; and none before a *minimum residence*: the
-time that moving it out and in takes, as measured. (For ``burst``, its time slice, if it was moved
-to its slice: it would have to come back with all its state.) Idle holders that something protects
-(``%gpu keep``, ``reclaim_after``, residence) are treated as busy ones: keeping a slice idle
-protects no more than using it.
+For all of these rules: no holder is preempted that a guarantee of its own group protects, except
+for a session of that group; no holder that cannot be suspended; and no holder before its *minimum
+residence* is over, which is the measured time for moving its state out and in. (For ``burst``, its
+time slice, if it was moved to its slice: it would have to come back with all its state.) The rules
+treat protected idle holders (``%gpu keep``, ``reclaim_after``, residence) like busy ones: an idle
+slice is never better protected than one in use.
 
 *No two sessions preempt each other in turn* but by ``turns``, where that is the purpose. A victim
 of ``guarantee`` was above its guarantee, so with its request its group is still not within it; and
@@ -50,8 +50,9 @@ A holder gives its turn to an asker of another owner only if the asker, with wha
 one slice, would still be behind it: with less, the asker would have to give it back at once.
 Between two sessions of one owner there is no such debt; the one whose slice ended first goes first,
 and an asker that has waited for ``SLICE_LEAST``, so that a victim does not at once take a turn from
-another holder. (Not as long as the holder's own slice: a holder with a longer slice than the others
-would never be preempted, because each asker gets the slice of another holder before.)
+another holder. (The asker need not have waited for as long as the holder's own slice lasts: a
+holder with a longer slice than the others would then never be preempted, because each asker would
+get the slice of another holder sooner.)
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ REASONS = {
     "turns": "its time slice is over, and another kernel has its turn",
 }
 
-#: What the owner of the preempted session can do, by its reason: a sentence.
+#: By the rule of the preemption: a sentence on what the owner of the preempted session can do.
 REMEDIES = {
     REASONS["burst"]: "What you ask for with %gpu is guaranteed: ask for as much as it needs.",
     REASONS["guarantee"]: "With a smaller request (%gpu) both may fit.",
@@ -102,8 +103,8 @@ REMEDIES = {
 def cost(s: Session, swap: float | None) -> float:
     """Return the seconds that moving ``s`` out and in takes: measured, or guessed.
 
-    By the mean of one suspend or resume of any session, ``swap``; without one, by what it has in
-    device memory, or may have as long as that was not measured.
+    The guess is the mean ``swap`` of all sessions' suspends and resumes; without such a mean, it
+    follows from the session's bytes on the device, or from its grant if these were not measured.
     """
     known, lease = s.measured, s.lease
     if known.suspend is not None and known.resume is not None:
@@ -115,7 +116,7 @@ def cost(s: Session, swap: float | None) -> float:
 
 
 def time_slice(s: Session, facts: Facts) -> float:
-    """Return how long a turn of ``s`` is."""
+    """Return the length of a turn of ``s`` in seconds."""
     return slice_length(s.lease.cost, facts.settings.max_swap_overhead)
 
 
@@ -128,8 +129,9 @@ def terms(s: Session, facts: Facts) -> tuple[int, float, float, int]:
     """Return, after :attr:`Facts.version`, from when on a rule may preempt ``s`` while in use, when
     its turn is over, and its class as a holder.
 
-    Kept with the session like :func:`~.preemption.times`: what else the class comes from (request
-    and lease) changes only inside :meth:`Facts.change`. Infinity: no rule may.
+    The session caches the answer, as with :func:`~.preemption.times`: the request and the lease,
+    from which the class follows, change only inside :meth:`Facts.change`. Infinity if no rule may
+    preempt it.
     """
     found: tuple[int, float, float, int] | None = s.using
     if found is None or found[0] != facts.version:
@@ -155,7 +157,7 @@ def _times(s: Session, facts: Facts) -> tuple[float, float]:
 
 
 def movable(s: Session, facts: Facts) -> bool:
-    """Return whether suspending ``s`` while it is in use can work."""
+    """Return whether ``s`` can be suspended while it is in use."""
     return (
         s.state in ATTACHED
         and (s.gated or s.state == "idle")
@@ -189,16 +191,17 @@ def rule_of(tier: int, asker: Session, holder: Session, shares: Shares) -> str:
 
 
 class Asker:
-    """What the rules read of a session that asks; it is the same for all holders."""
+    """The facts about an asking session that the rules read; the same for all holders."""
 
     def __init__(self, session: Session, shares: Shares) -> None:
         self.session = session
         self._shares = shares
         self._facts = shares.facts
-        # Growth of an idle session computes nothing; without budget, a session preempts nothing.
+        # The growth of an idle session serves no computation, so it preempts nothing; nor does a
+        # session without budget.
         self._silent = session.state == "idle" or shares.spent(session.owner) is not None
         self._within = asking(session, shares.facts).modest
-        #: Its class, with what its age adds.
+        #: The class of the session, raised by its age.
         self.level = shares.level(session)
         #: Whether its request is within the guarantee of a group.
         self.guaranteed = session.id in shares.entitled
@@ -209,10 +212,10 @@ class Asker:
         """Yield the tiers in which the session may preempt ``holder`` while in use, and from when
         on; not all of those that begin after ``by``.
 
-        Not whether a guarantee covers the holder: that depends on the other victims
-        (:func:`covered`). ``stuck``: as if the holder could be suspended. ``foresee``: also the
-        turn of an asker that has used too much at the moment, from when on it has not, if all goes
-        on as now.
+        The answer ignores guarantees of the holder, which depend on the other victims
+        (:func:`covered`). ``stuck``: treat the holder as if it could be suspended. ``foresee``: if
+        the asker has used too much now, yield the turn from the time at which it no longer has, if
+        usage continues as now.
         """
         asker, shares, facts = self.session, self._shares, self._facts
         if self._silent or asker is holder:
@@ -311,8 +314,8 @@ def covered(
 def kind_of(asker: Session, shares: Shares) -> object:
     """Return what :meth:`Asker.tier` reads of an asker without a lease, but for two things.
 
-    How long it has waited, which counts between two sessions of one owner. And what its owner has
-    used and holds, where only owners of one group share the value.
+    The first is the time that it has waited, which counts between two sessions of one owner. The
+    second is the usage and the leases of its owner: only owners of one group share the value.
     """
     spent = shares.budgeted and shares.spent(asker.owner) is not None
     groups = shares.entitled.get(asker.id) if shares.entitled else None

@@ -6,9 +6,8 @@ The algorithm
 -------------
 After every event, :func:`plan` looks at the whole machine and decides again. It works on a
 :class:`~.draft.Draft` (a copy of the accounts) and returns a :class:`Plan`; its changes become the
-actions (:mod:`.transitions`). In this order:
-
-1. *Promises.* Suspends under way make room for the sessions to which the last plan promised it. The
+actions (:mod:`.transitions`). In this order: 1. *Promises.* Suspends under way make room for the
+sessions to which the last plan promised it. The
    pass keeps each promise that can still be kept.
 2. *Leaving.* Leases that must not run (recalled, of a closed class, of a budget that stops) and
    idle leases whose time is over are suspended, if host memory has room. The first kind may also
@@ -100,7 +99,7 @@ HEAD = "the next kernel in the queue waits for memory"
 
 @dataclass(slots=True)
 class Plan:
-    """What to do now, and what the next plan needs to know."""
+    """The result of a pass: what to do now, and what the next pass must know."""
 
     #: Every session that wants something, in the order of service.
     order: list[Session] = field(default_factory=list)
@@ -108,7 +107,7 @@ class Plan:
     queue: list[Session] = field(default_factory=list)
     grants: list[tuple[Session, tuple[Slice, ...], str]] = field(default_factory=list)
     grows: list[tuple[Session, tuple[Slice, ...]]] = field(default_factory=list)
-    #: With the tier of a victim in use; 0 for an idle one.
+    #: Each victim with its tier: that of a lease in use, or 0 for an idle lease.
     suspends: list[tuple[Session, str, int]] = field(default_factory=list)
     #: By session: the bytes that suspends under way free for it.
     promises: dict[str, Promise] = field(default_factory=dict)
@@ -126,7 +125,9 @@ class Plan:
 
     @property
     def short(self) -> bool:
-        """Whether a session was not served: then unused growth of others is taken back first."""
+        """Whether a session was not served. The pool then takes back unused growth of others
+        first.
+        """
         return any(why.rule != "retry" for why in self.reasons.values())
 
     @property
@@ -140,7 +141,7 @@ class Plan:
         return len(self.grants) == len(self.order) and not (self.reasons or self.promises)
 
     def behind(self, s: Session, facts: Facts) -> Reason | None:
-        """Return behind whose wait for the same limit ``s`` stands, or None."""
+        """Return the earlier session that waits for the same limit as ``s``, or None."""
         if s.owner.name in self.held:
             return Reason("behind-own")
         for group in facts.tree.capped(s.owner.group) if self.held_groups else ():
@@ -229,7 +230,9 @@ def plan(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
 
 
 def _overdue(facts: Facts) -> list[Session]:
-    """Return the idle sessions whose time is over, in the order of their leases."""
+    """Return the idle sessions that must give their slices back now, in the order of their
+    leases.
+    """
     if not facts.leased:
         return []
     known = leaving(facts)
@@ -357,8 +360,8 @@ class _Pass:
     def _stop(self, s: Session, why: str) -> bool:
         """Suspend ``s``, which must not run, once that can be done; return whether.
 
-        It may take the host memory that is kept for the head: whatever must not run goes before
-        those who wait, and there is an end to it.
+        It may take the host memory that is kept for the head: a session that must not run is
+        suspended before waiting sessions are served, and there are only a few of these.
         """
         draft = self.draft
         if stops_at(s, self.facts) > self.facts.now or draft.host_lack([s], draft.host):
@@ -453,7 +456,7 @@ class _Pass:
         return True
 
     def _free_for(self, s: Session, takes: Iterable[Slice]) -> bool:
-        """Return whether ``takes`` are free now, also of what is promised to sessions behind."""
+        """Return whether ``takes`` are free now, with the bytes promised to sessions behind it."""
         draft, rooms = self.draft, self.draft.rooms
         late = dict.fromkeys(_on(takes), 0)
         for name in self._behind(s):
@@ -507,7 +510,7 @@ class _Pass:
         was ahead, because ``s`` could not use the bytes. It stays valid, so that its suspends are
         not wasted.
         """
-        # A preempted session, although it has its age, is not to take back what it gave.
+        # A preempted session keeps its age, but must not take back the bytes that it gave up.
         if not self.draft.promises or s.wait.number <= self.oldest or s.preempted:
             return []
         return self._behind(s, s.wait.number)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The accounts, counted once more: what is wrong in them, if anything is."""
+"""A check of the accounts: counts them once more, and reports the differences."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""One session: its identity, its recorded fields, and what its lease, wait and past are.
+"""One session: its identity, its recorded fields, and the records of its lease, wait and past.
 
 The fields that outlive the broker have the names of :class:`~.model.SessionRecord`; only
 :func:`record` and :func:`restored` convert between the two forms. A session changes only inside
@@ -66,10 +66,11 @@ class Lease:
     cost: float = 0.0
     #: The number of the class in which it got the lease: its own, or one to which age raised it.
     level: int = -(1 << 62)
-    #: Since when others wait although it cannot be suspended, and how often its user was told.
+    #: Since when others wait for a session that cannot be suspended, and how often its user was
+    #: warned.
     stuck_since: float | None = None
     warned: int = 0
-    #: In which tier it is preempted while in use; 0: it is not (see :mod:`.running`).
+    #: The tier in which it is being preempted while in use; 0 if it is not (see :mod:`.running`).
     preempted: int = 0
 
 
@@ -84,7 +85,8 @@ class Wait:
     head_since: float | None = None
     #: Why the last attach failed; not tried again before ``retry_at``.
     failed: str = ""
-    #: The figures of the wait so far, the latest last, and whether its room was being made then.
+    #: The figures of the wait so far, the latest last, each with whether suspends were making room
+    #: then.
     figures: list[Figure] = field(default_factory=list)
     #: When it probably ends; None without evidence.
     expected: Expected | None = None
@@ -94,7 +96,9 @@ class Wait:
 
 @dataclass(slots=True, eq=False)
 class Measured:
-    """What remains after a lease: weighted means in seconds (None: never measured), and habits."""
+    """Measurements that outlive a lease: weighted means in seconds (None: never measured), and
+    habits.
+    """
 
     suspend: float | None = None
     resume: float | None = None

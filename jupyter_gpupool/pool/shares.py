@@ -20,8 +20,8 @@ One key after the other, no sums of unlike things:
 
 Age raises a session by a *class*: after ``ageing`` x (difference of the class numbers) seconds it
 competes in the next class, unless its owner or group has more than its fair share there. So age
-never outweighs a share. (Added to one sum, as priorities and shares often are, every queue that is
-long enough ends in order of age: with weights 3:1 and endless demand of both, usage went to 2:1.)
+never outweighs a share. (Other schedulers often add priority, share and age to one sum. Then every
+long queue ends in order of age: with weights 3:1 and endless demand of both, usage went to 2:1.)
 
 No session starves
 ------------------
@@ -40,16 +40,17 @@ first of its owner in the queue, starts within max(C, S) + L:
 *Proof.* (1) Its owner gets nothing, so after t seconds U has become U x 2^(-t / half_life). What
 the others have used since then is R x half_life / ln 2 x (1 - 2^(-t / half_life)) for R devices in
 use.
-Within a class the one with the least usage for its weight goes first, so each of the others that
-has work for its part gets its weight's part of this, up to one cell. As soon as U is no more than
-such a part, the owner has the least usage for its weight: U x 2^(-t / half_life) <= B x (1 -
-2^(-t / half_life)) holds after S seconds. (What the others hold at the moment counts against them
-as well.) (2) From then on it stays so: all usage decays by the same factor, and the others only add
-to theirs. The owner is then not above its fair share, so age raises the session: C seconds after it
-began to wait it competes in the highest class. C and S run at the same time. (3) Now it is the
-first in the queue and reserves devices (:mod:`.schedule`). No session behind it may use what would
-delay it, and after ``ageing`` seconds the idle leases there are suspended for it, even if one alone
-is not enough. What remains is L. With groups the same holds of the siblings at each level.
+Within a class the owner with the least usage for its weight goes first, so each of the other owners
+that has enough work gets a part of this usage by its weight, up to one cell. As soon as U is no
+more than such a part, the owner has the least usage for its weight: U x 2^(-t / half_life) <= B x
+(1 - 2^(-t / half_life)) holds after S seconds. (What the others hold at the moment counts against
+them as well.) (2) From then on this remains true: all usage decays by the same factor, and the
+other owners only add to theirs. The owner is then not above its fair share, so age raises the
+session: C seconds after it began to wait it competes in the highest class. C and S run at the same
+time. (3) Now it is the first in the queue and reserves devices (:mod:`.schedule`). No session
+behind it may use what would delay it, and after ``ageing`` seconds the idle leases there are
+suspended for it, even if one alone is not enough. What remains is L. With groups the same holds of
+the siblings at each level.
 
 *What the claim leaves out.* Sessions within a guarantee go before, but only as long as their groups
 fill their guarantees, which are less than the machine. An owner that has never used anything goes
@@ -83,10 +84,11 @@ RECHECK = 10.0
 #: A share is exceeded when it is so by this factor: equal users must not be above for a rounding.
 ABOVE = 1.02
 
-#: (budget used up, class with the higher one first, ...) is the order of classes. In one, age: no
-#: two waits have one number, so a sort never compares sessions.
+#: (budget used up, class with the higher one first, ...) is the order of classes; within a class,
+#: age decides. No two waits have the same number, so a sort never compares sessions.
 Aged = tuple[bool, int, Age, Session]
-#: In one, share: score, place in the order of age, size. No two sessions have one place.
+#: Within a class, the share decides: score, place in the order of age, size. No two sessions have
+#: the same place.
 QueueEntry = tuple[bool, int, float, int, float, Session]
 #: (account, weight, name) of a group or an owner.
 TreeStep = tuple[Meter | None, float, str]
@@ -106,7 +108,7 @@ class Side:
 
 
 class Shares:
-    """What one pass knows of shares: the order, guarantees, budgets. Changes nothing."""
+    """Answers of one pass about shares: the order, guarantees, budgets. Changes nothing."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -149,7 +151,8 @@ class Shares:
     def _by_age(self, waiting: Iterable[Session]) -> list[Aged]:
         """Return sessions by class, and in a class by age: a point for ``ageing`` seconds.
 
-        Notes the :meth:`level` of each, most without a call: they are not old enough.
+        This also notes the :meth:`level` of each; most are too young to be raised and need no call
+        for it.
         """
         facts, now, levels = self.facts, self.facts.now, self.levels
         version, ageing = facts.version, facts.settings.ageing
@@ -316,9 +319,9 @@ class Shares:
         return found
 
     def behind(self, asker: Owner, holder: Owner, gain: float) -> bool:
-        """Return whether ``asker`` would, with ``gain`` more, still have used less than ``holder``.
+        """Return whether ``asker``, with ``gain`` more, would still have used less than ``holder``.
 
-        For their weights, where their paths part.
+        Usage is divided by weight and compared where the paths of the two owners part.
         """
         parted = self._parted(asker, holder)
         if parted is None:
@@ -412,7 +415,9 @@ class Shares:
 
 
 def level(s: Session, facts: Facts) -> int:
-    """Return :meth:`Shares.level`; of a session that is not old enough, without the shares."""
+    """Return :meth:`Shares.level`, without the shares for a session that is too young to be
+    raised.
+    """
     settings = facts.settings
     if settings.ageing <= 0 or facts.now - s.wait.since + EXACT < settings.ageing:
         return settings.priority_classes.get(s.request.priority, 0)
@@ -469,7 +474,7 @@ class Budget:
 
     @property
     def none(self) -> bool:
-        """Whether nobody gets any of it, on no day."""
+        """Whether the budget is 0 on every day."""
         return self.daily.seconds <= EXACT
 
     def soonest(self, now: float) -> float:

@@ -69,7 +69,7 @@ class Step(NamedTuple):
 
 def _join(facts: Facts, s: Session, since: float) -> Actions:
     """Begin to wait, and keep the age."""
-    # The computation of a preempted session has its age; its wait begins now.
+    # The computation of a preempted session keeps its age; only its wait begins now.
     s.queued_at = facts.now if s.preempted else since
     facts.begin_wait(s, since)
     return []
@@ -180,7 +180,7 @@ def _begin_suspend(facts: Facts, s: Session, reason: str, _tier: int = 0) -> Act
 
 
 def _begin_preempt(facts: Facts, s: Session, reason: str, tier: int) -> Actions:
-    """Its holds stay: it goes on by itself with its next lease."""
+    """The holds stay: the cell continues with the next lease."""
     s.measured.busy = weighted(s.measured.busy, facts.now - s.measured.busy_since)
     s.lease.preempted, s.preempted = tier, reason
     s.lease.host_bound = s.state_bound
@@ -215,7 +215,8 @@ def _suspended_and_wanted(
 ) -> Actions:
     tier = s.lease.preempted
     _suspended(facts, s, state, cuda)
-    # Its turn is over, or an admin gives its slice to others: it goes behind those that wait.
+    # The turn is over, or an admin gives the slice to others: the session goes behind those that
+    # wait.
     since = facts.now if tier in (TURN, RECALLED) else min(h.since for h in s.holds.values())
     return _join(facts, s, since)
 
@@ -230,7 +231,7 @@ def _suspended_and_done(
 def _stays(facts: Facts, s: Session) -> Actions:
     facts.host_takes(-s.lease.host_bound)
     s.lease.host_bound = 0
-    s.lease.told_wanted = False  # its agent has given the slice up and dropped the hold
+    s.lease.told_wanted = False  # the agent has given the slice up and dropped the hold
     s.lease.preempted, s.preempted = 0, ""
     if s.holds:
         return _work(facts, s)

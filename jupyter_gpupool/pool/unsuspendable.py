@@ -2,12 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """Sessions that cannot be suspended while others wait: warned, asked, ended if the admin says so.
 
-Such a session is never a victim, or its suspend fails again and again (its process is stopped, its
-work on the GPU does not end). So another one that waits for its slice, and might take it by
-some rule (:mod:`.running`), could wait without end. While that is so, its user is warned,
-then asked to free the slice, and at last the session is ended, as far as
-``PoolSettings.unsuspendable`` allows and after the times of ``unsuspendable_after``. Once no
-session waits for it, all begins anew.
+Such a session is never a victim, or its suspend fails again and again (because its process is
+stopped, or its work on the GPU does not end). So a session that waits for this slice, and might
+take it by some rule (:mod:`.running`), could wait without end. The pool then warns the user of the
+holder, later asks the user to free the slice, and at last ends the holder, as far as
+``PoolSettings.unsuspendable`` allows and after the times of ``unsuspendable_after``. When no
+session waits for the slice any more, the stages begin again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ STAGES = {"warn": 1, "ask": 2, "end": 3}
 
 
 def note(facts: Facts, plan: Plan) -> None:
-    """Note which sessions that cannot be suspended others wait for, by the plan."""
+    """Note, from the plan, which sessions cannot be suspended although others wait for their
+    slices.
+    """
     ledgers, least = facts.devices.values(), facts.settings.host_least()
     fixed = any(not ledger.device.can_suspend for ledger in ledgers)
     large = least < sum([ledger.granted for ledger in ledgers])
@@ -60,13 +62,14 @@ def note(facts: Facts, plan: Plan) -> None:
                     s.lease.stuck_since = facts.now
     for name, (s, w) in before.items():
         if s.state == "detaching" and s.refused and w.id in facts.waiting:
-            facts.stuck[name] = s, w  # one more attempt: it counts on until that succeeds
+            # one more attempt: the wait counts until that attempt succeeds
+            facts.stuck[name] = s, w
         elif name not in facts.stuck:
             s.lease.stuck_since, s.lease.warned = None, 0
 
 
 def warn(facts: Facts) -> Actions:
-    """Tell those noted for which it is time that others wait for them, or end them."""
+    """Warn, ask or end each noted session whose next stage is due."""
     actions = Actions()
     for s, waiter in list(facts.stuck.values()):
         while waiter.id in facts.waiting and obstacle(s, facts) and due(s, facts) <= facts.now:
@@ -84,7 +87,7 @@ def due(s: Session, facts: Facts) -> float:
 
 
 def ends_at(s: Session, facts: Facts) -> float:
-    """Return when the pool ends ``s``, as things are; infinity if it does not."""
+    """Return when the pool ends ``s`` if nothing changes; infinity if it does not."""
     since, rules = s.lease.stuck_since, facts.settings
     if since is None or rules.unsuspendable != "end":
         return math.inf
@@ -94,7 +97,7 @@ def ends_at(s: Session, facts: Facts) -> float:
 def _waiter(holder: Session, plan: Plan, shares: Shares) -> Session | None:
     """Return the first session that waits for the slice of ``holder``, and might take it.
 
-    For its memory, or because it counts in the cap of a group of both.
+    It waits for the memory of ``holder``, or for a group cap that counts the lease of ``holder``.
     """
     facts = shares.facts
     own = [facts.devices[x.device] for x in holder.lease.slices]

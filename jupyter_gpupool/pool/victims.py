@@ -109,7 +109,7 @@ class Trial:
     def _asker_of(self, v: Session) -> Any:
         """Return what the tier of ``v`` depends on besides ``v``: the asker's owner and kind.
 
-        Or its name for a session with a lease, and where the time of its wait counts.
+        For a session with a lease, or where the time of its wait counts, return its name.
         """
         shares, asker = self.draft.shares, self.asker
         if not shares.fair or asker.state != "queued" or v.owner == asker.owner:
@@ -149,7 +149,7 @@ class Trial:
     def out_of_reach(self, found: Asking) -> bool:
         """Return True only if :meth:`place` fails for several slices, even with all that helps.
 
-        Then host memory is not what is missing.
+        Then a lack of host memory is not the reason.
         """
         if len(found.needs) > 1:
             for where, (count, least) in found.kinds:
@@ -330,7 +330,7 @@ def out_of_reach(draft: Draft, s: Session, found: Asking) -> bool:
 
 
 def on_each(count: int, ranked: Sequence[int]) -> int:
-    """Return the most that each of ``count`` devices can give, of sizes from the largest down.
+    """Return the size that each of ``count`` devices can give; ``ranked`` begins with the largest.
 
     -1 if there are fewer devices.
     """
@@ -347,7 +347,7 @@ def _find_offers(draft: Draft) -> None:
     facts, rooms, now = draft.facts, draft.rooms, draft.facts.now
     preempts, shares = bool(facts.settings.preempt), draft.shares
     for v in facts.leased.values():
-        # As candidate(), and with the same look at a lease in use all that else counts.
+        # As candidate(), which also finds the other data about a lease in use that is needed here.
         if v.state == "idle" and unprotected(v, facts):
             opens, over = -math.inf, False
         elif preempts:
@@ -419,7 +419,7 @@ class Offer:
 
 
 def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Offer | Reason:
-    """Return a place for ``s`` in what the draft has left, or why there is none.
+    """Return a place for ``s`` in the memory that the draft has left, or why there is none.
 
     Behind the head of the queue, host memory that the head is going to need is not used.
     """

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Why a session waits, or may lose what it has, in lines for its owner.
+"""Why a session waits, or may lose its slice, in lines for its owner.
 
-``jupyter gpupool why``, ``%gpu why``, the server and JupyterLab all show these lines. Sessions of
-other users are told by size and class, never by name.
+``jupyter gpupool why``, ``%gpu why``, the server and JupyterLab all show these lines. The lines
+show sessions of other users by size and class, never by name.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _state_lines(
 
 
 def _expected_lines(facts: Facts, s: Session, explained: Explanation) -> Iterable[str]:
-    """Yield how long a session will probably wait, and what says so."""
+    """Yield how long a session will probably wait, and the evidence for that."""
     found = s.wait.expected
     left = None if found is None else found.left(facts.now)
     if found is None or left is None:
@@ -150,7 +150,9 @@ def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
 
 
 def _holder_lines(facts: Facts, found: Explanation) -> Iterable[str]:
-    """Yield the leases in the way: its owner's own, then others', those first that may be taken."""
+    """Yield the leases that it waits for: its owner's, then others', with those that it may preempt
+    first.
+    """
     alike: dict[tuple[int, str, str], list[HeldLease]] = {}
     own: list[HeldLease] = []
     level = facts.sessions[found.session].request.priority
@@ -240,7 +242,7 @@ _UNMOVED = {
 
 
 def _host_lines(found: Explanation) -> Iterable[str]:
-    """Yield who has the host memory for suspended state."""
+    """Yield the use of host memory for suspended state."""
     host = found.host
     if host is None or not (host.own or host.others):
         return
@@ -371,7 +373,7 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
         whose = "its" if budget.group else "your"
         if budget.spent or budget.until < math.inf:
             what = "there are more" if budget.spent else "as things are, they are used up"
-            # A budget that refills does not, as long as its kernels use as much.
+            # A budget that refills does not recover while its kernels use as much as comes back.
             at = _when(budget.until, now)
             if budget.until == math.inf:
                 soonest = _when(budget.soonest(now), now)

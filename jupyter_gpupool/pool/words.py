@@ -27,7 +27,7 @@ from .shares import Budget
 
 
 class Scene:
-    """What the sentences of many sessions share; it holds until facts or plan change."""
+    """Values that the sentences of many sessions share; valid until facts or plan change."""
 
     def __init__(self, facts: Facts, plan: Plan) -> None:
         self._facts = facts
@@ -348,7 +348,7 @@ def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
     """Return the idle session that the head ``s`` waits for because it was just moved, or None.
 
     Among the sessions whose lease would make room for the head, the one whose protection ends
-    first. For sessions behind the head that is only a part of the wait.
+    first. For sessions behind the head, this protection is only a part of the wait.
     """
     held = plan.reservation
     if held is None or held.session != s.id or plan.reasons[s.id].rule != "busy":
@@ -386,7 +386,8 @@ def stays_reason(facts: Facts, s: Session, now: float) -> str:
     if s.state != "idle" or s.pinned_reason:
         return ""
     if not suspendable(s, facts):
-        # If it was measured to hold nothing, the next measurement will most likely agree.
+        # If the last measurement found no device memory, the next one will most likely find none
+        # either.
         lease = s.lease
         nothing = len(lease.footprints) >= len(lease.slices) and not lease.footprint
         return "" if nothing else _STAYS["fixed"]
@@ -431,7 +432,7 @@ def taken_reason(s: Session) -> str:
     if s.state != "detached" or not s.suspended:
         return ""
     why = next((text for _, _, new, text, _ in reversed(s.story) if new == "detaching"), "")
-    # The clause is of the moment of the move, and people read it when nobody may wait any more.
+    # The clause describes the moment of the move; when people read it, that wait may be over.
     return "" if why in ("idle", "release") else why.replace(" waits for ", " waited for ")
 
 
