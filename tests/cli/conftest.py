@@ -17,8 +17,7 @@ from jupyter_gpupool.protocol import decode, encode
 
 
 class Broker:
-    """Answer each request with ``answers[type]``: the fields of an ``ok``, or a whole error
-    message.
+    """Answer a request with ``answers[type]``: the fields of an ``ok``, or an error message.
 
     The answers to ``status`` are ``snapshots``, if set, one after the other; the last one repeats.
     A None among them closes the connection instead.

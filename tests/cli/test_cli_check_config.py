@@ -1,7 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``check-config``: the tree of groups in bytes, all mistakes, differences from the running
-broker."""
+"""``check-config``: the groups in bytes, all mistakes, differences from the running broker."""
 
 from __future__ import annotations
 

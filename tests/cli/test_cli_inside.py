@@ -108,8 +108,7 @@ def test_doctor_inside_defaults_to_the_machines_socket(monkeypatch):
 
 @root_only
 def test_user_namespace_without_the_machines_root_is_refused(outside, tmp_path, monkeypatch):
-    """In such a user namespace the file belongs to the overflow uid, as does every file of an
-    unmapped user."""
+    """In this user namespace every file of an unmapped user belongs to the overflow uid."""
     os.chown(outside.path, 65534, -1)
     table = tmp_path / "uid_map"
     monkeypatch.setattr(inside, "_NAMESPACE", table)

@@ -91,8 +91,7 @@ def test_groups_preemption_and_growth_are_in_the_table():
 
 
 def test_picture_and_top_show_no_idle_time_if_it_is_unknown():
-    """A zero would say that the kernel has just become idle. The status of other users' kernels has
-    no time."""
+    """Zero would mean "idle since now"; the status of other users' kernels has no time."""
     theirs = {"id": "dd00", "owner": "other", "state": "idle", "granted_bytes": GiB, "devices": []}
     found = pool(sessions=[attached("3f2a1b", "idle", 4 * GiB, idle_since=100.0), theirs])
     lines = [line.split() for line in draw(found, Style(width=100))]

@@ -24,8 +24,7 @@ MiB = 1 << 20
 
 @pytest.fixture(scope="module")
 def real_broker():
-    """Start ``jupyter gpupool broker``; return its socket once the broker has reported that it is
-    ready."""
+    """Start ``jupyter gpupool broker``; return its socket once it reports that it is ready."""
     folder = Path(tempfile.mkdtemp(prefix="gpupool-"))
     reading, writing = os.pipe()
     environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(folder), "JUPYTER_CONFIG_PATH": ""}

@@ -24,8 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def crowd(**changes):
-    """A pool with an idle and a busy kernel, a waiting one, and one of another user without
-    figures."""
+    """A pool: a busy, an idle and a waiting kernel, and another user's kernel without figures."""
     return pool(
         devices=[device(memory_granted=12 * GiB, utilisation=41)],
         sessions=[

@@ -88,8 +88,7 @@ def test_options_of_a_kernelspec_are_documented():
 
 
 def anchors(path: Path) -> set[str]:
-    """Return the anchors of a page: its headings, by MyST's and GitHub's rules, and explicit
-    anchors."""
+    """Return a page's anchors: those of headings (MyST's and GitHub's rules), and explicit ones."""
     found = set(re.findall(r"^\(([\w-]+)\)=$", path.read_text(), re.MULTILINE))
     for heading in re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
@@ -164,8 +163,7 @@ def test_residence_page_matches_its_figures():
 
 
 def test_modules_and_functions_of_the_call_paths_exist():
-    """Check the two call paths in developers.md: a moved module or a renamed function fails
-    here."""
+    """Check the two call paths in developers.md after a module has moved or a name has changed."""
     table = text_of("developers.md").split("<!-- Paths:")[1].split("<!-- End of paths")[0]
     steps = re.findall(r"^\| `([\w/.]+)` \| `(\w+)` \|", table, re.MULTILINE)
     assert len(steps) > 30
