@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker that gives the answers of each test, and a machine without configuration."""
+"""Fixtures: a broker whose answers each test sets, and a machine without configuration files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jupyter_gpupool.protocol import decode, encode
 
 
 class Broker:
-    """Answer each request with ``answers[type]``: the fields of an ok, or a whole error message.
+    """Answer a request with ``answers[type]``: the fields of an ``ok``, or an error message.
 
-    ``snapshots``, if set, are the answers to ``status``, one after the other; the last one repeats.
+    The answers to ``status`` are ``snapshots``, if set, one after the other; the last one repeats.
     A None among them closes the connection instead.
     """
 
@@ -79,7 +79,7 @@ class Broker:
 
 @pytest.fixture(autouse=True)
 def no_configuration(tmp_path, monkeypatch):
-    """Hide this machine's configuration files and brokers."""
+    """Hide this machine's configuration files and brokers from the test."""
     monkeypatch.setattr(loading, "jupyter_config_path", lambda: [str(tmp_path / "config")])
     monkeypatch.delenv("GPUPOOL_EMULATE", raising=False)
     monkeypatch.setenv("GPUPOOL_SOCKET", str(tmp_path / "s"))

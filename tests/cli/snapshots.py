@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Snapshots of a pool, in the form of the broker's answer to ``status``."""
+"""Builds snapshots of a pool, in the form of the broker's answer to ``status``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Usage, help and exit codes; what each command passes on."""
+"""Usage, help and exit codes; the arguments that each command passes on."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_every_command_has_help(command, capsys):
     assert f"Exit codes: {codes}" in capsys.readouterr().out
 
 
-def test_version_option_shows_the_version(capsys):
+def test_version_option_prints_the_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"{__version__}\n"
 
@@ -86,14 +86,14 @@ def replace_module(monkeypatch, name: str, **functions) -> None:
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_broker_command_passes_its_options_on(monkeypatch):
+def test_broker_command_passes_its_options_to_the_broker(monkeypatch):
     seen = []
     replace_module(monkeypatch, "jupyter_gpupool.broker.app", main=lambda a: seen.append(a) or 7)
     assert main(["broker", "--help", "--GPUPool.emulate=2x16GiB"]) == 7
     assert seen == [["--help", "--GPUPool.emulate=2x16GiB"]]
 
 
-def test_demo_command_passes_its_options_on(monkeypatch):
+def test_demo_command_passes_its_options_to_the_demo(monkeypatch):
     seen = []
     replace_module(
         monkeypatch,
@@ -133,7 +133,7 @@ def load(text: str, folder: Path):
     return PyFileConfigLoader(path.name, path=str(folder)).load_config()
 
 
-def test_the_generated_file_sets_nothing(tmp_path, capsys):
+def test_generated_configuration_file_sets_no_option(tmp_path, capsys):
     assert main(["generate-config"]) == 0
     config = load(capsys.readouterr().out, tmp_path)
     assert "GPUPool" not in config
@@ -147,7 +147,7 @@ def test_every_example_in_the_generated_file_is_valid(tmp_path):
     assert {name for name, _ in options()} == set(GPUPool.class_traits(config=True))
 
 
-def test_the_example_of_day_and_night_is_loaded():
+def test_example_of_day_and_night_can_be_loaded():
     path = Path(__file__).parents[2] / "examples/day_and_night.py"
     times = load_timetable([path])
     at = [datetime(2026, 11, day, 22, tzinfo=timezone.utc).timestamp() for day in (23, 27, 28)]
@@ -156,20 +156,20 @@ def test_the_example_of_day_and_night_is_loaded():
     assert times.base.pool.groups["students"].cap.percent == 50
     noon = datetime(2026, 11, 27, 11, tzinfo=timezone.utc).timestamp()
     assert times.rules(noon) == ()
-    # Without a gap from Friday evening to Monday morning.
+    # Schedules are in force without a gap from Friday evening to Monday morning.
     assert [names for at, names in walk(times, noon, 3)] == [
         ("weekend",), ("weekend, the whole day",), (),
     ]  # fmt: skip
 
 
 def walk(times, now, steps):
-    """Yield the next changes: when, and what is in force then."""
+    """Yield the time of each next change, and the schedules in force from then on."""
     for _ in range(steps):
         now, rules = times.next_change(now)
         yield now, times.names(rules)
 
 
-def test_the_example_configuration_is_loaded(monkeypatch):
+def test_example_configuration_can_be_loaded(monkeypatch):
     path = Path(__file__).parents[2] / "examples/jupyter_server_config.py"
     settings = load_settings([path])
     assert settings.files == (path,)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``check-config``: the tree with bytes, all mistakes, and what the running broker has."""
+"""``check-config``: the groups in bytes, all mistakes, differences from the running broker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOON, EVENING = "2026-11-23T12:00+01:00", "2026-11-23T22:00+01:00"
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """A machine with two GPUs whose own files name all users."""
+    """A machine with two GPUs that knows all its users from its own files."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(check_config, "knows_everybody", lambda: True)
     two = [{"memory_capacity": 80 * GiB}] * 2
@@ -62,7 +62,7 @@ def text(capsys, *arguments):
     return found
 
 
-def test_the_tree_has_bytes_on_the_given_gpus(config, capsys):
+def test_tree_shows_the_bytes_of_each_group_on_the_given_gpus(config, capsys):
     found = text(capsys, "--devices", "16x80GiB", "--at", NOON)
     assert (
         found
@@ -91,7 +91,7 @@ The configuration is good: 3 groups, 1 schedule.
     )
 
 
-def test_the_tree_of_another_time(config, capsys):
+def test_tree_can_show_another_time(config, capsys):
     found = text(capsys, "--devices", "16x80GiB", "--at", EVENING)
     assert "With night in force:\nGROUP" in found
     assert "students  -          1.1 TiB  1 (25%)   8 h, then borrow" in found
@@ -99,7 +99,7 @@ def test_the_tree_of_another_time(config, capsys):
     assert "Next change: Tue 24 Nov 2026 08:00 Europe/Berlin, then no schedule." in found
 
 
-def test_what_this_machine_cannot_keep_is_a_mistake(config, capsys):
+def test_guarantee_above_the_machines_memory_is_a_mistake(config, capsys):
     assert (
         text(capsys)
         == f"""\
@@ -113,7 +113,7 @@ The configuration has 1 mistake.
     )
 
 
-def test_all_mistakes_are_listed_with_their_place(config, capsys):
+def test_all_mistakes_are_listed_with_line_and_option(config, capsys):
     config.write_text(CONFIG.replace("60%", "6O%").replace('"cap"', '"cup"') + "\nc.GPUPool.x = 1")
     found = report(capsys)
     assert [(fault["line"], fault["place"].partition(" ")[0]) for fault in found["faults"]] == [
@@ -138,7 +138,7 @@ def test_a_file_may_be_checked_before_it_is_installed(config, tmp_path, capsys):
     assert fault["message"] == f"There is no configuration file {tmp_path / 'none.py'}."
 
 
-def test_unknown_users_are_mistakes_where_the_machine_knows_all(config, capsys, monkeypatch):
+def test_unknown_user_is_a_mistake_if_all_users_are_known(config, capsys, monkeypatch):
     config.write_text(f"c.GPUPool.groups = {{'a': {{'users': [{ME[:-1] + 'xx'!r}]}}}}")
     (fault,) = report(capsys)["faults"]
     assert fault["message"] == f"This machine has no user {ME[:-1] + 'xx'!r}."
@@ -149,7 +149,7 @@ def test_unknown_users_are_mistakes_where_the_machine_knows_all(config, capsys, 
     assert report(capsys, "--devices", "1x80GiB")["ok"]
 
 
-def test_without_gpus_sizes_are_only_compared_with_each_other(config, capsys, monkeypatch):
+def test_machine_without_gpus_gets_no_sizes_in_bytes(config, capsys, monkeypatch):
     monkeypatch.setattr("jupyter_gpupool.cli.doctor.probe", lambda _: ([], "none", "", ""))
     found = text(capsys)
     assert "GPUs: none" in found
@@ -158,7 +158,7 @@ def test_without_gpus_sizes_are_only_compared_with_each_other(config, capsys, mo
     assert found.endswith("The configuration is good: 3 groups, 1 schedule, 1 warning.\n")
 
 
-def test_nobody_can_be_in_an_empty_group(config, capsys):
+def test_empty_group_is_warned_about(config, capsys):
     config.write_text("c.GPUPool.groups = {'a': {}, 'b': {'parent': 'a', 'unix_groups': ['root']}}")
     assert report(capsys)["warnings"] == []
     config.write_text("c.GPUPool.groups = {'a': {}}")
@@ -199,10 +199,10 @@ def test_nobody_can_be_in_an_empty_group(config, capsys):
         ),
     ],
 )
-def test_what_has_no_effect_or_serves_nobody_is_warned_about(
+def test_option_without_effect_or_without_users_is_warned_about(
     no_configuration, capsys, options, warning
 ):
-    """All of these were good configurations."""
+    """The check accepted each of these configurations before, without a warning."""
     path = no_configuration / "jupyter_server_config.py"
     refill = "REFILL = {'seconds': '1h', 'rule': 'refill', 'renews': '05:00'}"
     path.write_text(f"{refill}\nc.GPUPool.{options}\n")
@@ -211,7 +211,7 @@ def test_what_has_no_effect_or_serves_nobody_is_warned_about(
     assert report(capsys)["warnings"] == []
 
 
-def test_default_size_is_bounded_by_the_gpu_and_then_compared(no_configuration, capsys):
+def test_default_size_is_cut_to_the_gpu_before_the_comparison(no_configuration, capsys):
     path = no_configuration / "jupyter_server_config.py"
     quota = "{'*': {'memory': '%s'}}"
     path.write_text(f"c.GPUPool.default_memory = '100GiB'\nc.GPUPool.quotas = {quota % '90GiB'}\n")
@@ -221,12 +221,12 @@ def test_default_size_is_bounded_by_the_gpu_and_then_compared(no_configuration, 
     assert "are refused" in report(capsys, "--devices", "2x80GiB")["warnings"][1]
 
 
-def test_misspelt_section_keeps_its_form(no_configuration, capsys):
+def test_report_shows_a_misspelt_section_as_written(no_configuration, capsys):
     (no_configuration / "jupyter_server_config.py").write_text("c.GPUpool.attach = 'cell'\n")
     assert text(capsys).startswith("c.GPUpool in")
 
 
-def test_what_the_running_broker_has_is_compared_key_by_key(config, broker, capsys):
+def test_differences_from_the_broker_are_listed_key_by_key(config, broker, capsys):
     in_force = shown(load_settings(), private=True)
     config.write_text(
         CONFIG.replace('"weight": 3', '"weight": 4').replace('"cap": "50%", ', "")
@@ -246,7 +246,7 @@ def test_what_the_running_broker_has_is_compared_key_by_key(config, broker, caps
     assert "c.GPUPool.guard: True there, False here, from its next start on" in flat
 
 
-def test_the_same_configuration_is_no_difference(config, broker, capsys):
+def test_broker_with_the_same_configuration_has_no_difference(config, broker, capsys):
     in_force = shown(load_settings(), private=True)
     broker.answers["status"] = pool(config=in_force, devices=[device()] * 16)
     found = " ".join(text(capsys).split())
@@ -254,7 +254,7 @@ def test_the_same_configuration_is_no_difference(config, broker, capsys):
     assert "The running broker (process 1) has the same configuration." in found
 
 
-def test_what_only_admins_see_is_not_compared(config, broker, capsys):
+def test_options_that_only_admins_see_are_not_compared(config, broker, capsys):
     in_force = shown(load_settings(), private=False)
     broker.answers["status"] = pool(config=in_force, devices=[device()] * 16)
     found = " ".join(text(capsys).split())
@@ -273,12 +273,12 @@ def test_what_only_admins_see_is_not_compared(config, broker, capsys):
         (["--at", "tonight"], "'tonight' in --at is not a time. Write a date and a time, such as "),
     ],
 )
-def test_wrong_words(arguments, message, capsys):
+def test_wrong_arguments_are_refused(arguments, message, capsys):
     assert main(["check-config", *arguments]) == 1
     assert message in capsys.readouterr().err
 
 
-def test_gpus_of_several_sizes():
+def test_list_of_gpus_may_name_several_sizes():
     machine = check_config.parse_devices("2x80GiB, 1x40GiB")
     assert machine.capacities == [80 * GiB, 80 * GiB, 40 * GiB]
 
@@ -294,7 +294,7 @@ def test_gpus_of_several_sizes():
         ("c.GPUPool.fair_share_half_life = 0", False),
     ],
 )
-def test_half_life_of_few_time_slices_is_a_warning(config, capsys, rules, warned):
+def test_half_life_below_four_time_slices_is_a_warning(config, capsys, rules, warned):
     config.write_text(rules)
     found = report(capsys, "--devices", "1x80GiB,1x40GiB")
     about = [text for text in found["warnings"] if "fair_share_half_life" in text]

@@ -71,7 +71,7 @@ def test_doctor_without_a_broker_tests_only_configured_gpus(monkeypatch, capsys)
     assert "GPU 0" not in found
 
 
-def test_doctor_tests_the_guard_as_a_broker_would(monkeypatch, capsys):
+def test_doctor_tests_the_guard_as_a_broker_does(monkeypatch, capsys):
     build.compile()
     monkeypatch.setenv("GPUPOOL_EMULATE", "1x256MiB,context=16MiB")
     _, found = doctor(capsys)
@@ -137,7 +137,7 @@ def test_no_driver_is_a_failure_with_a_next_step(monkeypatch, capsys):
     assert "c.GPUPool.emulate" in found["devices"]["message"]
 
 
-def test_a_broken_configuration_ends_the_other_checks(no_configuration, tmp_path, capsys):
+def test_broken_configuration_file_ends_the_other_checks(no_configuration, tmp_path, capsys):
     (no_configuration / "jupyter_server_config.py").write_text("c.GPUPool.atach = 'cell'")
     code, found = doctor(capsys)
     assert code == 1
@@ -146,7 +146,7 @@ def test_a_broken_configuration_ends_the_other_checks(no_configuration, tmp_path
     assert "socket" not in found
 
 
-def test_wrong_emulated_machine_is_a_failure(monkeypatch, capsys):
+def test_wrong_spec_of_the_emulated_machine_is_a_failure(monkeypatch, capsys):
     monkeypatch.setenv("GPUPOOL_EMULATE", "2x")
     code, found = doctor(capsys)
     assert code == 1
@@ -162,7 +162,7 @@ def test_missing_emulator_is_a_failure(monkeypatch, tmp_path, capsys):
     assert "has not been compiled" in found["config"]["message"]
 
 
-def test_missing_explicit_file_is_a_failure(tmp_path, capsys):
+def test_missing_file_named_on_the_command_line_is_a_failure(tmp_path, capsys):
     code, found = doctor(capsys, "--config", str(tmp_path / "missing.py"))
     assert code == 1
     assert "There is no configuration file" in found["config"]["message"]
@@ -210,7 +210,7 @@ def test_socket_without_a_broker_is_a_failure(broker):
     )
 
 
-def test_socket_that_is_a_link_is_a_failure(tmp_path):
+def test_symbolic_link_as_socket_is_a_failure(tmp_path):
     (tmp_path / "link").symlink_to("/nowhere")
     found = checks.socket(tmp_path / "link", answers=False)
     assert found.verdict == "fail"
@@ -265,7 +265,7 @@ def test_paused_gpu_is_no_failure_and_names_the_admin(where, target):
     assert found.todo.endswith(f" (new driver); to give it back: jupyter gpupool resume{target}")
 
 
-def test_control_group_below_the_slice_is_named(tmp_path):
+def test_control_group_smaller_than_a_slice_is_a_warning(tmp_path):
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "cgroup").write_text("0::/job\n")
     (tmp_path / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n")
@@ -292,7 +292,7 @@ def test_host_memory_below_the_largest_gpu_is_a_warning(monkeypatch):
     assert checks.host_memory(settings, [device(memory_capacity=1)]).verdict == "ok"
 
 
-def test_missing_package_is_named(monkeypatch):
+def test_missing_package_is_a_failure(monkeypatch):
     monkeypatch.setattr(checks, "PACKAGES", {"no-such-package": "nothing"})
     assert checks.packages() == [
         Finding(
@@ -304,7 +304,7 @@ def test_missing_package_is_named(monkeypatch):
     ]
 
 
-def test_reserve_as_large_as_a_gpu_is_named(no_configuration):
+def test_reserve_as_large_as_a_gpu_is_a_warning(no_configuration):
     (no_configuration / "jupyter_server_config.py").write_text("c.GPUPool.reserve = '16GiB'")
     (found,) = checks.reserve_fits(load_settings(), [device(0), device(1)])
     assert found.verdict == "warn"

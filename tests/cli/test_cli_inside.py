@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``doctor --inside``: what it finds in containers, real namespaces of Linux among them."""
+"""``doctor --inside``: what it finds in containers; some tests use real Linux namespaces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root may make all
 
 
 class Outside:
-    """A broker outside: it answers ``status`` with its own process number."""
+    """A broker outside the container, which answers ``status`` with its own process number."""
 
     def __init__(self, folder):
         self.path = folder / "broker.sock"
@@ -95,7 +95,7 @@ def test_missing_socket_names_the_folder_to_mount(tmp_path):
     assert f"Mount the folder {tmp_path}" in found.todo
 
 
-def test_machine_without_a_mount_is_told_the_machine_s_folder(monkeypatch):
+def test_doctor_inside_defaults_to_the_machines_socket(monkeypatch):
     monkeypatch.delenv("GPUPOOL_SOCKET", raising=False)
     asked = []
     monkeypatch.setattr(inside, "examine_inside", lambda path: asked.append(path) or [])
@@ -107,8 +107,8 @@ def test_machine_without_a_mount_is_told_the_machine_s_folder(monkeypatch):
 
 
 @root_only
-def test_user_namespace_without_the_machine_s_root_is_refused(outside, tmp_path, monkeypatch):
-    """There the file belongs to the overflow user id, as every file of an unknown user."""
+def test_user_namespace_without_the_machines_root_is_refused(outside, tmp_path, monkeypatch):
+    """In this user namespace every file of an unmapped user belongs to the overflow uid."""
     os.chown(outside.path, 65534, -1)
     table = tmp_path / "uid_map"
     monkeypatch.setattr(inside, "_NAMESPACE", table)
@@ -119,7 +119,7 @@ def test_user_namespace_without_the_machine_s_root_is_refused(outside, tmp_path,
         assert todo in found.todo
 
 
-def test_broker_that_goes_away_during_the_checks_is_no_traceback(outside, monkeypatch):
+def test_broker_that_ends_during_the_checks_is_a_failed_check(outside, monkeypatch):
     def refuse(*_):
         raise ConnectionRefusedError(111, "Connection refused")
 

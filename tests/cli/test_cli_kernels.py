@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``list``, ``wrap``, ``unwrap``: their output and the files that they leave."""
+"""``list``, ``wrap``, ``unwrap``: their output, and the files that they write and remove."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_wrapped_kernel_is_listed_until_it_is_unwrapped(kernels, capsys):
     assert not twin.exists()
 
 
-def test_wrap_of_another_language_says_what_attaches_it(kernels, capsys):
+def test_wrap_of_an_r_kernel_says_when_it_gets_a_slice(kernels, capsys):
     assert main(["wrap", "ir", "--user", "--name", "pooled-r"]) == 0
     assert capsys.readouterr().out == (
         f"Kernel 'pooled-r' uses the pool: {kernels / 'pooled-r'}\n"
@@ -62,7 +62,7 @@ def test_wrap_writes_to_the_given_prefix(kernels, tmp_path, capsys):
     assert (tmp_path / "p/share/jupyter/kernels/mine/kernel.json").exists()
 
 
-def test_wrap_for_other_machines_says_where_it_must_be(kernels, capsys):
+def test_wrap_for_a_cluster_says_each_machine_needs_the_kernel(kernels, capsys):
     assert main(["wrap", "python3", "--user", "--remote"]) == 0
     twin = kernels / "gpupool-remote-python3"
     assert capsys.readouterr().out == (

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The whole picture of the pool: a change of a single column shows here."""
+"""The whole picture of the pool: a change of a single column fails a test here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BUSY = pool(
         attached("3f2a1b9c0d11", "active", 6 * GiB, footprint_bytes=GiB, used_bytes=3 * GiB,
                  wait_seconds_total=12),
         session("b00c44", suspended_bytes=5 * GiB, label="old.ipynb"),
-        # The fields of another owner's session.
+        # The fields that the broker shows of another owner's session.
         {"id": "dd00", "owner": "other", "state": "detached", "granted_bytes": 0, "device": None,
          "queue_position": None},
     ],
@@ -91,7 +91,7 @@ def test_groups_preemption_and_growth_are_in_the_table():
 
 
 def test_picture_and_top_show_no_idle_time_if_it_is_unknown():
-    """A zero would say that it has just become idle; the status of others has no time."""
+    """Zero would mean "idle since now"; the status of other users' kernels has no time."""
     theirs = {"id": "dd00", "owner": "other", "state": "idle", "granted_bytes": GiB, "devices": []}
     found = pool(sessions=[attached("3f2a1b", "idle", 4 * GiB, idle_since=100.0), theirs])
     lines = [line.split() for line in draw(found, Style(width=100))]
@@ -115,7 +115,7 @@ def test_status_counts_down_only_if_the_clock_decides(changes, said):
     assert re.split(r"  +", line)[3] == said
 
 
-def test_a_wait_without_an_estimate_shows_how_long_it_has_lasted():
+def test_wait_without_an_estimate_shows_its_age():
     waiting = session(
         "77aa33", state="queued", queue_position=1, queued_at=100.0, request={"memory": GiB},
         wait_reason="no GPU has 1 GiB free",
@@ -127,7 +127,7 @@ def test_a_wait_without_an_estimate_shows_how_long_it_has_lasted():
     assert first in draw(pool(sessions=[waiting], now=105.0), Style(width=100))
 
 
-def test_another_users_kernel_shows_how_long_it_has_waited():
+def test_wait_of_another_users_kernel_shows_its_age():
     waiting = {
         "id": "77aa33", "owner": "other", "state": "queued", "granted_bytes": 0, "device": None,
         "devices": [], "slices": [], "priority": "batch", "queue_position": 1,
@@ -180,7 +180,7 @@ def test_emulated_device_is_labelled_despite_its_name():
     assert lines[2] == "GPU 0  NVIDIA H200  GPU-5d1c0000-…  EMULATED  unguarded"
 
 
-def test_journal_that_cannot_be_written_comes_first():
+def test_journal_that_cannot_be_written_is_on_the_first_line():
     snapshot = pool(broker={"journal_problem": "No space left on device."})
     assert draw(snapshot, Style(width=80))[1] == "Journal: No space left on device."
 
@@ -193,7 +193,7 @@ def test_labels_have_no_control_codes_and_keep_their_width():
     assert max(map(columns, lines)) <= 60
 
 
-def test_smallest_slice_is_visible():
+def test_smallest_slice_has_a_visible_block():
     tiny = attached("a1", "active", 1 * MiB)
     bar = draw(pool(sessions=[tiny]), Style(width=80))[3]
     assert bar.startswith("[A·")
@@ -219,7 +219,7 @@ def test_overuse_of_a_session_is_shown_with_its_bytes():
     assert "3f2a has 700 MiB more than its slice, allocated around the guard" in text
 
 
-def test_budgets_are_in_the_table_and_told_once():
+def test_budgets_have_a_column_and_the_users_budget_one_line():
     use = {"counts": 1.0, "today": 88.6, "daily": 100.0, "spent": False}
     group = {"counts": 1.0, "today": 20.0, "daily": 3600.0, "spent": False}
     spent = {**use, "spent": True}
@@ -236,6 +236,6 @@ def test_budgets_are_in_the_table_and_told_once():
     assert [line for line in drawn if line in lines] == lines
 
 
-def test_user_without_a_kernel_sees_the_budget():
+def test_user_without_a_kernel_sees_the_own_budget():
     lines = ["You have 0 of 100 GPU-seconds left today; there are more in 57 min."]
     assert lines[0] in draw(pool(standing=lines), Style(width=100))

@@ -24,7 +24,7 @@ MiB = 1 << 20
 
 @pytest.fixture(scope="module")
 def real_broker():
-    """Start ``jupyter gpupool broker``; return its socket when it reports that it is ready."""
+    """Start ``jupyter gpupool broker``; return its socket once it reports that it is ready."""
     folder = Path(tempfile.mkdtemp(prefix="gpupool-"))
     reading, writing = os.pipe()
     environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(folder), "JUPYTER_CONFIG_PATH": ""}
@@ -49,7 +49,7 @@ def real_broker():
 
 @pytest.fixture
 def opened(real_broker, monkeypatch):
-    """Open a session of a process that does nothing; return its id."""
+    """Open a session for a process that does nothing; return the session's id."""
     monkeypatch.setenv("GPUPOOL_SOCKET", str(real_broker))
     process = subprocess.Popen(["sleep", "1000"])
     with Client(real_broker) as client:
@@ -61,7 +61,7 @@ def opened(real_broker, monkeypatch):
     process.wait()
 
 
-def test_why(opened, capsys):
+def test_why_explains_a_session_and_refuses_an_unknown_one(opened, capsys):
     assert main(["why", opened[:10]]) == 0
     first, _, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith(f"Session {opened} (")
@@ -72,7 +72,7 @@ def test_why(opened, capsys):
     assert "No session has the name 'zzz'" in capsys.readouterr().err
 
 
-def test_status(opened, capsys):
+def test_status_shows_the_gpus_and_the_session(opened, capsys):
     assert main(["status"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("GPU pool  EMULATED")
@@ -80,7 +80,7 @@ def test_status(opened, capsys):
     assert re.search(rf"^ +{opened[:12]} +\S+ +no GPU +- +train\.ipynb$", out, re.MULTILINE)
 
 
-def test_check_config_names_what_the_broker_has_instead(opened, tmp_path, monkeypatch, capsys):
+def test_check_config_names_the_brokers_different_values(opened, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("JUPYTER_NO_CONFIG", "1")
     new = tmp_path / "new.py"
@@ -104,7 +104,7 @@ def test_check_config_names_what_the_broker_has_instead(opened, tmp_path, monkey
 
 
 def documented(kind: str) -> set[str]:
-    """Return the fields of the table in the admins' page."""
+    """Return the fields that the table in docs/admins.md lists for ``kind``."""
     text = (ROOT / "docs/admins.md").read_text()
     row = re.search(rf"^\| `{kind}` \| (.*) \|$", text, re.MULTILINE)[1]
     return set(re.findall(r"`([a-z_]+)`", row))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool install-service``: its files, its commands, and what it refuses."""
+"""``jupyter gpupool install-service``: its files, its commands and its refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ analyze = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
 )
 
-#: What the examples say.
+#: The layout in the example files.
 LAYOUT = Layout(
     Path("/opt/gpupool/bin/python"), (), Path("/run/gpupool/broker.sock"), Path("/var/lib/gpupool")
 )
@@ -32,7 +32,7 @@ LAYOUT = Layout(
 
 @pytest.fixture
 def call(tmp_path, monkeypatch):
-    """Call the command on a machine whose programs only note how they were called."""
+    """Call the command on a machine whose programs only record their arguments."""
     programs, machine, calls = tmp_path / "bin", tmp_path / "machine", tmp_path / "calls"
     programs.mkdir()
     machine.mkdir()
@@ -80,7 +80,7 @@ def test_install_upgrade_and_undo_run_the_commands_of_systemd(call):
         "etc/tmpfiles.d/gpupool.conf", "etc/systemd/system/gpupool.socket",
         "etc/systemd/system/gpupool.service",
     }  # fmt: skip
-    assert call()[-1] == "systemctl restart gpupool.service"  # an upgrade; no kernel ends
+    assert call()[-1] == "systemctl restart gpupool.service"  # an upgrade, which ends no kernel
     assert call(undo=True) == [
         "systemctl disable --now gpupool.service gpupool.socket",
         "rm -f /run/gpupool/broker.sock", "systemctl daemon-reload",
@@ -91,7 +91,7 @@ def test_install_upgrade_and_undo_run_the_commands_of_systemd(call):
 
 @root_only
 @pytest.mark.parametrize("manager", ["openrc", "runit"])
-def test_other_managers_begin_and_end_the_service(call, manager):
+def test_openrc_and_runit_start_and_remove_the_service(call, manager):
     begun = call(manager)
     programs = [call.machine / name for name in files_in(call.machine)]
     assert all(path.stat().st_mode & 0o111 for path in programs)
@@ -102,7 +102,7 @@ def test_other_managers_begin_and_end_the_service(call, manager):
 
 @root_only
 @pytest.mark.parametrize("manager", MANAGERS)
-def test_half_an_installation_is_finished_and_undone(call, manager, tmp_path, capsys):
+def test_failed_installation_can_be_finished_or_undone(call, manager, tmp_path, capsys):
     begun = call(manager)
     shutil.rmtree(call.machine)
     call.fail.touch()
@@ -110,7 +110,7 @@ def test_half_an_installation_is_finished_and_undone(call, manager, tmp_path, ca
         call(manager)
     call.fail.unlink()
     again = call(manager)
-    if manager != "systemd":  # whose upgrade also enables
+    if manager != "systemd":  # an upgrade under systemd also enables the units
         assert again[0] == begun[0]
     call.fail.touch()
     broken = tmp_path / "broken.json"
@@ -169,7 +169,7 @@ def test_installation_does_not_write_through_an_existing_link(call):
 
 
 @root_only
-def test_service_in_a_cluster_warns_of_kernels_from_elsewhere(call, tmp_path, capsys):
+def test_service_in_a_cluster_warns_of_remote_kernels(call, tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text('{"GPUPool": {"cluster_identity": "munge"}}')
     call(config=[config])
@@ -192,7 +192,7 @@ def test_file_that_an_admin_changed_stays_as_it_is(call):
 
 
 @root_only
-def test_command_that_fails_is_named_with_what_it_said(call):
+def test_failed_command_is_named_with_its_exit_code(call):
     call.fail.touch()
     with pytest.raises(ServiceError) as failed:
         call()
@@ -200,7 +200,7 @@ def test_command_that_fails_is_named_with_what_it_said(call):
     assert "--undo" in failed.value.next_step
 
 
-def test_image_gets_the_files_and_no_command_runs(call, tmp_path, capsys):
+def test_installation_into_an_image_runs_no_command(call, tmp_path, capsys):
     assert call(root=tmp_path / "image") == []
     assert "etc/systemd/system/gpupool.socket" in files_in(tmp_path / "image")
     assert "Not run here: systemctl enable" in capsys.readouterr().out
@@ -233,9 +233,9 @@ def test_program_that_others_may_change_is_refused(tmp_path, monkeypatch):
     for folder in (tmp_path, *tmp_path.parents[:-2]):
         folder.chmod(0o755)
     module._check_programs(layout)
-    real.parent.chmod(0o775)  # root's own group may write it
+    real.parent.chmod(0o775)  # root's group may write to the folder
     module._check_programs(layout)
-    os.chown(link.parent, 65534, -1)  # it has a link of the chain
+    os.chown(link.parent, 65534, -1)  # this folder holds a link on the way to the program
     assert str(link.parent) in refused_programs(layout)
     os.chown(link.parent, 0, -1)
     real.chmod(0o666)
@@ -249,12 +249,12 @@ def test_program_that_others_may_change_is_refused(tmp_path, monkeypatch):
     assert str(loader) in refused_programs(replace(layout, loader=loader))
     monkeypatch.setattr(sys, "path", ["", str(tmp_path / "theirs" / "missing")])
     module._check_programs(layout)
-    link.parent.chmod(0o1777)  # nobody may replace files of others there, but make new ones
+    link.parent.chmod(0o1777)  # sticky: users may add files here, but replace only their own
     assert "missing" in refused_programs(layout)
 
 
 @root_only
-def test_socket_of_a_broker_that_is_no_service_is_refused(call, monkeypatch):
+def test_socket_of_a_broker_without_a_service_manager_is_refused(call, monkeypatch):
     monkeypatch.setattr(module, "listening_at", lambda _lock: module.MACHINE_SOCKET)
     with pytest.raises(ServiceError) as refused:
         call()
@@ -262,7 +262,7 @@ def test_socket_of_a_broker_that_is_no_service_is_refused(call, monkeypatch):
     assert files_in(call.machine) == set()
 
 
-def test_socket_elsewhere_in_the_configuration_is_refused(call, tmp_path):
+def test_socket_where_no_kernel_looks_is_refused(call, tmp_path):
     config = tmp_path / "config.json"
     config.write_text('{"GPUPool": {"socket": "/run/other/broker.sock"}}')
     with pytest.raises(ServiceError, match="every user's kernels look"):
@@ -297,7 +297,7 @@ def test_examples_are_what_the_command_writes(manager):
 
 
 @analyze
-def test_systemd_accepts_the_units_and_rates_them_ok(tmp_path):
+def test_systemd_accepts_the_units_and_rates_them_safe(tmp_path):
     python = tmp_path / "bin of 100% $HOME" / "python"
     python.parent.mkdir()
     shutil.copy("/bin/true", python)
@@ -315,7 +315,7 @@ def test_systemd_accepts_the_units_and_rates_them_ok(tmp_path):
             capture_output=True, text=True, check=False, timeout=120,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
-    # Out of 100, less is safer; a unit without any restriction has 96.
+    # systemd rates the exposure from 0 (safe) to 100; a unit without any restriction gets 96.
     rated = subprocess.run(
         ["systemd-analyze", "security", "--offline=true", "--threshold=42",
          units["gpupool.service"]], capture_output=True, text=True, check=False, timeout=120,
@@ -335,7 +335,7 @@ def test_unit_lets_the_broker_write_temporary_files():
     assert "\nReadWritePaths=-/tmp -/var/tmp\n" in unit
 
 
-def test_scripts_run_the_broker_whatever_is_in_its_path(tmp_path):
+def test_scripts_run_a_broker_in_a_path_with_special_characters(tmp_path):
     python = tmp_path / "it's 100% $HOME" / "python"
     python.parent.mkdir()
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
@@ -350,7 +350,7 @@ def test_scripts_run_the_broker_whatever_is_in_its_path(tmp_path):
     assert layout.socket.parent.is_dir()
     assert layout.state.stat().st_mode & 0o777 == 0o700
     script = written(tmp_path, "openrc", layout)["gpupool"]
-    # supervise-daemon gets the words through the shell's eval, as in OpenRC's own script.
+    # OpenRC's own script, too, passes the arguments to supervise-daemon through the shell's eval.
     done = subprocess.run(
         ["sh", "-c", '. "$1"; eval "set -- $command_args"; "$command" "$@"', "sh", script],
         capture_output=True, text=True, check=True, timeout=60,

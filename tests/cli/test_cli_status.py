@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``status`` and ``release`` against a broker that gives the answers of each test."""
+"""``status`` and ``release`` against a broker whose answers each test sets."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_status_names_the_service_manager_of_an_absent_broker(capsys):
         ("/dev/stdin", "is a symbolic link"),
     ],
 )
-def test_path_that_is_no_socket_is_explained(path, words, capsys):
+def test_file_in_place_of_the_socket_is_explained(path, words, capsys):
     assert main(["status", "--socket", path]) == 1
     error = capsys.readouterr().err
     assert words in error
@@ -84,7 +84,7 @@ def test_status_uses_the_configured_socket_despite_bad_options(
     assert capsys.readouterr().err.startswith("Warning: c.GPUPool.sockt in ")
 
 
-def test_closed_pipe_of_a_reader_is_no_error(broker):
+def test_reader_that_closes_the_pipe_causes_no_error(broker):
     status = f"{sys.executable} -m jupyter_gpupool.cli status --json"
     command = f"{status} | head -c 1; exit ${{PIPESTATUS[0]}}"
     broker.answers["status"] = pool(sessions=[session(f"s{n}") for n in range(500)])
@@ -98,7 +98,7 @@ def test_closed_pipe_of_a_reader_is_no_error(broker):
 
 
 class Watcher:
-    """``status --watch`` in its own terminal; keeps its whole output."""
+    """Runs ``status --watch`` in a terminal of its own, and keeps its whole output."""
 
     def __init__(self, *arguments: str, environ: dict[str, str]) -> None:
         ours, theirs = pty.openpty()
@@ -132,7 +132,7 @@ class Watcher:
             assert self.more.wait_for(lambda: text in self.text(), timeout=30), self.text()
 
     def end(self) -> int:
-        """Interrupt it as ^C would, and return its exit code."""
+        """Interrupt the program as ^C does, and return its exit code."""
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(30)
 
@@ -140,7 +140,7 @@ class Watcher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()  # without effect if it has ended
+        self.process.kill()  # no effect if the program has ended
         self.process.wait(30)
         self.reader.join(30)
         os.close(self.ours)

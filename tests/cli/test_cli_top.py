@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def crowd(**changes):
-    """A pool with a hog, a worker, a waiting kernel, and another user's without figures."""
+    """A pool: a busy, an idle and a waiting kernel, and another user's kernel without figures."""
     return pool(
         devices=[device(memory_granted=12 * GiB, utilisation=41)],
         sessions=[
@@ -51,7 +51,7 @@ def top():
 
 
 def press(top, *keys):
-    """Press keys; return the last order."""
+    """Press keys; return the last order that they gave."""
     found = None
     for key in keys:
         found = top.press(key) or found
@@ -62,7 +62,7 @@ def typed(text):
     return [*text, "enter"]
 
 
-def test_waste_is_the_slice_times_the_time_without_cuda():
+def test_waste_is_slice_times_time_without_cuda_calls():
     found = {row.id: row for row in rows(crowd())}
     assert (found["bbbb"].unused, found["bbbb"].waste) == (699.5, 699.5 * 8 * GiB)
     assert found["aaaa"].busy == 0.9
@@ -72,20 +72,20 @@ def test_waste_is_the_slice_times_the_time_without_cuda():
     ]  # fmt: skip
 
 
-def test_wait_has_the_steps_of_all_other_places():
+def test_wait_is_rounded_as_in_all_other_views():
     now = crowd()["now"]
     waits = {**crowd()["sessions"][0], "state": "queued", "queued_at": now - 88.0}
     (line,) = lines(rows({**crowd(), "sessions": [waits]}), "waste", Style(width=200))[1:]
     assert line.endswith(" 60 s")
 
 
-def test_unknown_values_stay_last_when_the_order_is_inverted():
+def test_unknown_values_stay_last_in_the_inverted_order():
     found = [row.id for row in in_order(rows(crowd()), "waste", inverted=True)]
     assert found == ["aaaa", "bbbb", "cccc", "dddd"]
 
 
 @pytest.mark.parametrize("key", ["d", "n", "k"])
-def test_no_key_gives_an_order_before_the_first_status(key):
+def test_keys_give_no_order_before_the_first_status(key):
     top = Top()
     assert press(top, key) is None
     assert top.question is None
@@ -133,7 +133,7 @@ def test_minutes_that_are_no_number_above_zero_are_refused(top, text):
     assert top.question is not None, "it asks again"
 
 
-def test_other_orders_ask_too(top):
+def test_other_orders_need_a_confirmation_too(top):
     assert press(top, "k", "y") == TopOrder("end", {"session": "bbbb"})
     assert press(top, "f9", "enter") is None
     assert press(top, "n", *typed("batch"), "y") == TopOrder(
@@ -163,13 +163,13 @@ def test_picture_fits_the_screen_and_shows_the_selected_line(top):
         assert "bbbb" in found[at]
 
 
-#: What a terminal sends for the keys without a letter.
+#: The bytes that a terminal sends for keys without a letter.
 UP, DOWN, PAGE_UP, PAGE_DOWN = "\x1bOA", "\x1bOB", "\x1b[5~", "\x1b[6~"
 HOME, END, F1, F9, F10, ESCAPE = "\x1bOH", "\x1bOF", "\x1bOP", "\x1b[20~", "\x1b[21~", "\x1b"
 
 
 def keeps(session):
-    """The order that ``R`` gives for a selected session: it shows which one is selected."""
+    """The order that ``R`` gives for the selected session: it shows which session is selected."""
     return "recall", {"session": session, "cancel": True}
 
 
@@ -177,7 +177,8 @@ def drains(device="0", action="drain"):
     return "maintain", {"action": action, "device": device}
 
 
-#: Keys, and the order that they give; None: none. The order by waste is bbbb, aaaa, cccc, dddd.
+#: Keys, and the order that they give, or None. Sorted by waste, the sessions are bbbb, aaaa, cccc,
+#: dddd.
 TYPED = [
     (DOWN + "Ry", keeps("aaaa")),
     (UP + "Ry", keeps("bbbb")),
@@ -192,7 +193,7 @@ TYPED = [
     ("," + HOME + "Ry", keeps("aaaa")),
     ("I" + HOME + "Ry", keeps("bbbb")),  # the smallest first
     ("IT" + HOME + "Ry", keeps("bbbb")),
-    ("M" + END + "Ry", keeps("cccc")),  # by slice: it has none
+    ("M" + END + "Ry", keeps("cccc")),  # sorted by slice; cccc has none
     ("W" + HOME + "Ry", keeps("bbbb")),
     ("h" + DOWN + "Ry", keeps("bbbb")),  # the key that ends the help does nothing else
     ("?q" + F1 + F10 + "Ry", keeps("bbbb")),
@@ -204,14 +205,14 @@ TYPED = [
     (F9 + "y", ("end", {"session": "bbbb"})),
     (F9 + "\r", None),
     ("d0\ry", drains()),
-    ("p7\r0\ry", drains(action="pause")),  # there is no GPU 7: it asks again
+    ("p7\r0\ry", drains(action="pause")),  # no GPU 7 exists, so top asks again
     ("u0\ry", drains(action="resume")),
     ("xz\t\x00", None),
 ]
 
 
-def test_keys_work_in_a_terminal(broker):
-    """A real terminal: the orders go to the broker, and its answer is on the screen."""
+def test_keys_in_a_terminal_send_orders_to_the_broker(broker):
+    """Use a real terminal: the orders reach the broker, and the screen shows its answer."""
     broker.answers["status"] = crowd()
     for kind in ("prioritise", "end", "maintain"):
         broker.answers[kind] = {}
@@ -243,7 +244,7 @@ def test_keys_work_in_a_terminal(broker):
         os.write(leader, b"y")
         until(b"slice back in 5 min.")
         os.write(leader, "".join(keys for keys, _ in TYPED).encode() + b"q")
-        until(b"\x1b[?1049l")  # the screen of before
+        until(b"\x1b[?1049l")  # back to the normal screen
         assert process.wait(60) == 0
     finally:
         process.kill()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""When rules of a calendar are in force, compared with a walk over every minute of a year."""
+"""The times at which rules of a calendar are in force, compared with every minute of a year."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from jupyter_gpupool.config.schedules import read_schedules
 
 EPOCH = date(1970, 1, 1).toordinal()
 
-#: A zone and a year in which its clock does something: summer time on both hemispheres, a shift of
-#: half an hour, one at midnight, an end of summer time for Ramadan, a day that was skipped.
+#: Zones, each with a year in which its clock changes: summer time in both hemispheres, a shift of
+#: half an hour, a change at midnight, an end of summer time for Ramadan, a skipped day.
 YEARS = (
     ("Europe/Berlin", 2026),
     ("America/New_York", 2026),
@@ -36,10 +36,10 @@ YEARS = (
 
 @cache
 def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
-    """Return the year's first second, and for each minute of it the wall clock.
+    """Return the year's first second, and the wall-clock time at each of its minutes.
 
-    In minutes since 1970 of a clock that is never put back: where the real one is, it stands still
-    until the real one is past it. Both read times to come in the same way.
+    The wall clock is in minutes since 1970, and is never put back: while the real clock repeats an
+    hour, this one stands still. Both reach each later time at the same minute.
     """
     first = int(datetime(year, 1, 1, tzinfo=timezone.utc).timestamp())
     last = int(datetime(year + 1, 1, 1, tzinfo=timezone.utc).timestamp())
@@ -49,7 +49,8 @@ def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
         shown = datetime.fromtimestamp(now, place)
         return (shown.toordinal() - EPOCH) * DAY + shown.hour * 60 + shown.minute
 
-    # What the clock showed before the year began. No clock changes twice in half an hour.
+    # Begin two days before the year, so that ``before`` is right at its start. No clock changes
+    # twice in half an hour.
     for half in range(first - 2 * 86400, last, 1800):
         begin, end = wall(half), wall(half + 1740)
         steady = end - begin == 29
@@ -60,20 +61,20 @@ def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
     return first, found
 
 
-#: The minutes of a week. A year has half a million places in it, which share these numbers.
+#: The minutes of a week. The half million entries of a year share these objects.
 MINUTES = [*range(7 * DAY)]
 
 
 @lru_cache(len(YEARS))
 def places_in_week(zone: str, year: int) -> itemgetter[int]:
-    """Return a function from the states of a week's minutes to those of all minutes of a year."""
+    """Return a function that maps the states of a week's minutes to those of a year's minutes."""
     # 1 January 1970 was a Thursday.
     walls = minutes_of(zone, year)[1]
     return itemgetter(*(MINUTES[(wall + 3 * DAY) % (7 * DAY)] for wall in walls))
 
 
 def brute_force(rule: RuleTimes, zone: str, year: int) -> list[tuple[int, bool]]:
-    """Return the times of the year at which ``rule`` begins or ends, found minute by minute."""
+    """Search the year minute by minute; return the times at which ``rule`` begins or ends."""
     week = [False] * 7 * DAY
     for day in rule.days:
         for begin, end in rule.hours:
@@ -106,11 +107,11 @@ def rule(hours: str, days: str = "mon-sun", zone: str = "Europe/Berlin") -> Rule
     return found.rule
 
 
-#: The years of the long form, in which many zones changed their rules.
+#: The years of the long form: many zones changed their rules in these years.
 DECADES = range(1990, 2030)
 
 spans = st.tuples(st.integers(0, DAY - 1), st.integers(0, DAY)).filter(lambda s: s[0] != s[1])
-#: Around the hours at which clocks are changed.
+#: Times around the hours at which clocks change.
 nightly = st.tuples(st.integers(0, 240), st.integers(0, 240)).filter(lambda s: s[0] != s[1])
 
 
@@ -120,7 +121,7 @@ nightly = st.tuples(st.integers(0, 240), st.integers(0, 240)).filter(lambda s: s
     days=st.frozensets(st.integers(0, 6), min_size=1),
     hours=st.lists(spans | nightly, min_size=1, max_size=2),
 )
-def test_a_year_is_as_a_walk_over_its_minutes(place, days, hours):
+def test_year_of_changes_agrees_with_a_walk_over_its_minutes(place, days, hours):
     one = RuleTimes("r", days, tuple(hours), ZoneInfo(place[0]))
     assert by_product(one, *place) == brute_force(one, *place)
 
@@ -170,7 +171,7 @@ def test_any_instant_agrees_with_a_plain_search_of_the_year(place, days, hours, 
     ),
     now=st.integers(1_700_000_000, 1_900_000_000),
 )  # fmt: skip
-def test_changes_of_many_rules_are_those_of_each(rules, now):
+def test_changes_of_many_rules_are_the_changes_of_each_rule(rules, now):
     found = [*changes(rules, now, now + 20 * 86400)]
     assert [rules for _, rules in found] == [in_force(rules, at) for at, _ in found]
     states = [in_force(rules, now), *(rules for _, rules in found)]
@@ -186,7 +187,7 @@ def test_changes_of_many_rules_are_those_of_each(rules, now):
 @settings(max_examples=60, deadline=None)
 @given(zone=st.sampled_from(YEARS), cut=st.integers(0, DAY - 1), end=st.integers(0, DAY - 1),
        now=st.integers(1_300_000_000, 1_900_000_000))  # fmt: skip
-def test_day_and_night_share_each_instant_exactly(zone, cut, end, now):
+def test_each_instant_is_either_day_or_night(zone, cut, end, now):
     if cut == end:
         return
     place = ZoneInfo(zone[0])
@@ -205,23 +206,23 @@ def utc(*when: int) -> int:
 BERLIN = ZoneInfo("Europe/Berlin")
 
 
-def test_a_time_that_the_clock_skips_is_the_jump():
-    jump = utc(2026, 3, 29, 1, 0)  # 02:00 becomes 03:00
+def test_skipped_time_means_the_instant_of_the_jump():
+    jump = utc(2026, 3, 29, 1, 0)  # the clock goes from 02:00 to 03:00
     for minute in (120, 121, 150, 179, 180):
         assert instant(date(2026, 3, 29), minute, BERLIN) == jump
     assert instant(date(2026, 3, 29), 119, BERLIN) == jump - 60
     assert instant(date(2026, 3, 29), 181, BERLIN) == jump + 60
 
 
-def test_a_time_that_the_clock_shows_twice_is_the_first():
+def test_repeated_time_means_its_first_occurrence():
     first = utc(2026, 10, 25, 0, 30)  # 02:30 in summer time; at 01:00 UTC the clock goes back
     assert instant(date(2026, 10, 25), 150, BERLIN) == first
     assert instant(date(2026, 10, 25), 180, BERLIN) == utc(2026, 10, 25, 2, 0)
 
 
-def test_a_day_that_was_skipped_has_no_time_in_force():
+def test_rule_is_not_in_force_on_a_skipped_day():
     apia = rule("08:00-20:00", zone="Pacific/Apia")
-    skipped = utc(2011, 12, 30, 10, 0)  # midnight of the 30th became midnight of the 31st
+    skipped = utc(2011, 12, 30, 10, 0)  # the clock went from 30th 00:00 to 31st 00:00
     assert instant(date(2011, 12, 30), 8 * 60, apia.zone) == skipped
     assert [at for at, _ in changes([apia], skipped - 43200, skipped + 43200)] == [
         utc(2011, 12, 30, 6, 0), utc(2011, 12, 30, 18, 0),
@@ -233,7 +234,7 @@ def test_a_day_that_was_skipped_has_no_time_in_force():
     [((2026, 3, 28, 19), 11), ((2026, 10, 24, 18), 13), ((2026, 6, 1, 18), 12)],
     ids=["short", "long", "usual"],
 )
-def test_a_night_is_in_force_once_whatever_its_length(begin, hours):
+def test_night_is_in_force_once_if_the_clock_changes(begin, hours):
     night = rule("20:00-08:00")
     start = utc(*begin, 0)
     assert [*changes([night], start - 3600, start + 20 * 3600)] == [
@@ -241,7 +242,7 @@ def test_a_night_is_in_force_once_whatever_its_length(begin, hours):
     ]  # fmt: skip
 
 
-def test_a_night_that_ends_in_the_hour_shown_twice_ends_once():
+def test_night_that_ends_in_a_repeated_hour_ends_once():
     night = rule("20:00-02:30", days="sat")
     found = [*changes([night], utc(2026, 10, 24, 12, 0), utc(2026, 10, 26, 0, 0))]
     assert found == [(utc(2026, 10, 24, 18, 0), (0,)), (utc(2026, 10, 25, 0, 30), ())]
@@ -253,7 +254,7 @@ def test_a_rule_within_the_skipped_hour_is_not_in_force_that_day():
     assert found == [utc(2026, 3, 22, 1, 15), utc(2026, 4, 5, 0, 15)]
 
 
-def test_the_days_are_those_on_which_it_begins():
+def test_days_of_a_rule_are_those_on_which_it_begins():
     night = rule("20:00-08:00", days="mon-fri")
     friday = utc(2026, 11, 27, 19, 0)
     assert in_force([night], friday) == (0,)
@@ -267,6 +268,6 @@ def test_a_rule_for_all_times_never_changes():
     assert next_change([], 1_790_000_000) is None
 
 
-def test_rules_that_meet_change_once():
+def test_adjacent_rules_change_at_one_time():
     both = [rule("08:00-20:00"), rule("20:00-08:00")]
     assert next_change(both, utc(2026, 11, 23, 12, 0)) == (utc(2026, 11, 23, 19, 0), (1,))

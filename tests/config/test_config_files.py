@@ -68,7 +68,7 @@ def test_command_line_wins_over_explicit_files(folders, tmp_path):
     assert (settings.pool.max_wait, settings.linger, settings.pool.idle_timeout) == (1, 2, 3)
 
 
-def test_changes_of_a_container_in_several_files_add_up(folders):
+def test_changes_to_one_dict_in_several_files_add_up(folders):
     user, system = folders
     write(system, "c.GPUPool.admins.append('ada'); c.GPUPool.quotas.update({'*': {'leases': 1}})")
     write(user, "c.GPUPool.admins.append('bob'); c.GPUPool.quotas.update({'bob': {'leases': 2}})")
@@ -110,7 +110,7 @@ def test_unknown_option_without_a_similar_name_is_refused(folders):
     )
 
 
-def test_only_a_misspelt_pool_section_is_refused(folders):
+def test_sections_of_other_programs_are_not_called_misspelt(folders):
     fine = "c.GPUPoolProvisioner.memory = '1GiB'; c.ServerApp.port = 1; c.Spawner.pool = 2\n"
     path = write(folders[0], fine)
     load_settings()
@@ -131,7 +131,7 @@ def test_a_misspelt_section_is_refused(folders, section):
     )
 
 
-def test_the_command_line_is_named_as_the_origin(folders):
+def test_refusal_names_the_command_line_as_the_origin(folders):
     error = refusal(None, Config({"GPUPool": {"atach": "cell"}}))
     assert str(error).startswith("c.GPUPool.atach in the command line: there is no such option.")
 
@@ -144,21 +144,21 @@ def test_the_command_line_is_named_as_the_origin(folders):
         ("c.GPUPool. = 1", "SyntaxError, line 1: invalid syntax"),
     ],
 )
-def test_a_file_that_fails_is_named(folders, text, message):
+def test_error_in_a_file_names_the_file(folders, text, message):
     path = write(folders[0], text)
     error = refusal()
     assert error.message.startswith(f"The configuration file {path} cannot be read: {message}")
     assert error.code == "config"
 
 
-def test_exception_in_a_file_has_its_line(folders):
+def test_error_in_a_file_names_the_line(folders):
     path = write(folders[0], "def f():\n    return {}['no']\n\nf()\n")
     text = f"The configuration file {path} cannot be read: KeyError, line 2: 'no'."
     assert refusal().message.startswith(text)
 
 
 @pytest.mark.parametrize("text", ["default_memory = 4", "quotas = {'*': {'memory': 4}}"])
-def test_small_number_of_bytes_is_a_forgotten_unit(folders, text):
+def test_small_number_of_bytes_is_refused_as_a_forgotten_unit(folders, text):
     write(folders[0], f"c.GPUPool.{text}")
     assert "4 means 4 bytes. Write a unit, such as '4GiB'." in str(refusal())
 

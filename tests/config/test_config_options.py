@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Each option: which values it takes, and how the refusal of others is worded."""
+"""The values that each option accepts, and the messages that refuse other values."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_every_setting_has_an_option_and_every_option_a_setting():
     options = set(GPUPool.class_traits(config=True))
     pool = {f.name for f in fields(PoolSettings)}
     broker = {f.name for f in fields(BrokerSettings)}
-    #: Settings of the pool without an option: no admin has to change them, or the broker finds
-    #: them in the schedules.
+    #: Settings of the pool without an option: either no admin has to change them, or the broker
+    #: computes them from the schedules.
     constants = {"ageing", "pinned_retry", "growth_step", "residence", "classes_open"}
-    #: What a broker of a cluster knows from the ledger.
+    #: Set by a broker of a cluster from the ledger.
     constants |= {"elsewhere", "elsewhere_groups", "elsewhere_reason"}
-    #: What the configuration says about itself.
+    #: Where the configuration comes from, and the notes on it.
     about = {"pool", "notes", "files", "options", "origins"}
-    #: Two names of one thing, and what comes from ``groups`` as well.
+    #: Each of these has an option of another name; some also come from ``groups``.
     pool = pool - {"half_life"} | {"fair_share_half_life"}
     assert pool - constants | broker - about - {"members"} == options
 
@@ -135,14 +135,14 @@ def test_broker_options_accept_these_values(name, value, found):
     assert getattr(settings(**{name: value}), name) == found
 
 
-def test_half_life():
+def test_half_life_of_fair_share_is_read_in_seconds():
     assert settings(fair_share_half_life="2d").pool.half_life == 2 * 86400
     assert settings(fair_share_half_life=0).pool.half_life == 0
 
 
 def test_default_limit_is_the_whole_device_whatever_the_memory():
     assert settings(default_memory="8GiB").pool.default_limit is None
-    # It is cut to the most that a kernel may ask for.
+    # The default limit is cut to the most that a kernel may request.
     assert settings(max_memory_per_kernel="8GiB").pool.default_limit is None
 
 
@@ -168,22 +168,22 @@ def test_options_from_the_command_line_are_parsed():
     assert found.metrics_port == 9845
 
 
-def test_lazy_is_the_default_and_kept_as_configured():
+def test_lazy_attach_is_the_default_and_can_be_configured():
     assert settings().attach == settings(attach="lazy").attach == "lazy"
     assert settings().notes == ()
 
 
 @pytest.mark.parametrize("policy", ["lazy", "cell", "manual"])
-def test_guard_allows_every_policy(policy):
+def test_every_attach_policy_works_with_the_guard(policy):
     assert usable_attach(policy, True, "not asked for") == (policy, "")
 
 
 @pytest.mark.parametrize("policy", ["cell", "manual"])
-def test_only_lazy_needs_the_guard(policy):
+def test_only_lazy_attach_needs_the_guard(policy):
     assert usable_attach(policy, False, "c.GPUPool.guard is False.") == (policy, "")
 
 
-def test_lazy_without_the_guard_acts_as_cell_and_says_why():
+def test_lazy_without_the_guard_becomes_cell_with_a_reason():
     assert usable_attach("lazy", False, "c.GPUPool.guard is False.") == (
         "cell",
         (
@@ -204,7 +204,7 @@ def test_more_host_memory_than_the_machine_has_is_noted():
     )
 
 
-def test_state_dir_differs_for_users_and_root(monkeypatch, tmp_path):
+def test_state_dir_of_root_differs_from_a_users(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr("os.getuid", lambda: 1000)
     assert settings().state_dir == tmp_path / "gpupool"
@@ -315,7 +315,7 @@ def test_wrong_values_are_refused_with_the_reason(name, value, message):
          "'refill', 'then': 'refuse'}.")),
     ],
 )  # fmt: skip
-def test_bad_quotas(quota, message):
+def test_wrong_quotas_are_refused(quota, message):
     assert refused(quotas=quota) == f"c.GPUPool.quotas{message}"
 
 
@@ -410,7 +410,7 @@ def total(root: Path) -> int:
     return Host(root / "sys/fs/cgroup", root / "proc").total()
 
 
-def test_memory_without_control_groups_is_the_machines(tmp_path):
+def test_memory_without_control_groups_is_the_whole_machine(tmp_path):
     assert total(proc(tmp_path, "")) == MiB
 
 

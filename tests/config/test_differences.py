@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The message to a server that joins a broker with another configuration."""
+"""The message to a server whose configuration differs from that of the broker it joins."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def settings(**options):
     return load_settings(overrides=Config({"GPUPool": options}))
 
 
-def test_same_values_in_other_notation_are_no_difference(folder):
+def test_equal_values_in_another_notation_are_no_difference(folder):
     quotas = {"*": {"memory": 1 << 20}}
     broker = status(settings(default_memory="2GiB", idle_timeout=600, quotas=quotas))
     loader = KVArgParseConfigLoader(
@@ -44,7 +44,7 @@ def test_same_values_in_other_notation_are_no_difference(folder):
     assert notice(section, broker) == ""
 
 
-def test_message_has_names_values_and_origins_of_both(folder):
+def test_message_has_the_values_and_origins_of_both_sides(folder):
     (folder / "jupyter_server_config.json").write_text(
         json.dumps({"GPUPool": {"idle_timeout": 900}})
     )
@@ -56,7 +56,7 @@ def test_message_has_names_values_and_origins_of_both(folder):
     assert "SIGHUP" in text
 
 
-def test_message_names_an_option_that_only_the_broker_has(folder):
+def test_message_names_an_option_that_only_the_broker_sets(folder):
     text = notice(None, status(settings(emulate="2x1GiB")))
     assert "emulate is '2x1GiB' (from the command line), not '' (from the default)" in text
 
@@ -70,7 +70,7 @@ def test_variable_that_sets_an_option_is_named_as_origin(folder, monkeypatch):
     assert "from $GPUPOOL_EMULATE" in notice(None, broker)
 
 
-def test_machine_wide_broker_hides_users_and_names_the_admin(folder):
+def test_machine_wide_broker_hides_users_and_refers_to_the_admin(folder):
     broker = settings(quotas={"ada": {"memory": "5MiB"}}, admins=["bob"], idle_timeout=5)
     told = status(broker, private=False, machine_wide=True)
     assert "ada" not in json.dumps(told)
@@ -84,7 +84,7 @@ def test_machine_wide_broker_hides_users_and_names_the_admin(folder):
     }  # fmt: skip
 
 
-def test_option_passed_on_by_a_server_keeps_its_file(folder):
+def test_option_from_a_server_keeps_its_file_as_origin(folder):
     path = folder / "jupyter_server_config.json"
     path.write_text(json.dumps({"GPUPool": {"idle_timeout": 900}}))
     handed = load_settings(overrides=Config({"GPUPool": {"idle_timeout": 900, "linger": 5}}))

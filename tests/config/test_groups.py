@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Groups: what is read, who is in them, and every way in which they can be wrong."""
+"""Groups: how they are read, which users are in them, and every way in which they can be wrong."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def tree(**groups):
     return settings(groups=groups).pool.groups
 
 
-# ------------------------------------------------------------------ what is read
+# ------------------------------------------------------------------ reading
 
 
-def test_a_group_is_read_whole():
+def test_every_key_of_a_group_is_read():
     found = settings(
         groups={
             "lab": {"guarantee": "60%", "weight": 3, "unix_groups": ["lab"]},
@@ -75,12 +75,12 @@ def test_a_quota_may_have_a_daily_budget():
         (GiB, Portion(bytes=GiB)),
     ],
 )
-def test_portions(text, portion):
+def test_portion_is_a_percentage_or_a_size(text, portion):
     assert read_portion(text) == portion
     assert read_portion(written(portion).replace("GiB", " GiB")) == portion
 
 
-# ------------------------------------------------------------------ who is in which
+# ------------------------------------------------------------------ membership
 
 MEMBERS = {
     "all": {"users": "*"},
@@ -99,11 +99,11 @@ MEMBERS = {
         ("dan", ["x"], ("all",)),
     ],
 )
-def test_names_come_before_unix_groups_before_everybody(user, unix_groups, found):
+def test_user_names_win_over_unix_groups_over_everybody(user, unix_groups, found):
     assert groups_of(settings(groups=MEMBERS).members, user, unix_groups) == found
 
 
-def test_of_unix_groups_the_one_written_first_counts():
+def test_first_written_of_several_unix_groups_counts():
     members = settings(groups={"b": {"unix_groups": ["x"]}, "a": {"unix_groups": ["y"]}}).members
     assert groups_of(members, "ada", ["y", "x"]) == ("b", "a")
 
@@ -116,20 +116,20 @@ def test_groups_of_the_hub_count_as_unix_groups_do():
     assert groups_of(members, "ada", ["y"], ["z"]) == ("all",)
 
 
-def test_hub_groups_that_nothing_tells_are_refused():
+def test_hub_groups_without_a_source_are_refused():
     with pytest.raises(WrongConfiguration, match=r"groups\['h'\]\['hub_groups'\].* is not set"):
         settings(groups={"h": {"hub_groups": ["x"]}})
     with pytest.raises(Exception, match=r"'hub\.py' is no function"):
         settings(hub_groups="hub.py")
 
 
-def test_function_reads_the_same_in_every_process():
+def test_function_has_the_same_origin_in_every_process():
     def hub(user):
         return [user]
 
     chosen = GPUPool(hub_groups=hub).chosen()
     assert chosen == {
-        "hub_groups": "function test_function_reads_the_same_in_every_process.<locals>.hub"
+        "hub_groups": "function test_function_has_the_same_origin_in_every_process.<locals>.hub"
     }
 
 
@@ -198,7 +198,7 @@ def test_nobody_is_in_a_group_of_a_pool_without_groups():
          "guarantee 50%. Raise the cap or lower the guarantee.")),
     ],
 )  # fmt: skip
-def test_a_group_that_is_wrong(group, message):
+def test_wrong_group_is_refused(group, message):
     assert faults(groups={"g": group}) == ([message] if isinstance(message, str) else message)
 
 
@@ -220,7 +220,7 @@ def test_several_mistakes_are_found_at_once():
     ]  # fmt: skip
 
 
-def test_a_circle_of_parents():
+def test_circle_of_parents_is_refused():
     found = faults(groups={"a": {"parent": "c"}, "b": {"parent": "a"}, "c": {"parent": "b"},
                            "d": {"parent": "a"}})  # fmt: skip
     assert found == [
@@ -231,7 +231,7 @@ def test_a_circle_of_parents():
     ]
 
 
-def test_a_misspelt_parent():
+def test_misspelt_parent_is_refused_with_the_nearest_name():
     (found,) = faults(groups={"research": {}, "vision": {"parent": "reserch"}})
     assert "Did you mean 'research'?" in found
 
@@ -287,11 +287,11 @@ def test_two_equal_claims_need_an_order(first, second, message):
         ),
     ],
 )  # fmt: skip
-def test_sizes_that_no_machine_has(groups, message):
+def test_guarantees_that_no_machine_can_keep_are_refused(groups, message):
     assert faults(groups=groups) == [message]
 
 
-def test_inner_guarantees_count_where_the_outer_has_none():
+def test_inner_guarantees_count_if_the_outer_group_has_none():
     (found,) = faults(
         groups={
             "a": {}, "a1": {"parent": "a", "guarantee": "40%"},
@@ -305,7 +305,7 @@ def machine_faults(capacities, **groups):
     return [str(fault) for fault in check_sizes(tree(**groups), capacities)]
 
 
-def test_more_than_the_machine_has_is_found_on_the_machine():
+def test_guarantee_above_the_machine_is_found_on_the_machine():
     two = [80 * GiB, 80 * GiB]
     groups = {"a": {"guarantee": "1 device"}, "b": {"guarantee": "100GiB"}}
     assert machine_faults([80 * GiB] * 3, **groups) == []
@@ -317,7 +317,7 @@ def test_more_than_the_machine_has_is_found_on_the_machine():
     ]
 
 
-def test_a_cap_that_the_machine_never_reaches():
+def test_cap_above_the_machine_is_found():
     (found,) = machine_faults([80 * GiB], a={"cap": "4 devices"})
     assert found == (
         "c.GPUPool.groups['a']['cap']: The cap 4 devices (320 GiB) cannot be reached: the GPUs of "
@@ -340,7 +340,7 @@ def test_different_units_are_compared_on_the_machine():
     parts=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     sizes=st.lists(st.integers(1 << 20, 1 << 40), min_size=1, max_size=16),
 )
-def test_percentages_are_refused_exactly_above_the_whole(parts, sizes):
+def test_percentages_are_refused_only_above_100(parts, sizes):
     groups = {f"g{n}": {"guarantee": f"{part}%"} for n, part in enumerate(parts)}
     if sum(parts) > 100:
         assert len(faults(groups=groups)) == 1

@@ -1,6 +1,7 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The example that takes groups from JupyterHub, with a Hub that answers as its page says."""
+"""The example that takes groups from JupyterHub, with a Hub that answers as its REST page
+documents."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ ROLES = {"ada": ["user"], "bob": ["user", "gpu-course"]}
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers with the model of a user to the one token."""
+    """Answers with a user's model, if the request has the right token."""
 
     def do_GET(self):
         name = self.path.removeprefix("/hub/api/users/").replace("%20", " ")
@@ -32,7 +33,7 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
         if known and name in USERS:
             model = {"kind": "user", "name": name, "groups": USERS[name]}
-            if name in ROLES:  # the Hub tells them only to a service with the scope for it
+            if name in ROLES:  # the Hub sends groups only to a service with the scope for them
                 model["roles"] = ROLES[name]
             self.wfile.write(json.dumps(model).encode())
 
@@ -67,24 +68,25 @@ def test_example_takes_groups_from_the_hub(hub, tmp_path, monkeypatch):
     assert groups == {
         "ada": ("research", "students"), "j r": ("students",), "bob": ("course", "students")
     }  # fmt: skip
-    assert settings.hub_groups("root") == []  # an account that never was in the Hub
+    assert settings.hub_groups("root") == []  # an account that the Hub does not know
     token.write_text("wrong")
     with pytest.raises(HTTPError):
         settings.hub_groups("ada")
 
 
-def test_server_with_the_example_starts_a_broker_of_its_user():
-    """The section is handed over as JSON; the broker reads the function from the same file."""
+def test_server_with_the_example_starts_its_users_broker():
+    """The server passes its section on as JSON; the broker reads the function from the same
+    file."""
     section = {"GPUPool": {"hub_groups": len, "idle_timeout": 5}}
     assert starting._section(section) == {"idle_timeout": 5}
 
 
-def test_example_for_the_hub_keeps_what_other_files_add(tmp_path):
+def test_example_for_the_hub_keeps_options_of_other_files(tmp_path):
     token, file = tmp_path / "token", tmp_path / "jupyterhub_config.py"
     token.write_text("s3cret\n")
     text = (EXAMPLE.parent / "jupyterhub" / "jupyterhub_config.py").read_text()
     file.write_text(text.replace("/etc/gpupool/hub-token", str(token)))
-    before = tmp_path / "tljh.py"  # it loads the files of an admin last
+    before = tmp_path / "tljh.py"  # The Littlest JupyterHub loads an admin's files last
     before.write_text(
         "c = get_config()\n"
         'c.JupyterHub.services = [{"name": "cull-idle"}]\n'

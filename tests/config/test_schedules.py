@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Schedules: what is read, what they change and when, what is refused and where."""
+"""Schedules: how they are read, what they change and when, and which mistakes are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jupyter_gpupool.config.tree import check_sizes
 
 GiB = 1 << 30
 
-#: A Monday in winter, noon and evening in Berlin.
+#: Noon and evening of a Monday in winter, in Berlin.
 NOON, EVENING = (datetime(2026, 11, 23, hour, tzinfo=timezone.utc).timestamp() for hour in (11, 20))
 
 NIGHT = {"name": "night", "hours": "20:00-08:00", "time_zone": "Europe/Berlin"}
@@ -26,7 +26,7 @@ WEEKEND = {"name": "weekend", "days": "sat, sun", "time_zone": "Europe/Berlin"}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Jupyter's only folder of configuration."""
+    """The only folder in which Jupyter looks for configuration files."""
     monkeypatch.setattr(loading, "jupyter_config_path", lambda: [str(tmp_path)])
     monkeypatch.delenv("GPUPOOL_EMULATE", raising=False)
     return tmp_path
@@ -47,10 +47,10 @@ def night(**values):
     return [{**NIGHT, "set": values}]
 
 
-# ------------------------------------------------------------------ what they change
+# ------------------------------------------------------------------ changes by a schedule
 
 
-def test_a_closed_class_opens_with_the_first_schedule_for_it():
+def test_class_is_closed_until_the_first_schedule_that_opens_it():
     times = timetable(
         classes_allowed=["notebook"],
         schedules=[
@@ -73,7 +73,7 @@ def night_closes():
     return [{**NIGHT, "set": {"classes_allowed": ["notebook"]}}]
 
 
-def test_a_schedule_changes_what_it_sets_and_nothing_else():
+def test_schedule_changes_only_the_options_that_it_sets():
     times = timetable(idle_timeout=60, linger=7, schedules=night(idle_timeout="1h", attach="cell"))
     day, dark = times.under(times.rules(NOON)), times.under(times.rules(EVENING))
     assert (day.pool.idle_timeout, day.attach, day.linger) == (60, "lazy", 7)
@@ -101,7 +101,7 @@ def test_dicts_are_merged_key_by_key():
     assert times.under((0,)).members == times.base.members
 
 
-def test_of_rules_in_force_together_the_later_one_wins():
+def test_later_of_two_rules_in_force_wins():
     rules = [
         {**NIGHT, "set": {"idle_timeout": 1, "max_wait": 1}},
         {**WEEKEND, "set": {"idle_timeout": 2}},
@@ -113,7 +113,7 @@ def test_of_rules_in_force_together_the_later_one_wins():
     assert (pool.idle_timeout, pool.max_wait) == (2, 1)
 
 
-def test_schedule_that_others_always_overrule_is_named():
+def test_schedule_that_is_always_overruled_is_named():
     week = {"name": "week", "time_zone": "Europe/Berlin", "set": {"idle_timeout": 2}}
     night_ = {**NIGHT, "set": {"idle_timeout": 1, "linger": 5}}
     (told,) = timetable(schedules=[night_, week]).overruled(NOON)
@@ -127,7 +127,7 @@ def test_schedule_that_others_always_overrule_is_named():
     assert timetable(schedules=[night_, weekend]).overruled(NOON) == [], "on other nights it counts"
 
 
-def test_each_value_of_a_dict_is_overruled_by_itself():
+def test_values_of_a_dict_are_overruled_one_by_one():
     groups = {"a": {"users": ["ada"]}, "b": {"users": ["bob"]}}
     first = {**NIGHT, "set": {"groups": {"a": {"weight": 2}, "b": {"weight": 3}}}}
     second = {"name": "week", "time_zone": "Europe/Berlin"}
@@ -139,7 +139,7 @@ def test_each_value_of_a_dict_is_overruled_by_itself():
     assert timetable(groups=groups, schedules=[first, other]).overruled(NOON) == []
 
 
-def test_what_another_file_adds_is_changed_as_well(folder):
+def test_schedule_changes_values_of_another_file_too(folder):
     (folder / "jupyter_config.py").write_text("c.GPUPool.quotas.update({'ada': {'leases': 1}})")
     (folder / "jupyter_server_config.py").write_text(
         "c.GPUPool.quotas.update({'bob': {'leases': 2}})\n"
@@ -150,7 +150,7 @@ def test_what_another_file_adds_is_changed_as_well(folder):
     assert leases == {"ada": 5, "bob": 2}
 
 
-def test_combinations_are_those_that_occur():
+def test_only_combinations_that_occur_are_checked():
     day = {"name": "day", "hours": "08:00-20:00", "time_zone": "Europe/Berlin"}
     set_ = {"set": {"linger": 1}}
     times = timetable(schedules=[{**NIGHT, **set_}, {**day, **set_}, {**WEEKEND, **set_}])
@@ -168,7 +168,7 @@ def test_schedule_without_a_zone_uses_the_machines_zone(monkeypatch):
     assert not one.rule.is_in_force(datetime(2026, 11, 23, 14, 29, tzinfo=timezone.utc).timestamp())
 
 
-def test_the_machine_s_zone_is_that_of_its_file(monkeypatch, tmp_path):
+def test_machines_zone_comes_from_etc_localtime(monkeypatch, tmp_path):
     from jupyter_gpupool.config import schedules
 
     monkeypatch.delenv("TZ", raising=False)
@@ -231,13 +231,13 @@ def test_the_machine_s_zone_is_that_of_its_file(monkeypatch, tmp_path):
          "cap or lower the guarantee.")),
     ],
 )  # fmt: skip
-def test_a_schedule_that_is_wrong(change, message):
+def test_wrong_schedule_is_refused(change, message):
     groups = {"a": {"guarantee": "40%", "cap": "60%"}}
     base = {**NIGHT, "set": {"idle_timeout": 60}}
     assert faults(groups=groups, schedules=[{**base, **change}]) == [message]
 
 
-def test_what_must_not_be_left_out():
+def test_schedule_without_a_required_key_is_refused():
     found = faults(schedules=[{}, 5, {**NIGHT, "set": {"linger": 1}}, {**NIGHT, "set": {}}])
     assert [text.partition(".")[0] for text in found] == [
         "[0]: The schedule has no 'name'", "[0]: The schedule has no 'set'",
@@ -245,13 +245,13 @@ def test_what_must_not_be_left_out():
     ]  # fmt: skip
 
 
-def test_two_schedules_of_one_name():
+def test_two_schedules_of_one_name_are_refused():
     rule = {**NIGHT, "set": {"linger": 1}}
     (found,) = faults(schedules=[rule, rule])
     assert found == "[1]['name']: Another schedule has the name 'night'. Give each its own name."
 
 
-def test_rules_that_do_not_go_together_are_refused_early():
+def test_contradicting_rules_are_refused_before_they_apply():
     groups = {"a": {"guarantee": "40%"}, "b": {"guarantee": "40%"}}
     rules = [
         {**NIGHT, "set": {"groups": {"a": {"guarantee": "60%"}}}},
@@ -265,7 +265,7 @@ def test_rules_that_do_not_go_together_are_refused_early():
     )
 
 
-def test_a_mistake_of_every_night_is_told_once():
+def test_mistake_of_every_night_is_reported_once():
     rules = [
         {**NIGHT, "set": {"idle_timeout": "soon"}},
         {**WEEKEND, "set": {"linger": 1}},
@@ -273,7 +273,7 @@ def test_a_mistake_of_every_night_is_told_once():
     assert len(faults(schedules=rules)) == 1
 
 
-def test_what_only_the_night_asks_too_much_of_the_machine_for():
+def test_guarantee_too_large_only_at_night_is_found():
     groups = {"a": {"guarantee": "1 device"}}
     times = timetable(groups=groups, schedules=night(groups={"a": {"guarantee": "3 devices"}}))
     found = times.faults(NOON, lambda one: check_sizes(one.pool.groups, [GiB, GiB]))
@@ -287,7 +287,7 @@ def test_what_only_the_night_asks_too_much_of_the_machine_for():
     assert times.faults(NOON, lambda one: check_sizes(one.pool.groups, [GiB] * 3)) == []
 
 
-# ------------------------------------------------------------------ the line
+# ------------------------------------------------------------------ the line of a mistake
 
 FILE = """\
 c = get_config()
@@ -309,7 +309,7 @@ c.GPUPool.schedules = [
 """
 
 
-def test_a_mistake_has_the_line_on_which_it_is_written(folder):
+def test_mistake_is_reported_with_its_line(folder):
     path = folder / "jupyter_server_config.py"
     path.write_text(FILE)
     (found,) = faults()
@@ -319,14 +319,14 @@ def test_a_mistake_has_the_line_on_which_it_is_written(folder):
     assert found.startswith(f"[0]['set']['idle_timeout'] in {path}, line 14: With 'night' in force")
 
 
-def test_json_has_lines_as_well(folder):
+def test_mistake_in_json_is_reported_with_its_line(folder):
     path = folder / "jupyter_server_config.json"
     path.write_text('{"GPUPool": {\n"guard": true,\n"quotas": {\n"ada": {"memory": "1"}}}}')
     (found,) = faults()
     assert found.startswith(f"c.GPUPool.quotas['ada']['memory'] in {path}, line 4: '1' has no unit")
 
 
-def test_the_line_is_in_the_file_that_has_the_mistake(folder):
+def test_mistake_is_reported_with_its_file(folder):
     low, high = folder / "jupyter_config.py", folder / "jupyter_server_config.py"
     low.write_text("\n\nc.GPUPool.groups.update({'a': {'guarantee': '60%'}})")
     high.write_text("\nc.GPUPool.groups.update({'b': {\n'guarantee': '60%'}})")
@@ -334,7 +334,7 @@ def test_the_line_is_in_the_file_that_has_the_mistake(folder):
     assert found.startswith(f"c.GPUPool.groups['b']['guarantee'] in {high}, line 3: 'a' (60%), 'b'")
 
 
-def test_many_mistakes_are_listed_and_the_rest_counted(folder):
+def test_first_mistakes_are_listed_and_the_rest_counted(folder):
     path = folder / "jupyter_server_config.py"
     path.write_text("\n".join(f"c.GPUPool.nothing{n} = 1" for n in range(10)))
     with pytest.raises(WrongConfiguration) as caught:

@@ -71,7 +71,7 @@ def test_every_gpu_command_is_documented():
 
 
 def test_out_of_memory_example_is_what_the_kernel_prints():
-    """By default the limit of a slice is the whole GPU."""
+    """By default a kernel may grow to the whole GPU."""
     assert GPUPool().default_limit is None
     gib = 1 << 30
     figures = MemoryFigures(used=int(11.8 * gib), granted=12 * gib, limit=24 * gib, waiting=0)
@@ -88,7 +88,7 @@ def test_options_of_a_kernelspec_are_documented():
 
 
 def anchors(path: Path) -> set[str]:
-    """Return the anchors of a page: its headings by MyST's and GitHub's rule, and explicit ones."""
+    """Return a page's anchors: those of headings (MyST's and GitHub's rules), and explicit ones."""
     found = set(re.findall(r"^\(([\w-]+)\)=$", path.read_text(), re.MULTILINE))
     for heading in re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
@@ -118,7 +118,7 @@ def test_files_named_in_contributing_exist():
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("images/*.svg")), ids=lambda p: p.name)
-def test_pictures_are_well_formed_and_stand_alone(path):
+def test_pictures_are_well_formed_and_load_nothing_else(path):
     root = ElementTree.parse(path).getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert "http" not in path.read_text().replace("http://www.w3.org/2000/svg", "")
@@ -137,7 +137,7 @@ def test_the_pages_build_without_a_warning(tmp_path):
     assert done.returncode == 0
 
 
-def test_drawn_states_match_the_table():
+def test_drawn_states_match_the_table_of_transitions():
     pytest.importorskip("docutils", reason="the docs extra is not installed")
     import state_diagram
 
@@ -154,7 +154,7 @@ def test_state_without_a_place_in_the_drawing_is_an_error():
         state_diagram.steps("active --> new")
 
 
-def test_residence_page_is_up_to_date_with_its_figures():
+def test_residence_page_matches_its_figures():
     import make_residence
 
     assert text_of("residence.md") == make_residence.page(make_residence.latest()), (
@@ -162,8 +162,8 @@ def test_residence_page_is_up_to_date_with_its_figures():
     )
 
 
-def test_modules_and_functions_of_the_paths_exist():
-    """The two paths in developers.md: a moved module or a renamed function fails here."""
+def test_modules_and_functions_of_the_call_paths_exist():
+    """Check the two call paths in developers.md after a module has moved or a name has changed."""
     table = text_of("developers.md").split("<!-- Paths:")[1].split("<!-- End of paths")[0]
     steps = re.findall(r"^\| `([\w/.]+)` \| `(\w+)` \|", table, re.MULTILINE)
     assert len(steps) > 30
@@ -173,8 +173,8 @@ def test_modules_and_functions_of_the_paths_exist():
         assert re.search(defined, source, re.MULTILINE), f"{module} has no {name}"
 
 
-def test_files_that_pages_name_exist():
-    """Check paths in backquotes, from the top, from the package, or beside the page."""
+def test_files_named_in_pages_exist():
+    """Look for each path in backquotes at the top, in the package, and beside the page."""
     for page in [*PAGES, ROOT / "benchmarks" / "README.md"]:
         for name in re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|c|h|ts|tsx|yaml))`", page.read_text()):
             tops = (ROOT, ROOT / "jupyter_gpupool", ROOT / "labextension", page.parent)
@@ -188,6 +188,6 @@ def test_map_of_a_package_names_all_its_modules(package):
     top = ROOT / "jupyter_gpupool" / package
     shown = ast.get_docstring(ast.parse((top / "__init__.py").read_text())) or ""
     names = {name.rpartition("/")[2] for name in re.findall(r"``([\w/]+)``", shown)}
-    # A folder may have its own map; the map of the broker has all its folders.
+    # A subfolder may have its own map; the broker's map lists all its subfolders.
     deep = top.rglob("*.py") if package == "broker" else top.glob("*.py")
     assert {path.stem for path in deep if not path.stem.startswith("__")} <= names

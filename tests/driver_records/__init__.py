@@ -1,20 +1,20 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Ask a driver's libraries all that they answer without a device, and write it down.
+"""Records what a driver's two libraries answer on a machine without a device.
 
-``python -m tests.driver_records FOLDER > record.json`` asks the ``libcuda.so.1`` and
-``libnvidia-ml.so.1`` of a folder on a machine without an NVIDIA GPU; NVIDIA's own load and answer
-there, too. With ``--anywhere`` only what does not depend on whether there is a device is asked:
-then the machine may have one, and no question initialises the driver. Without a folder it is the
-libraries that the dynamic loader finds.
+``python -m tests.driver_records FOLDER > record.json`` calls the ``libcuda.so.1`` and
+``libnvidia-ml.so.1`` of a folder on a machine without an NVIDIA GPU; NVIDIA's own libraries load
+and answer there, too. The machine may have a GPU with ``--anywhere``: the recorder then asks only
+the questions whose answers do not depend on a device, and never initialises the driver. Without a
+folder the recorder takes the libraries that the dynamic loader finds.
 
-Nothing is loaded in this process. Every question is put in a child of its own, which loads the
-library, asks and ends: a crash is an answer ("signal 11"), a hang is an error.
+This process loads no library. A separate child for each question loads the library, calls it and
+ends: a crash is recorded as an answer ("signal 11"), a hang is an error.
 
-``records/`` has the records of drivers that are available without a GPU, from Debian's non-free
-packages libcuda1 and libnvidia-ml1, and that of 580.159.04, made with ``--anywhere`` on a machine
-with an H200. ``tests/emulator/test_records.py`` compares the emulated driver
-with them, and ``tests/guard/test_real_drivers.py`` the guard. ``tests/gpu/test_records.py`` records
+``records/`` has the records of two kinds of drivers: those that Debian's non-free packages libcuda1
+and libnvidia-ml1 provide, recorded without a GPU; and 580.159.04, recorded with ``--anywhere`` on a
+machine with an H200. ``tests/emulator/test_records.py`` compares the emulated driver with the
+records, and ``tests/guard/test_real_drivers.py`` the guard. ``tests/gpu/test_records.py`` records
 the driver of a GPU machine, and compares the emulated one with it.
 
 The record is a dict that JSON can hold:

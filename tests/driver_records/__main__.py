@@ -13,7 +13,7 @@ from .child import Hung
 from .libraries import CUDA, NVML, found_by_loader
 from .record import record, written
 
-#: NVIDIA's cuInit and nvmlInit make it if they are root's, also where the kernel has no driver.
+#: NVIDIA's cuInit and nvmlInit, run as root, make this file even where the kernel has no driver.
 CONTROL = Path("/dev/nvidiactl")
 
 

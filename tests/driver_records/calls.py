@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Every function, called once for each kind of call: with zeros, or with a zeroed buffer."""
+"""Calls every function: once with zeros, once with a zeroed buffer for each argument."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any
 
 from .child import ask
 
-#: Kinds of calls, and the functions that a table does not name.
+#: The kinds of calls, and the key for all functions that a table does not name.
 BEFORE, AFTER, OTHERS = "before init", "after a failed init", "all others"
 BUT_ONE = "buffer but for one"
 
-#: What is not called with ``--anywhere``: there it may succeed.
+#: Functions not called with ``--anywhere``: with a device they may succeed.
 INITIALISING = ("cuInit", "nvmlInit", "nvmlInit_v2", "nvmlInitWithFlags")
 
 #: The recorder sets this many arguments of a function to zero, one at a time.
 ARGUMENTS = 6
 
-#: Where the zeroed buffer is that stands for every pointer, and its bytes. A driver that takes the
-#: address for a count or for flags looks at its lower half: it has to be the same in each record.
+#: Address and size of the zeroed buffer that every pointer argument points to. A driver that takes
+#: the address for a count or for flags reads its lower half, so the address must be the same in
+#: each record.
 _BUFFER, _SIZE = 0x10_1234_5670, 1 << 16
 
-#: mmap(2): the address is no mere wish, and nothing there is replaced.
+#: MAP_FIXED_NOREPLACE of mmap(2): map at exactly this address, and fail if it is in use.
 _MAP_FIXED_NOREPLACE = 0x100000
 
 
@@ -44,9 +45,9 @@ def zeroed() -> int:
 
 
 def call(path: str, first: str, name: str, how: str) -> int:
-    """Return the result of one function, with all arguments zero or all a zeroed buffer.
+    """Return the result of one function; all arguments are zero, or all the zeroed buffer.
 
-    ``first`` is called before, unless it is empty.
+    Unless ``first`` is empty, this function is called before.
     """
     library = ctypes.CDLL(path)
     if first:
@@ -56,7 +57,7 @@ def call(path: str, first: str, name: str, how: str) -> int:
 
 
 def but_for_one(path: str, name: str, which: Iterable[int]) -> list[int]:
-    """Return the results of a function with all arguments a zeroed buffer, but one of them zero."""
+    """Return a function's results with one argument after the other zero, the rest the buffer."""
     function, buffer, results = getattr(ctypes.CDLL(path), name), zeroed(), []
     for zero in which:
         ctypes.memset(buffer, 0, _SIZE)
@@ -67,9 +68,9 @@ def but_for_one(path: str, name: str, which: Iterable[int]) -> list[int]:
 
 
 def _each_but_one(path: str, name: str, usual: str) -> Iterator[tuple[str, str]]:
-    """Yield a result and "NAME NUMBER OF THE ARGUMENT" where that makes a difference."""
+    """Yield each result other than ``usual``, and "NAME NUMBER" of the argument that was zero."""
     results = ask(but_for_one, path, name, range(ARGUMENTS))
-    if isinstance(results, str):  # one of them is its end: each on its own
+    if isinstance(results, str):  # a call ended the child: use a child for each
         each = [ask(but_for_one, path, name, [zero]) for zero in range(ARGUMENTS)]
         results = [said if isinstance(said, str) else said[0] for said in each]
     for number, result in enumerate(map(str, results), 1):
@@ -78,9 +79,9 @@ def _each_but_one(path: str, name: str, usual: str) -> Iterator[tuple[str, str]]
 
 
 def asked(name: str, kind: str, *, anywhere: bool = True) -> bool:
-    """Return whether a function is called: nothing is initialised, no number is a process.
+    """Return whether the recorder calls a function; a call must not initialise or name a process.
 
-    A debugger's functions never are, for they would wait for it or end the process; nor is
+    Never call a debugger's functions, which would wait for a debugger or end the process, nor
     nvmlErrorString, whose result is no number.
     """
     if name.startswith("cudbg") or name == "nvmlErrorString":
@@ -91,10 +92,10 @@ def asked(name: str, kind: str, *, anywhere: bool = True) -> bool:
 
 
 def calls(path: str, names: list[str], first: str) -> dict[str, dict[str, Any]]:
-    """Return, by kind of call and by result, the functions that answer so.
+    """Return the functions by kind of call and by result.
 
-    ``first`` is what initialises; empty, there is only what is asked before it. What the others
-    answer after it has failed is what they answer before.
+    ``first`` is the initialising function. If it is empty, the functions are called only before
+    initialisation. A function that answers the same after a failed ``first`` is not listed again.
     """
     table: dict[str, dict[str, Any]] = {}
     for how in ("zero", "buffer"):
@@ -129,7 +130,7 @@ def _grouped(results: dict[str, str]) -> dict[str, Any]:
 
 
 def lookup(table: dict[str, dict[str, Any]]) -> Callable[[str, str], str]:
-    """Return what answers, from a table of :func:`calls`, a kind and "NAME" or "NAME NUMBER"."""
+    """Return the result in a table of :func:`calls`, for a kind and "NAME" or "NAME NUMBER"."""
     named = {
         kind: {name: result for result, names in group.items() if names != OTHERS for name in names}
         for kind, group in table.items()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Questions are put in a child: what a library does to its process is an answer, too."""
+"""Runs each question in a child process: a crash of the library is an answer, too."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-#: Seconds for an answer. cuInit looks for devices, which takes a tenth of one.
+#: Seconds for an answer. cuInit takes 0.1 s to look for devices.
 BOUND = 60.0
 
 
 class Hung(Exception):
-    """A question had no answer within the bound; the text is the question."""
+    """A question had no answer within the time-out; the text is the question."""
 
 
 def ask(question: Callable[..., Any], *arguments: Any, bound: float = BOUND) -> Any:
-    """Return what ``question(*arguments)`` returns in a child; "signal N" or "exit N" if it dies.
+    """Return the result of ``question(*arguments)`` in a child; "signal N" or "exit N" if it ends.
 
     Raises
     ------
@@ -61,7 +61,7 @@ def ask(question: Callable[..., Any], *arguments: Any, bound: float = BOUND) -> 
 
 
 def _answer(out: int, question: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Be the child: answer and end. What the library or a dying glibc prints is no answer."""
+    """Run in the child: answer and end. Text that the library or glibc prints is not an answer."""
     try:
         faulthandler.disable()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

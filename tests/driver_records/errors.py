@@ -11,12 +11,12 @@ from typing import Any
 
 from .outs import said
 
-#: Error codes that are asked for.
+#: The recorded error codes.
 CODES = range(1001)
 
 
 def cuda_errors(path: str, codes: Iterable[int]) -> dict[str, list[Any]]:
-    """Return code: [name, text]."""
+    """Return the name and the text of each CUDA error code, by code."""
     library = ctypes.CDLL(path)
     table = {}
     for code in codes:
@@ -30,14 +30,14 @@ def cuda_errors(path: str, codes: Iterable[int]) -> dict[str, list[Any]]:
 
 
 def nvml_errors(path: str, codes: Iterable[int]) -> dict[str, str]:
-    """Return code: text."""
+    """Return the text of each NVML error code, by code."""
     library = ctypes.CDLL(path)
     library.nvmlErrorString.restype = ctypes.c_char_p
     return {str(code): library.nvmlErrorString(code).decode() for code in codes}
 
 
 def without_commonest(table: dict[str, Any]) -> dict[str, Any]:
-    """Leave out all codes whose answer is the commonest one, which is kept as "others"."""
+    """Replace all entries with the most common answer by one entry "others"."""
     answers = [json.dumps(answer) for answer in table.values()]
     common = json.loads(max(set(answers), key=answers.count))
     return {"others": common} | {c: answer for c, answer in table.items() if answer != common}

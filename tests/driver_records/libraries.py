@@ -32,12 +32,12 @@ def _loaded_from(name: str) -> str:
 
 
 def _mappings() -> list[list[str]]:
-    """Return what this process has mapped: from and to where, how, and last the path if any."""
+    """Return the memory mappings of this process: start, end, access, and last the path, if any."""
     return [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
 
 
 def names_in(path: str, *prefixes: str) -> list[str]:
-    """Return whatever in the file looks like a function's name that begins with one of these."""
+    """Return all words in the file that look like function names with one of these prefixes."""
     text, found = Path(path).read_bytes(), set()
     for prefix in prefixes:
         found |= set(re.findall(rb"(?=(" + prefix.encode() + rb"[A-Z]\w{2,})\0)", text))
@@ -45,7 +45,7 @@ def names_in(path: str, *prefixes: str) -> list[str]:
 
 
 def exported(path: str, names: Iterable[str]) -> list[str]:
-    """Return those of ``names`` that the library exports as functions: they can be executed."""
+    """Return those of ``names`` that the library exports as functions, in executable memory."""
     library, found = ctypes.CDLL(path), {}
     for name in names:
         if hasattr(library, name):
@@ -62,13 +62,13 @@ def base(name: str) -> str:
 
 
 def driver_version(path: str) -> str | None:
-    """Return the driver's version, from the name of the file that libcuda.so.1 stands for."""
+    """Return the driver's version, from the name of the file that libcuda.so.1 links to."""
     number = re.fullmatch(re.escape(CUDA[:-1]) + r"(\d{3}\.[\d.]+)", Path(path).resolve().name)
     return number[1] if number else None
 
 
 def cuda_version(path: str) -> int:
-    """Return what cuDriverGetVersion says: 1000 x major + 10 x minor."""
+    """Return the version from cuDriverGetVersion: 1000 x major + 10 x minor."""
     version = ctypes.c_int()
     ctypes.CDLL(path).cuDriverGetVersion(ctypes.byref(version))
     return version.value

@@ -1,18 +1,18 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Out parameters: what they hold before a question, and how that is written after it."""
+"""Out parameters: their value before a call, and how the record shows their value after it."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
 
-#: What an out parameter holds before a question, to see whether it is written.
+#: The value of an out parameter before a call; another value after it shows that the call wrote.
 UNTOUCHED = 77
 
 
 def said(out: Any) -> Any:
-    """Return what an out parameter holds, an address as just that."""
+    """Return the value of an out parameter for the record; an address becomes a fixed word."""
     if out.value == UNTOUCHED:
         return "untouched"
     if isinstance(out, ctypes.c_void_p):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which function cuGetProcAddress gives for a name, at which version."""
+"""The function that cuGetProcAddress returns for each name and version."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 from .outs import UNTOUCHED, said
 
-#: API versions (1000 x major + 10 x minor) that cuGetProcAddress is asked for: more than there are.
+#: API versions (1000 x major + 10 x minor) for cuGetProcAddress, beyond the newest CUDA.
 VERSIONS = range(1000, 15000, 10)
 
 #: CUdriverProcAddress_flags.
 DEFAULT, LEGACY, PER_THREAD = FLAGS = range(3)
 
-#: The answer for a form that only later versions have.
+#: The answer for a function that exists only in later versions.
 MISSING = "0/2"
 
-#: Result, address and status where the driver refuses the version and writes nothing.
+#: Result, address and status if the driver refuses the version and writes nothing.
 _REFUSED = (1, UNTOUCHED, UNTOUCHED)
 
 
 def refused_from(path: str) -> int | None:
-    """Return the first of VERSIONS that cuGetProcAddress_v2 refuses; None: it accepts all."""
+    """Return the first of VERSIONS that cuGetProcAddress_v2 refuses; None if it accepts all."""
     call = ctypes.CDLL(path).cuGetProcAddress_v2
     out, status = ctypes.c_void_p(), ctypes.c_int()
     for version in VERSIONS:
@@ -40,7 +40,7 @@ def refused_from(path: str) -> int | None:
 def forms(
     path: str, functions: list[str], names: list[str], flags: int, refused: int | None
 ) -> dict[str, str]:
-    """Return, by name, what cuGetProcAddress_v2 gives with ``flags`` from which version on.
+    """Return, by name, what cuGetProcAddress_v2 returns with ``flags``, and from which version on.
 
     ``"2000:~ 3020:~_v2"`` is: the exported function of that very name from version 2000 on, that
     with _v2 from 3020 on, and before 2000 no address, CUDA_SUCCESS and status 2 ("a later version
@@ -79,18 +79,18 @@ def _form(answer: tuple[int, int | None, int], name: str, at: dict[Any, str]) ->
 
 
 def steps(text: str, name: str) -> list[tuple[int, str]]:
-    """Return an entry of :func:`forms` as versions and what is there: a function, RESULT/STATUS."""
+    """Return the versions of an entry of :func:`forms`, each with its function or RESULT/STATUS."""
     changes = [change.partition(":") for change in text.split()]
     return [(int(since), what.replace("~", name)) for since, _, what in changes]
 
 
 def forms_at(text: str, name: str, version: int) -> str:
-    """Return what an entry of :func:`forms` says of one version."""
+    """Return the function or RESULT/STATUS that an entry of :func:`forms` has for one version."""
     return next((form for since, form in reversed(steps(text, name)) if since <= version), MISSING)
 
 
 def get(library: Any, name: Any, version: int, flags: int = 0, form: str = "v2") -> list[Any]:
-    """Return [result, what the address is, status] of one question; see ``outs.said``."""
+    """Return [result, name of the address, status] of one call; see ``outs.said``."""
     out, status = ctypes.c_void_p(UNTOUCHED), ctypes.c_int(UNTOUCHED)
     front = (name, ctypes.byref(out), ctypes.c_int(version), ctypes.c_uint64(flags))
     if form == "v1":
@@ -101,9 +101,10 @@ def get(library: Any, name: Any, version: int, flags: int = 0, form: str = "v2")
 
 
 def older_form(path: str, names: list[str]) -> list[str]:
-    """Return the questions to which the form of four arguments gives another address.
+    """Return the questions to which the four-argument form gives another address.
 
-    Where the newer form gives none, the older one has to answer 500 and leave the address alone.
+    Where the newer form returns no address, the older one must return 500 and not write the
+    address.
     """
     library = ctypes.CDLL(path)
     out, found = ctypes.c_void_p(), []
@@ -121,9 +122,9 @@ def older_form(path: str, names: list[str]) -> list[str]:
 
 
 def together(tables: list[dict[str, str]]) -> dict[str, str | list[str]]:
-    """Return the tables for the flags 0, 1 and 2 as one: a text a name if they are equal.
+    """Merge the tables for the flags 0, 1 and 2; a name whose texts are equal has one text.
 
-    Two texts are those without and with per-thread streams; three, those for each of the flags.
+    Two texts are for calls without and with per-thread streams; three texts are for each flag.
     """
     found: dict[str, str | list[str]] = {}
     for name in sorted(set().union(*tables)):
@@ -136,7 +137,7 @@ def together(tables: list[dict[str, str]]) -> dict[str, str | list[str]]:
 
 
 def entry(table: dict[str, Any], name: str, flags: int) -> str:
-    """Return the text of :func:`forms` for a name and flags, out of what :func:`together` made."""
+    """Return the text for a name and flags, from a table that :func:`together` made."""
     texts = table[name]
     if isinstance(texts, str):
         return texts
@@ -144,7 +145,7 @@ def entry(table: dict[str, Any], name: str, flags: int) -> str:
 
 
 def given(tables: Iterable[dict[str, str]]) -> set[str]:
-    """Return the functions that tables of :func:`forms` give."""
+    """Return all functions that tables of :func:`forms` name."""
     found = (
         form for table in tables for name, text in table.items() for _, form in steps(text, name)
     )

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The recorder as a process of its own, for tests: its environment says which driver there is."""
+"""Runs the recorder as a separate process; the environment selects the driver."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-#: Seconds for a record: thousands of processes that load the driver.
+#: Time-out of one record in seconds: thousands of processes load the driver.
 BOUND = 120
 
 
 def run(
     *options: str, env: dict[str, str], timeout: float = BOUND
 ) -> subprocess.CompletedProcess[str]:
-    """Return how ``python -m tests.driver_records OPTIONS`` ended."""
+    """Run ``python -m tests.driver_records OPTIONS``; return the completed process."""
     return subprocess.run(
         [sys.executable, "-m", "tests.driver_records", *options],
         cwd=ROOT,

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Single questions: their texts, and how they are put."""
+"""Single questions to the libraries: the text of each, and the call that it makes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Question = Callable[[Any], Any]
 
 
 def _out(function: str, kind: Any = ctypes.c_int, *rest: Any) -> Question:
-    """Ask with an out parameter before other arguments."""
+    """Call a function whose out parameter comes before the other arguments."""
 
     def question(library: Any) -> list[Any]:
         out = kind(UNTOUCHED)
@@ -36,12 +36,12 @@ def _error(function: str, code: int) -> Question:
 
 
 def _calls(*sequence: tuple[Any, ...]) -> Question:
-    """Ask for the results of several calls, one after the other."""
+    """Return the results of several calls, made one after the other."""
     return lambda library: [getattr(library, name)(*rest) for name, *rest in sequence]
 
 
 def _table(*, null: bool) -> Question:
-    """Ask for the table of private functions that nobody has: the UUID is all zero."""
+    """Request a table of private functions that does not exist: its UUID is all zero."""
 
     def question(library: Any) -> Any:
         if null:
@@ -52,7 +52,7 @@ def _table(*, null: bool) -> Question:
 
 
 def _cuda_anywhere() -> Iterator[tuple[str, Question]]:
-    """Yield single questions that neither need nor miss a device, before cuInit."""
+    """Yield questions for the time before cuInit, whose answers do not depend on a device."""
     yield "cuDriverGetVersion(NULL)", _calls(("cuDriverGetVersion", None))
     yield "cuInit(1)", _calls(("cuInit", 1))
     yield "cuInit(0xffffffff)", _calls(("cuInit", ctypes.c_uint(0xFFFFFFFF)))
@@ -123,7 +123,7 @@ def _procaddr(form: str) -> Iterator[tuple[str, Question]]:
 
 
 def _cuda_without_device() -> Iterator[tuple[str, Question]]:
-    """Yield single questions about a driver that finds no device."""
+    """Yield questions to a driver that finds no device."""
     for first, text in ((), "at first"), ((("cuInit", 1),), "after cuInit(1)"):
         yield f"cuInit(0) {text}", _calls(*first, ("cuInit", 0))
     yield (
@@ -177,7 +177,7 @@ def _threads(library: Any) -> list[int]:
 
 
 def _nvml_anywhere() -> Iterator[tuple[str, Question]]:
-    """Yield single questions to NVML before it is initialised."""
+    """Yield questions to NVML before it is initialised."""
     yield "nvmlShutdown before nvmlInit", _calls(("nvmlShutdown",))
     yield "nvmlDeviceGetCount_v2(&n) before nvmlInit", _out("nvmlDeviceGetCount_v2")
     for name in ("nvmlSystemGetCudaDriverVersion", "nvmlSystemGetCudaDriverVersion_v2"):
@@ -197,7 +197,7 @@ def _text(name: str, length: int) -> Question:
 
 
 def _nvml_without_device() -> Iterator[tuple[str, Question]]:
-    """Yield single questions to an NVML that finds no kernel driver."""
+    """Yield questions to an NVML that finds no kernel driver."""
     for name in ("nvmlInit", "nvmlInit_v2"):
         yield f"{name}(), {name}(), nvmlShutdown()", _calls((name,), (name,), ("nvmlShutdown",))
     for flags in (0, 1, 2, 3, 4, 0xFFFFFFFF):
@@ -212,7 +212,7 @@ def _nvml_without_device() -> Iterator[tuple[str, Question]]:
 
 
 def of_cuda(missing: bool) -> Iterator[tuple[str, Question]]:
-    """Yield the questions to libcuda.so.1, also those to one without a device if it is missing."""
+    """Yield the questions to libcuda.so.1; without a device, also those that need its absence."""
     yield from _cuda_anywhere()
     if missing:
         yield from _cuda_without_device()
@@ -226,10 +226,10 @@ def of_nvml(missing: bool) -> Iterator[tuple[str, Question]]:
 
 
 def put(path: str, text: str, question: Question) -> Any:
-    """Put one question to a library. The text is there for who reads that it had no answer."""
+    """Ask a library one question. An error message shows ``text`` if no answer comes."""
     return question(ctypes.CDLL(path))
 
 
 def answers(path: str, questions: Iterable[tuple[str, Question]]) -> dict[str, Any]:
-    """Return text: answer, each question put in a child."""
+    """Ask each question in a child of its own; return the answers by the question's text."""
     return {text: ask(put, path, text, question) for text, question in questions}

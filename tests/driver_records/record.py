@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The record of a driver: made, written, read. What is in it, says the head of the package."""
+"""Makes, writes and reads the record of a driver; the package's docstring lists its fields."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def record(
 ) -> dict[str, Any]:
     """Return the record of two libraries.
 
-    ``device`` None is ``--anywhere``; without ``every`` the functions are not called one by one.
+    ``device`` None means ``--anywhere``. ``every`` False skips the calls of every single function.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def functions(found: dict[str, Any]) -> set[str]:
 
 
 def without_device(found: dict[str, Any]) -> bool:
-    """Return whether a record has the answers of a driver that found no device."""
+    """Return whether the record's driver found no device."""
     return found["device"] is False
 
 
@@ -84,7 +84,7 @@ def records() -> list[dict[str, Any]]:
 
 
 def written(found: dict[str, Any]) -> str:
-    """Return a record as JSON that people can read: an entry a line, names in paragraphs."""
+    """Return a record as readable JSON: one entry on a line, lists of names wrapped."""
     text = json.dumps(found, indent=1, ensure_ascii=False)
 
     def joined(match: re.Match[str]) -> str:
@@ -98,7 +98,7 @@ def written(found: dict[str, Any]) -> str:
             lines[-1] += f'"{name}", '
         return "[\n    " + "\n    ".join(map(str.rstrip, lines)).rstrip(",") + "]"
 
-    # Lists without a list in them: of many names, or short ones.
+    # Innermost lists, long or short.
     text = re.sub(r'\[(\s*"[\w ]+",){4,}\s*"[\w ]+"\s*\]', filled, text)
     for _ in range(2):
         text = re.sub(r"\[\n[^\[\]{}]{,300}?\]", joined, text)

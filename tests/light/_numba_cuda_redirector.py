@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Imports numba-cuda's module of this name when numba is imported, not before that."""
+"""Imports numba-cuda's module of this name only when a program imports numba."""
 
 import sys
 
@@ -21,7 +21,7 @@ def _redirect():
         file = pathlib.Path(folder, "_numba_cuda_redirector.py")
         if file.is_file() and not file.samefile(__file__):
             spec = importlib.util.spec_from_file_location("_numba_cuda_redirector_itself", file)
-            # That module puts its finder in front of all others.
+            # numba-cuda's module puts its own finder in front of all others.
             spec.loader.exec_module(importlib.util.module_from_spec(spec))
             return
 

@@ -1,5 +1,5 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Leaves ipykernel without its debugger; README.md says why."""
+"""Makes ``import debugpy`` fail, so that ipykernel starts without a debugger; see README.md."""
 
 raise ImportError("The tests have no debugger.")

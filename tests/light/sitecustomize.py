@@ -1,12 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Give suspend workers of the tests ``cuda.core.checkpoint`` without the rest of cuda.core."""
+"""Gives suspend workers ``cuda.core.checkpoint`` without loading the rest of cuda.core."""
 
 import sys
 
 
 class _Checkpoint:
-    """Finds ``cuda.core`` as an empty package, without importing it."""
+    """Makes ``cuda.core`` an empty package instead of importing the real one."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "cuda.core":
