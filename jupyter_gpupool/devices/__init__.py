@@ -9,8 +9,8 @@
 ``nvidia``              NVIDIA's GPUs
 ======================  ========================================================================
 
-The rest of the product imports from here, and from no module below. Only this module
-chooses a vendor: a further vendor is a folder beside ``nvidia``, and a choice here.
+The rest of the product imports from this package only, and from none of its modules. Only this
+module chooses a vendor: a further vendor needs a folder beside ``nvidia``, and a choice here.
 """
 
 from . import nvidia as vendor

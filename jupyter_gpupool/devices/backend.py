@@ -10,11 +10,11 @@ bytes, durations are seconds. Processes are named by :class:`~jupyter_gpupool.pr
 other processes, or in threads, never in the loop's own thread. Plain methods and properties answer
 at once from memory, except :meth:`Devices.holders`, which the broker calls in a thread.
 
-**Cancelling.** A driver call cannot be cancelled. A caller that is cancelled stops waiting, and the
-operation goes on to its end; the next operation on the same device waits for it.
+**Cancelling.** A driver call cannot be cancelled. A cancelled caller stops waiting, but the
+operation continues to its end; the next operation on the same device waits for that end.
 
 **Errors.** An operation on a session returns its result as a value with a status. ``DriverError``
-means that the question itself failed; its code is ``no-driver``, ``no-device``, ``unknown-device``,
+means that the call itself failed; its code is ``no-driver``, ``no-device``, ``unknown-device``,
 ``paused`` (see :meth:`Devices.stand_down`), ``no-room``, ``lost``, or the vendor's own.
 """
 
@@ -71,7 +71,7 @@ class Devices(Protocol):
 
     @property
     def limit(self) -> str:
-        """Why some of the machine's GPUs are left out, in sentences; "" if none are."""
+        """Why some of the machine's GPUs are not in the pool, in sentences; "" if all are."""
 
     @property
     def versions(self) -> str:
@@ -83,15 +83,15 @@ class Devices(Protocol):
 
     @property
     def memo(self) -> str:
-        """The vendor's own text for the next broker on this machine."""
+        """A text of the vendor's that the broker keeps for the next broker on this machine."""
 
     @property
     def guard(self) -> GuardedDevices | None:
-        """The devices as the guard needs them. None: the vendor has no guard.
+        """The functions that guarded kernels need; None if the vendor has no guard.
 
-        Then no device has the tier "guarded". A kernel attaches before a cell or on ``%gpu attach``
-        instead of at its first device call; it is idle between cells; samples compare its memory
-        with its grant afterwards, because nothing limits its allocations.
+        Without a guard, no device has the tier "guarded". A kernel attaches before a cell or on
+        ``%gpu attach`` instead of at its first device call, and is idle between cells. Nothing
+        limits its allocations, so samples compare its memory with its grant afterwards.
         """
 
     # ------------------------------------------------------------------ discover and test
@@ -122,14 +122,15 @@ class Devices(Protocol):
         Raises
         ------
         DriverError
-            If no answer comes in time. The next call tries again.
+            If no answer comes within the time-out. The next call tries again.
         """
 
     def context_bytes(self, uuid: str) -> int:
-        """Return the memory that the first context of a process takes on a device."""
+        """Return the bytes that the first context of a process takes on a device."""
 
     def environment(self, devices: Sequence[str]) -> dict[str, str]:
-        """Return the variables by which a new program sees these devices, in order, and no other.
+        """Return the environment variables that show a new program these devices, in this order,
+        and no others.
 
         They also make frameworks use only memory that the driver can suspend.
         """
@@ -149,8 +150,8 @@ class Devices(Protocol):
         These are ``root``, its descendants, and processes of the same user with
         ``GPUPOOL_SESSION=session`` in their environment. ``devices`` are those of its lease.
 
-        A refused suspend is undone. If that takes longer, the operation lasts until the undo is
-        done, and ``on_kept`` is called once with the reason.
+        The driver's refusal of a suspend undoes all of its steps. If the undo takes longer, the
+        operation lasts until the undo is done, and ``on_kept`` is called once with the reason.
         """
 
     async def resume(
@@ -173,7 +174,7 @@ class Devices(Protocol):
         """Return the driver's state of a session: the worst over its processes."""
 
     async def unlock(self, root: ProcessId, *, session: str) -> None:
-        """Let a session run again after its broker died in the middle of a suspend.
+        """Let a session run again after the broker died during a suspend.
 
         Raises
         ------
@@ -192,7 +193,7 @@ class Devices(Protocol):
         """The devices that the last :meth:`renew` has tested."""
 
     async def assume(self, known: Mapping[str, Device], reason: str) -> list[Device]:
-        """Start without touching the driver, in place of :meth:`start`; stand down at once.
+        """Start without touching the driver, in place of :meth:`start`, and stand down at once.
 
         ``known`` are the devices that an earlier broker found; they are returned.
         """
@@ -219,11 +220,13 @@ class Devices(Protocol):
         Raises
         ------
         DriverError
-            If it cannot be read, or has no room for the test.
+            If the device cannot be read, or has no room for the test.
         """
 
     def is_aside(self, uuid: str) -> bool:
-        """Return whether a device alone was released, without the others, and not renewed."""
+        """Return whether this one device, and not the whole driver, was released and is not renewed
+        yet.
+        """
 
     def has_file(self, uuid: str) -> bool:
         """Return whether the device has its own device file, which :meth:`holders` looks for.
@@ -232,9 +235,11 @@ class Devices(Protocol):
         """
 
     def holders(self, uuid: str = "") -> tuple[list[FileHolder], int]:
-        """Return the processes that have a device file open, and the number that hide theirs.
+        """Return the processes that have a device file open, and the number of processes that
+        cannot be read.
 
-        The file of one device, or any (""). Blocks: it reads ``/proc`` of the whole machine.
+        It looks for the file of one device, or of any device (""). Blocks: it reads ``/proc`` of
+        the whole machine.
         """
 
     async def close(self, grace: float = 10.0) -> None:
@@ -242,10 +247,11 @@ class Devices(Protocol):
 
 
 class GuardedDevices(Devices, Protocol):
-    """The further functions of devices for kernels under the guard.
+    """Further functions of the devices, for kernels under the guard.
 
     A guarded process may initialise the driver without a lease. It is then bound to the devices
-    that it saw at that moment, and *lands*: it alone is moved to the devices of its session.
+    that it saw at that moment, and *lands*: the broker moves this process alone to the devices of
+    its session.
     """
 
     @property
@@ -273,7 +279,7 @@ class GuardedDevices(Devices, Protocol):
     async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
         """Let a process run after its broker died during its landing.
 
-        Return the driver's state before this, and why the process does not run ("": it runs).
+        Return the driver's state before the call, and why the process does not run ("" if it runs).
         """
 
 
@@ -284,12 +290,13 @@ OpenDevices = Callable[[DeviceOptions], Devices]
 def named(machine: Mapping[str, int], wanted: Sequence[str], limit: str = "") -> list[str]:
     """Return the devices that ``c.GPUPool.devices`` names, in its order.
 
-    ``machine`` has the index of each device by UUID, ``limit`` the reason why it lacks some.
+    ``machine`` maps each device's UUID to its index; ``limit`` is the reason why some devices are
+    missing.
 
     Raises
     ------
     ConfigError
-        If a name fits no device.
+        If a name matches no device.
     """
     chosen: list[str] = []
     for name in wanted:

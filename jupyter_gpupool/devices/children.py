@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The parent's end of a child process: calls with a wall-clock time-out.
 
-A late call ends the child: a driver call cannot be cancelled, but its process can be ended. The
-next call starts a new child. :class:`Children` has made all children of a service, and ends those
-that an abandoned operation left.
+If a call exceeds its time-out, the parent kills the child: a driver call cannot be cancelled, but
+its process can be killed. The next call starts a new child. :class:`Children` creates all children
+of a service, and ends those that an abandoned operation has left behind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAX_LINE = 1 << 24
 
 
 class ChildLost(Exception):
-    """The child died, or was killed because its answer was late (``hung``)."""
+    """The child died, or was killed because it did not answer within the time-out (``hung``)."""
 
     def __init__(self, message: str, *, hung: bool) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class _PendingCall:
 
 
 class Child:
-    """One child program, started when first needed and again whenever it was lost.
+    """One child program, started when first needed and again whenever it has died.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class Child:
         self.program = program
         self._module = module
         self.hello: dict[str, Any] = {}
-        #: The call that waits for its answer, empty if none does.
+        #: The call that waits for its answer; empty if no call waits.
         self.current = ""
         self._arguments = arguments
         self._env = env
@@ -103,8 +103,8 @@ class Child:
         self._started = 0
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
-        #: The readers of all processes that have not ended, those of lost ones too, and the tasks
-        #: that end a process whose start was cancelled.
+        #: The readers of all processes that have not ended (lost ones included), and the tasks that
+        #: end a process whose start was cancelled.
         self._readers: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, _PendingCall] = {}
         self._ready: asyncio.Future[dict[str, Any]] | None = None
@@ -129,7 +129,7 @@ class Child:
         Raises
         ------
         ChildLost
-            If it does not come up in time.
+            If it does not start within the time-out.
         DriverError
             If it reports that it cannot work, with its reason.
         """
@@ -154,8 +154,8 @@ class Child:
     ) -> dict[str, Any]:
         """Return the child's answer to ``op``.
 
-        ``latest`` returns the fields that may change while a process starts. It is called just
-        before the request is sent.
+        ``latest`` returns the fields that may change while a process starts. This method calls it
+        just before it sends the request.
 
         Raises
         ------
@@ -199,10 +199,12 @@ class Child:
         latest: Callable[[], Mapping[str, Any]] = dict,
         **fields: Any,
     ) -> dict[str, Any]:
-        """Make a :meth:`call` that changes nothing; if the child dies during it, ask the next one.
+        """Make a :meth:`call` that changes nothing; if the child dies during it, repeat it with a
+        new child.
 
-        This goes on for one call's time-out, because an unanswered question may end a notebook. It
-        does not ask again after a child that hung, which has used the whole time-out.
+        The repetitions last for one call's time-out, because a kernel may be ended if the broker
+        gets no answer. After a child that hung, there is no repetition, because the whole time-out
+        is used up.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -219,12 +221,14 @@ class Child:
             await self._end(self._process)
 
     async def replace(self) -> None:
-        """End the process, even one that is starting. The next call starts another."""
+        """End the process, even while it starts. The next call starts another."""
         async with self._lock:
             await self.kill()
 
     async def hold(self, reason: str) -> None:
-        """End the process, and start none while there is a ``reason``; with "", allow it again."""
+        """End the process, and start none as long as there is a ``reason``; with "", allow starts
+        again.
+        """
         self._held = reason
         if reason:
             await self.replace()
@@ -239,7 +243,7 @@ class Child:
     async def _end_late(self) -> None:
         """End a process that is being started, and wait for those that have died.
 
-        The one before the last may still be on its way out: its pipes are open until then.
+        An earlier process may not have ended yet: its pipes are open until it has.
         """
         await self.replace()
         if others := self._readers - {asyncio.current_task()}:
@@ -289,7 +293,8 @@ class Child:
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
-            # asyncio leaves pipes of a half-made process open: finish it, then end it.
+            # asyncio leaves the pipes open if a start is cancelled: let the start finish, then end
+            # the process.
             await asyncio.shield(self._to_await(self._discard(making)))
             raise
 
@@ -369,11 +374,12 @@ class Child:
 
 
 class Children:
-    """Makes the children of one service, and ends them all, also those that nothing refers to.
+    """Creates the children of one service, and ends them all, even those that no object refers to
+    any more.
 
-    A self-test or a late lock has a child of its own. Its operation goes on when its caller is
-    cancelled, so at the end of a service it may still start one. An event loop that closes before
-    it has noticed the end of a process cannot close the pipes of that process any more.
+    A self-test or a late lock has a separate child. Its operation continues when its caller is
+    cancelled, so it may still start a child while the service ends. An event loop that closes
+    before it has noticed the end of a process cannot close the pipes of that process any more.
 
     Parameters
     ----------
@@ -399,7 +405,7 @@ class Children:
         on_event: Callable[[dict[str, Any]], None] | None = None,
         restart: bool = True,
     ) -> Child:
-        """Return a new child; ``env`` is its whole environment, None: the usual one."""
+        """Return a new child; ``env`` is its whole environment, or None for the usual one."""
         child = Child(
             program, *arguments, module=self._module, env=self._env if env is None else env,
             log=self._log, on_event=on_event, restart=restart, python=self._python,

@@ -32,9 +32,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Device bytes of one process as NVML shows them; None without a figure of NVML."""
+    """Device bytes of one process as NVML shows them; None if NVML shows none."""
 
-    #: Negative: the number may belong to another PID namespace; see ``nvidia/sampler.py``.
+    #: Negative if the number may belong to another PID namespace; see ``nvidia/sampler.py``.
     pid: int
     bytes: int | None
 
@@ -90,11 +90,11 @@ class SuspendOutcome:
 
     status: SuspendStatus
     message: str = ""
-    #: Device bytes given back, by device; the footprint that a resume must reserve. From NVML's
-    #: process lists if these show the session's processes, else the increase of free memory (too
-    #: little if others took memory meanwhile: reserve the grant if it is more). Empty if NVML did
-    #: not answer, or if a process was suspended before (a broker died meanwhile), so that its
-    #: memory is unknown: the grant is the safe figure then, too.
+    #: Freed device bytes, by device: the footprint that a resume must reserve. They come from
+    #: NVML's process lists if these show the session's processes, else from the increase of free
+    #: memory. That increase is too small if others took memory meanwhile, so reserve the grant if
+    #: that is more. Empty if NVML did not answer, or if a process was already suspended (a broker
+    #: died meanwhile), so that its memory is unknown: then the grant is the safe figure, too.
     freed: Mapping[str, int] = field(default_factory=dict)
     #: Whether the session has called cuInit and is bound to its devices; None: unknown.
     cuda: bool | None = None
@@ -129,7 +129,7 @@ class ResumeOutcome:
     driver_seconds: float = 0.0
     #: Seconds before it began, in which other operations used the same devices.
     waited: float = 0.0
-    #: The driver does not move this session to another device.
+    #: True if the driver cannot move this session to another device.
     stay: bool = False
 
 

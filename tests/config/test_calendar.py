@@ -12,7 +12,7 @@ from operator import itemgetter
 from zoneinfo import ZoneInfo, available_timezones
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jupyter_gpupool.config.calendar import DAY, RuleTimes, changes, in_force, instant, next_change
@@ -161,6 +161,10 @@ def test_any_instant_agrees_with_a_plain_search_of_the_year(place, days, hours, 
 
 
 @settings(max_examples=100, deadline=None)
+@example(
+    rules=[RuleTimes("r", frozenset([0]), ((0, 387),), ZoneInfo("Europe/Berlin"))],
+    now=1_704_778_020,  # the rule ends 20 days later, at the last second of the search
+)
 @given(
     rules=st.lists(
         st.builds(
@@ -172,12 +176,14 @@ def test_any_instant_agrees_with_a_plain_search_of_the_year(place, days, hours, 
     now=st.integers(1_700_000_000, 1_900_000_000),
 )  # fmt: skip
 def test_changes_of_many_rules_are_the_changes_of_each_rule(rules, now):
-    found = [*changes(rules, now, now + 20 * 86400)]
+    until = now + 20 * 86400
+    found = [*changes(rules, now, until)]
     assert [rules for _, rules in found] == [in_force(rules, at) for at, _ in found]
     states = [in_force(rules, now), *(rules for _, rules in found)]
     assert all(before != after for before, after in pairwise(states))
     for begin, after in zip([now, *(at for at, _ in found)], states, strict=True):
-        later = min((at for at, _ in found if at > begin), default=now + 20 * 86400)
+        # A change at ``until`` is found too, so the last state holds at ``until`` itself.
+        later = min((at for at, _ in found if at > begin), default=until + 1)
         for second in (begin, (begin + later) // 2, later - 1):
             assert in_force(rules, second) == after
     if found:

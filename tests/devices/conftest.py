@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A fresh emulated machine for every test, real CUDA processes on it, and a service over it."""
+"""A fresh emulated machine for every test, real CUDA processes on it, and a device service."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Emulated:
 
 
 class Target:
-    """The parent's end of ``target.py``."""
+    """A running ``target.py``, and the pipes to it."""
 
     async def start(self, env):
         self.process = await asyncio.create_subprocess_exec(

@@ -1,6 +1,7 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Device children and CUDA processes that are forked, see ``tests/broker/forks.py``."""
+"""Forks the device children and CUDA processes instead of executing them; see
+``tests/broker/forks.py``."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ _execute = asyncio.create_subprocess_exec
 
 
 async def create_subprocess_exec(*command, **options):
-    """Fork what can be forked; execute all else."""
+    """Fork a command that ``forks`` can run; execute any other."""
     env = options.get("env") or os.environ
     piped = options.get("stdin") == options.get("stdout") == asyncio.subprocess.PIPE
     if not (piped and options.get("start_new_session") and forks.can_run(command, env)):
         return await _execute(*command, **options)
     command = [*command]
     if command[1] == str(child.SCRIPT):
-        # A child ends unless this is its parent: this process, as the service says.
+        # A child ends if its parent is not the process named here. The service names itself.
         assert command[4] == str(os.getpid()), command
         command[4] = str(forks.parent())
     stdin, write = os.pipe()
@@ -39,7 +40,7 @@ async def create_subprocess_exec(*command, **options):
 
 
 class Forked:
-    """A forked process, with what is used of :class:`asyncio.subprocess.Process`."""
+    """A forked process with the used part of :class:`asyncio.subprocess.Process`."""
 
     def __init__(self, process):
         self.pid = process.pid
@@ -48,7 +49,7 @@ class Forked:
         asyncio.get_running_loop().add_reader(process.status, self._end)
 
     async def connect(self, write, read, limit):
-        """Open the ends of its pipes."""
+        """Open this process's ends of the pipes."""
         loop = asyncio.get_running_loop()
         self.stdout = asyncio.StreamReader(limit)
         self._transport, _ = await loop.connect_read_pipe(
@@ -75,7 +76,7 @@ class Forked:
         finally:
             self.stdin.close()
             self._transport.close()
-        await asyncio.sleep(0)  # until they are closed
+        await asyncio.sleep(0)  # until the transports are closed
         return self.returncode
 
     def _end(self):

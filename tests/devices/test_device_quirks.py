@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The service over drivers with quirks: other answers to the open questions.
+"""The device service on drivers with quirks: ways in which real drivers may differ.
 
 The emulator's README lists them; each test here names the quirk that it turns on.
 """
@@ -26,7 +26,8 @@ ONE, TWO = "1x1GiB,context=64MiB", "2x1GiB,context=64MiB"
 
 
 async def beginning(service, uuid, op, task):
-    """Wait until the device's worker is in driver call ``op`` of ``task``; nothing announces it."""
+    """Wait until the device's worker is in driver call ``op`` of ``task``, by looking
+    repeatedly."""
     while service._workers.children[uuid].current != op:
         assert not task.done(), f"it ended without {op}: {task.result()}"
         await asyncio.sleep(0.002)
@@ -57,7 +58,8 @@ async def resumed(service, target, to, origin, need):
 
 
 async def test_memory_used_before_any_session_counts_as_driver_memory(emulated):
-    """residue: part of it comes with the first context, so the service measures after its tests."""
+    """residue: part of it appears with the first context, so the service measures it after its
+    self-tests."""
     machine = emulated(TWO)
     machine.faults.set("residue", device=0, bytes="100MiB")
     async with machine.started() as (service, devices):
@@ -65,14 +67,16 @@ async def test_memory_used_before_any_session_counts_as_driver_memory(emulated):
         assert devices[0].memory_reserved == 100 * MiB + slack(1 << 30)
         assert devices[1].memory_reserved == 0
         machine.faults.clear()
-    # Memory in use at a broker's return may be a session's, so the earlier figure holds.
+    # Memory in use when a broker restarts may be a session's, so the service keeps the earlier
+    # figure.
     async with machine.service() as service:
         again = await service.start({d.uuid: d for d in devices})
         assert [d.memory_reserved for d in again] == [d.memory_reserved for d in devices]
 
 
 async def test_memory_beyond_a_drivers_residue_is_foreign(emulated):
-    """residue: if most of a device is in use, processes that NVML does not list have it."""
+    """residue: if most of a device is in use, the service blames processes that NVML does not
+    list."""
     machine = emulated(ONE)
     machine.faults.set("residue", bytes="600MiB")
     async with machine.started() as (_, devices):
@@ -80,7 +84,8 @@ async def test_memory_beyond_a_drivers_residue_is_foreign(emulated):
 
 
 async def test_resume_reserves_memory_that_the_list_does_not_show(emulated):
-    """nvml-less: the list lacks the context, and a resume without room for the context is fatal."""
+    """nvml-less: NVML's list omits the context, and a resume without room for the context is
+    fatal."""
     machine = emulated(ONE)
     machine.faults.set("nvml-less", bytes="60MiB")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -113,7 +118,7 @@ async def test_only_the_list_counts_while_other_processes_change(emulated):
 
 @pytest.mark.parametrize("size", [0, 4 * MiB])
 async def test_small_rest_of_a_suspended_process_delays_nothing(emulated, size):
-    """suspend-keeps: NVML still lists it, with nothing or a few MiB."""
+    """suspend-keeps: NVML still lists the suspended process, with no memory or a few MiB."""
     machine = emulated(ONE)
     machine.faults.set("suspend-keeps", bytes=size)
     async with machine.started() as (service, devices), machine.target() as target:
@@ -126,7 +131,7 @@ async def test_small_rest_of_a_suspended_process_delays_nothing(emulated, size):
 
 
 async def test_suspend_succeeds_though_nvml_forgets_the_process_late(emulated, monkeypatch):
-    """nvml-lag: the wait for the list is bounded, and the result is right."""
+    """nvml-lag: the service waits for NVML's list for a bounded time, and its result is right."""
     monkeypatch.setattr("jupyter_gpupool.devices.nvidia.sampler.FREED_TIMEOUT", 0.2)
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
@@ -151,7 +156,7 @@ async def test_process_that_nvml_lists_late_counts_by_free_memory(emulated):
 
 
 async def test_second_suspend_counts_memory_the_resume_added(emulated):
-    """restore-more: each suspend counts again."""
+    """restore-more: the service counts the freed bytes anew at each suspend."""
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -168,7 +173,7 @@ async def test_second_suspend_counts_memory_the_resume_added(emulated):
 
 
 async def test_sample_waits_for_an_nvml_that_waits_for_a_copy(emulated):
-    """nvml-waits: it exceeds the sample's time-out; no device is lost, no process replaced."""
+    """nvml-waits: NVML exceeds the sample's time-out; no device is lost, no process is replaced."""
     machine = emulated(TWO)
     async with (
         machine.started(sample_timeout=1.0) as (service, devices),
@@ -214,7 +219,8 @@ async def test_nvml_that_hangs_without_a_copy_is_replaced(emulated):
 
 
 async def test_service_waits_for_a_slow_copy_that_makes_progress(emulated, monkeypatch):
-    """The checkpoint exceeds its time-out several times: the worker ends, the copy goes on."""
+    """The checkpoint exceeds its time-out several times: the worker ends, but the copy
+    continues."""
     monkeypatch.setattr("jupyter_gpupool.devices.nvidia.calls.PROGRESS", 1 * MiB)
     machine = emulated(ONE)
     async with (
@@ -250,7 +256,7 @@ class Silent:
     ],
 )
 async def test_memory_that_rises_and_falls_is_not_progress(monkeypatch, op, sizes, looks):
-    """The device waits for this call, so the call must end."""
+    """Other operations on the device wait for this call, so the call must end."""
     seen = []
 
     def resident(_):
@@ -308,7 +314,7 @@ async def test_restore_without_room_can_keep_the_state(emulated):
 
 
 async def test_refused_resume_suspends_restored_processes_again(emulated):
-    """restore-keeps-state: a session resumes as a whole, as with any other refusal."""
+    """restore-keeps-state: if one process is refused, no process of the session stays resumed."""
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -417,7 +423,7 @@ async def until_taken(thief, suspending):
 
 @pytest.mark.parametrize("code", [1, 801])
 async def test_process_that_the_driver_does_not_move_comes_back(emulated, code):
-    """migration-refused: the state is intact, and resumes on the old device only."""
+    """migration-refused: the state is intact, and can resume only on the old device."""
     machine = emulated(TWO)
     async with machine.started() as (service, devices), machine.target() as target:
         first, second = (d.uuid for d in devices)
@@ -514,7 +520,7 @@ async def test_session_survives_a_lock_that_ignores_its_time_out(emulated, waiti
         assert outcome.status == "drain", outcome
         again = await service.suspend(target.root, [uuid], session=SESSION)
         assert again.status == "drain", again
-        # Its work ends, the lock succeeds, and the service unlocks the process.
+        # The target's work ends, the lock succeeds, and the service unlocks the process.
         machine.faults.clear()
         assert await target.do("digest", 1) == digest
         await until_async(lambda: not service._workers.settling)
@@ -525,7 +531,7 @@ async def test_session_survives_a_lock_that_ignores_its_time_out(emulated, waiti
 
 
 async def test_close_ends_the_watch_on_a_late_lock(emulated):
-    """lock-ignores-timeout: the operation ends while close waits for it, and starts a watch."""
+    """lock-ignores-timeout: the suspend ends during close, and starts a watch on the late lock."""
     machine = emulated(ONE)
     async with machine.target() as target:
         async with machine.started(lock_timeout=0.1, call_timeout=0.5) as (service, devices):
@@ -561,7 +567,7 @@ async def test_lock_that_fails_after_its_whole_time_counts_as_late(emulated, cod
 
 @pytest.mark.parametrize("enough", [True, False])
 async def test_process_that_only_called_cuinit_is_suspended(emulated, enough):
-    """init-not-enough: it has no state, whether or not the driver suspends it."""
+    """init-not-enough: the process has no state, whether or not the driver suspends it."""
     machine = emulated(ONE)
     if not enough:
         machine.faults.set("init-not-enough")

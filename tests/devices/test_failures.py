@@ -42,7 +42,7 @@ async def answer_started(service, uuid, op):
 
 
 async def test_worker_killed_during_a_suspend_loses_nothing(emulated, waiting):
-    """The driver completes a checkpoint after its caller's death; the state then is the outcome."""
+    """The driver completes the checkpoint after its caller's death, so the session is suspended."""
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -80,8 +80,8 @@ async def test_worker_killed_during_a_resume_loses_nothing(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_resume_asks_the_worker_twice(emulated, monkeypatch):
-    """Each call wakes another process, which takes longer than the driver."""
+async def test_resume_sends_its_worker_two_requests(emulated, monkeypatch):
+    """Each request wakes another process, which takes longer than the driver's work."""
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -219,7 +219,7 @@ async def test_close_waits_for_a_child_that_has_just_died():
 
 
 async def test_close_waits_for_a_child_that_was_replaced(monkeypatch):
-    """Its pipes are open until its end is noticed."""
+    """The old child's pipes are open until the event loop notices its end."""
     child = Child("worker", module=PROGRAMS, env=child_environment(None), log=logging.getLogger())
     await child._spawn(60)
     first, lost, noticed, reap = child._reader, child._process, asyncio.Event(), Child._reap
@@ -245,7 +245,7 @@ async def test_close_waits_for_a_child_that_was_replaced(monkeypatch):
 
 
 async def test_cancelled_start_ends_the_process_it_was_making(monkeypatch):
-    """asyncio left its pipes open, which was an error in the log of a broker that was ended."""
+    """asyncio left the pipes open, so a broker that was stopped logged an error."""
     execute, begun, made = asyncio.create_subprocess_exec, asyncio.Event(), []
 
     async def late(*command, **options):
@@ -266,9 +266,10 @@ async def test_cancelled_start_ends_the_process_it_was_making(monkeypatch):
 
 @pytest.mark.parametrize("guard", [False, True])
 async def test_close_ends_a_self_test_without_a_caller(emulated, monkeypatch, guard):
-    """It goes on after its caller was cancelled, and under the guard it begins a second one.
+    """The self-test continues after its caller was cancelled, and with the guard it starts a second
+    one.
 
-    A process that had not ended was an error in the log once the event loop was closed.
+    If its process had not ended, the log had an error once the event loop was closed.
     """
     machine, begun, made = emulated("1x1GiB,context=16MiB"), asyncio.Event(), []
     execute = asyncio.create_subprocess_exec
@@ -318,15 +319,15 @@ async def test_children_end_with_their_parent(emulated, waiting):
     assert len(children) == 3
     assert None not in children
     for child in children:
-        # ^C in a terminal goes to the foreground group, to which they do not belong.
+        # The children have their own sessions, so ^C in a terminal does not reach them.
         assert os.getsid(child.pid) == child.pid
     sampler, worker, _ = (os.getpriority(os.PRIO_PROCESS, child.pid) for child in children)
-    # A kernel that asks for a slice goes before a sample. No process is nicer than 19, and these
-    # tests may run at 19 themselves.
+    # The sampler is nicer than a worker, because a kernel's request is more urgent than a sample.
+    # The tests may run at 19 themselves, which is the maximum.
     assert sampler == min(worker + NICE, 19)
     policies = [os.sched_getscheduler(child.pid) for child in children]
     assert policies == [os.SCHED_BATCH, os.SCHED_OTHER, os.SCHED_OTHER]
-    # This one is stopped, so it cannot read the end of its stdin.
+    # A stopped child cannot read the end of its stdin.
     os.kill(children[1].pid, signal.SIGSTOP)
     process.kill()
     await process.wait()
@@ -394,7 +395,8 @@ async def test_target_stopped_during_a_suspend_runs_once_continued(emulated, wai
         assert "is stopped (SIGSTOP)" in outcome.message
         machine.faults.clear()
         target.go_on()
-        # It completes the checkpoint and is then restored, because it still has its lease.
+        # The service completes the checkpoint and then restores the target, which still has its
+        # lease.
         assert await target.do("digest", 1) == digest
         await until_async(lambda: not service._workers.settling)
         assert await service.driver_state(target.root, session=SESSION) == "running"
@@ -485,7 +487,8 @@ async def test_locked_session_of_a_dead_broker_is_recovered(emulated):
 
 
 async def test_lost_device_is_reported_once_for_each_sign(emulated, waiting):
-    """The signs are that NVML cannot read it, if a sample sees that first, and the Xid."""
+    """The signs are the Xid, and a failed sample if NVML cannot read the device before the Xid
+    arrives."""
     machine = emulated("2x1GiB,context=16MiB")
     _, until_async = waiting
     async with machine.started() as (service, devices):
@@ -578,7 +581,7 @@ async def test_operations_on_one_device_wait_for_each_other(emulated):
         assert outcomes[0].freed == outcomes[1].freed
 
 
-async def test_free_memory_counts_without_process_ids(emulated):
+async def test_free_memory_is_used_if_nvml_lists_no_process(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     machine.faults.set("nvml-missing-pids")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -606,7 +609,7 @@ async def test_nvml_that_hangs_is_bounded_and_replaced(emulated):
     ):
         await target.do("context")
         first = service._sampler.child.pid
-        # A stopped process answers as little as one that hangs in the driver.
+        # A stopped process, like one that hangs in the driver, does not answer.
         os.kill(first, signal.SIGSTOP)
         with pytest.raises(DriverError, match="NVML did not answer"):
             await service.sample()
@@ -660,7 +663,7 @@ async def test_device_tested_without_its_peer_can_still_migrate(emulated):
 
 @pytest.mark.parametrize("lost", [False, True])
 async def test_interrupted_sample_leaves_the_paused_device_closed(emulated, waiting, lost):
-    """The kept device may be lost: then the next process must not look for it either."""
+    """The other device may be lost as well: then the next sampler must not look for it either."""
     _, until_async = waiting
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.started(sample_timeout=30.0) as (service, (away, kept)):
@@ -675,7 +678,8 @@ async def test_interrupted_sample_leaves_the_paused_device_closed(emulated, wait
         await service.stand_down("paused", [away.uuid])
         assert [sample.uuid for sample in await under_way] == [kept.uuid]
         assert not users_of(machine, away)
-        # The next process was not asked about the paused device, so it did not open the file.
+        # The next sampler was not asked about the paused device, so it did not open the device's
+        # file.
         assert service._sampler.child.generation == processes + 1
 
 

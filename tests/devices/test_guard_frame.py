@@ -121,7 +121,7 @@ async def test_guard_fails_if_it_refuses_no_allocation(emulated, monkeypatch):
 
 
 async def test_guard_fails_if_it_does_not_count_memory(emulated, monkeypatch):
-    monkeypatch.setattr(guard_frame, "SIZE", guard_frame.SIZE * 4)  # all of it is granted
+    monkeypatch.setattr(guard_frame, "SIZE", guard_frame.SIZE * 4)  # the grant covers all of this
     async with emulated().started(guard=True) as (_, (device, _)):
         assert "it counted 4194304 of 16777216 bytes" in why(device)
 
@@ -137,7 +137,7 @@ async def test_guard_fails_if_its_gate_does_not_close(emulated, monkeypatch):
         assert "a call went through the closed gate" in why(device)
 
 
-async def test_gate_that_does_not_open_ends_the_test_in_time(emulated, monkeypatch):
+async def test_gate_that_stays_closed_ends_the_test_in_bounded_time(emulated, monkeypatch):
     monkeypatch.setattr(selftest, "STEP_TIMEOUT", 3.0)
     set_gate, closed = Page.set_gate, set()
 
@@ -153,7 +153,7 @@ async def test_gate_that_does_not_open_ends_the_test_in_time(emulated, monkeypat
         assert "on GPU 0: it did not run: No answer to 'check' in" in device.tier_reason
 
 
-async def test_worker_that_hangs_ends_the_test_in_time(emulated):
+async def test_hanging_worker_ends_the_test_in_bounded_time(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     machine.faults.set("hang", op="lock", count=1)
     async with machine.started(guard=True, lock_timeout=0.5, call_timeout=1) as (_, (device,)):
@@ -214,7 +214,7 @@ async def test_known_device_keeps_its_tier_while_the_guard_exists(emulated, monk
     async with machine.started(guard=True) as (_, (device,)):
         pass
     known = {device.uuid: device}
-    machine.faults.set("checkpoint-refused")  # a self-test would fail now
+    machine.faults.set("checkpoint-refused")  # from now on a self-test would fail
     async with machine.service(guard=True) as service:
         assert await service.start(known) == [device]
     async with machine.service() as service:

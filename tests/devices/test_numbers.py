@@ -60,7 +60,7 @@ async def test_session_moves_although_nvml_lists_other_pids(emulated, bystander,
         digest = await target.do("fill", 64 * MiB, 1)
         (sample, _) = await service.sample()
         (listed,) = sample.processes
-        # No process has this number, so a look-up finds none.
+        # No process has this negative pid, so a look-up finds none.
         assert listed == ProcessMemory(-abs(listed.pid), 80 * MiB)
         assert listed.pid == (-bystander.pid if collides else -(target.pid + (1 << 22)))
         outcome = await service.suspend(target.root, [uuid], session=SESSION)
@@ -75,7 +75,8 @@ async def test_session_moves_although_nvml_lists_other_pids(emulated, bystander,
 
 
 async def test_process_that_is_not_listed_has_nothing_to_free(emulated):
-    """Waiting for free memory to rise took all of the time, and its memory was said to be there."""
+    """The service once waited for free memory until the time-out, and reported that nothing was
+    freed."""
     machine = emulated(MACHINE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -139,7 +140,7 @@ def test_pids_without_a_process_revoke_the_proof(make_numbers):
     judge.settle()
     for _ in range(sampler.ABSENT - 1):
         assert judge.translate(sample(os.getpid(), gone)).processes[0].pid == os.getpid()
-    judge.translate(sample(os.getpid()))  # that process had just ended
+    judge.translate(sample(os.getpid()))  # the process in the earlier samples had just ended
     for _ in range(sampler.ABSENT):
         last = judge.translate(sample(os.getpid(), gone))
     assert [process.pid for process in last.processes] == [-os.getpid(), -gone]

@@ -117,7 +117,7 @@ def test_children_inherit_no_misleading_variables():
     env = interpreter.child_environment(
         {"CUDA_VISIBLE_DEVICES": "", "GPUPOOL_SESSION": "s", "GPUPOOL_TOKEN": "t", "HOME": "/h"}
     )
-    env.pop("PYTHONPATH", None)  # a package that is not installed is found by it
+    env.pop("PYTHONPATH", None)  # a source tree that is not installed needs this variable
     assert env == {"HOME": "/h"}
 
 

@@ -113,7 +113,7 @@ async def test_known_devices_are_not_tested_again(emulated):
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.started() as (_, devices):
         pass
-    machine.faults.set("checkpoint-refused")  # a self-test would fail now
+    machine.faults.set("checkpoint-refused")  # from now on a self-test would fail
     async with machine.service() as service:
         first = devices[0]
         found = await service.start(known={first.uuid: first, "GPU-gone": first})
@@ -215,8 +215,8 @@ async def test_suspended_session_resumes_on_another_device(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_outcome_tells_how_long_it_waited_for_the_device(emulated, waiting):
-    """What a move costs those who wait where many move: see ``residence.move_cost``."""
+async def test_outcome_has_the_time_of_waiting_for_the_device(emulated, waiting):
+    """``residence.move_cost`` needs this time if many sessions move on one device."""
     _, until_async = waiting
     machine = emulated(ONE)
     async with machine.started() as (service, (device,)), machine.target() as target:
@@ -410,7 +410,7 @@ async def test_retest_of_a_missing_gpu_says_how_it_comes_back(emulated):
 @pytest.mark.parametrize("pids", [True, False], ids=["listed", "not-listed"])
 async def test_cost_of_a_context_is_what_the_driver_charges(emulated, pids):
     machine = emulated("2x1GiB,context=48MiB")
-    if not pids:  # as in a container: free memory shows the cost
+    if not pids:  # as in a container: only free memory shows the cost
         machine.faults.set("nvml-missing-pids")
     async with machine.started() as (service, devices):
         for device in devices:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Code for a process that suspends another process and asks NVML about it."""
+"""Code for a process that suspends another process and reads its memory from NVML."""
 
 #: Statements for ``machine.target().do``.
 WORKER = """

@@ -450,7 +450,7 @@ static void case_stopped_target(void)
     IS(ask(&c, "alloc 1"), 0);
     kill(c.pid, SIGSTOP);
     pid_t caller = fork_op(&c, 'l', 100);
-    CHECK(!ends_within(caller, 500)); /* the lock's time-out does not help */
+    CHECK(!ends_within(caller, 500)); /* the time-out of the lock does not end this wait */
     kill(caller, SIGKILL);
     waitpid(caller, NULL, 0);
     kill(c.pid, SIGCONT);

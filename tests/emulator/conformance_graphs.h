@@ -214,7 +214,7 @@ static void case_capture_two_streams(void)
     OK(cuStreamBeginCapture_v2(first, 0));
     OK(cuMemsetD32Async(p, 4, N, first));
     OK(cuEventRecord(fork, first));
-    OK(cuStreamWaitEvent(second, fork, 0)); /* it joins the capture */
+    OK(cuStreamWaitEvent(second, fork, 0)); /* the second stream joins the capture */
     OK(cuLaunchKernel(add_kernel(), 1, 1, 1, 16, 1, 1, 0, second, params, NULL));
     OK(cuEventRecord(joined, second));
     OK(cuStreamWaitEvent(first, joined, 0));
@@ -227,7 +227,7 @@ static void case_capture_two_streams(void)
     CHECK(back[0] == 7 && back[N - 1] == 7);
     OK(cuGraphExecDestroy(run));
     OK(cuGraphDestroy(graph));
-    /* Work that nothing waits for. */
+    /* Captured work that no other node and no stream waits for. */
     OK(cuStreamBeginCapture_v2(first, 0));
     OK(cuEventRecord(fork, first));
     OK(cuStreamWaitEvent(second, fork, 0));
@@ -260,7 +260,7 @@ static void case_capture_refusals(void)
     IS(cuStreamBeginCapture_v2(stream, 0), 401);
     OK(cuEventRecord(event, stream));
     IS(cuEventQuery(event), 907);
-    IS(cuStreamSynchronize(stream), 900); /* it ends the capture */
+    IS(cuStreamSynchronize(stream), 900); /* this call ends the capture */
     IS(cuMemsetD32Async(0, 0, 0, stream), 901);
     IS(cuStreamEndCapture(stream, &graph), 901);
     CHECK(graph == NULL);

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Emulated machines, and child processes that use them.
 
-Everything that touches the driver runs in a child with its own environment: the test process
-never loads it.
+All code that uses the driver runs in a child with its own environment: the test process never loads
+the driver.
 """
 
 import ast
@@ -160,7 +160,7 @@ class Emulated:
         self.children = []
 
     def target(self, *, within=(), **variables):
-        """Start a child; ``within``: the command that starts it, such as ``unshare``."""
+        """Start a child; ``within`` is a command that runs it, such as ``unshare``."""
         child = Target({**self.env, **variables}, within=within)
         self.children.append(child)
         return child

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Differences between the emulated driver and records of NVIDIA's libraries, and their reasons.
 
-``tests/driver_records`` makes the records, and has those of some of NVIDIA's drivers.
+``tests/driver_records`` makes the records, and holds those of several NVIDIA drivers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why some differences remain. A pattern must match the whole text; None matches any text."""
+    """A reason why some differences remain. A pattern must match the whole text; None matches any
+    text."""
 
     why: str
     section: str

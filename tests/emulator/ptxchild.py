@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Runs PTX in the children of ``conftest.Target``."""
 
-#: Statements for a target: ``launch(text, name, grid, block, *arguments)`` and what checks
-#: instructions with it. Arrays go to the device and back.
+#: Statements for a target. ``launch(text, name, grid, block, *arguments)`` copies arrays to the
+#: device and back; the other functions check instructions with it.
 LAUNCH = r'''
 import numpy as np
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The package by itself: ``python -m emucuda``, and its own wheel."""
+"""The package ``emucuda`` without the product: ``python -m emucuda``, and its own wheel."""
 
 import os
 import re
@@ -37,7 +37,7 @@ call("cuMemcpyDtoH_v2", host, address, ctypes.c_size_t(4096))
 print(name.value.decode(), set(host))
 """
 
-#: All files that the package needs to be published by itself.
+#: All files that a separate publication of the package needs.
 PROJECT = """
 [build-system]
 requires = ["hatchling>=1.27"]
@@ -80,7 +80,7 @@ def test_package_works_without_the_product(tmp_path):
     run(*pip, "-w", tmp_path, tmp_path / "source", cwd=tmp_path)
     with zipfile.ZipFile(next(tmp_path.glob("emucuda-*.whl"))) as wheel:
         wheel.extractall(tmp_path / "installed")
-    # -S: no site-packages, so nothing else that is installed here.
+    # -S leaves out site-packages, so that no other installed package can be imported.
     there = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}}
     found = run(sys.executable, "-S", "-c", "import jupyter_gpupool", check=False, **there)
     assert "No module named 'jupyter_gpupool'" in found.stderr
@@ -107,13 +107,13 @@ def test_c_program_links_without_a_cuda_toolkit(tmp_path):
     assert emulate(*state, "2x1GiB", tmp_path / "program").stdout == "2\n"
 
 
-def test_without_a_program_it_prints_shell_variables(tmp_path):
+def test_command_without_a_program_prints_shell_variables(tmp_path):
     script = 'eval "$("$0" -m emucuda --state "$1" 1x1GiB)"; exec "$0" -c "$2"'
     done = run("sh", "-c", script, sys.executable, tmp_path / "a b", PROGRAM)
     assert done.stdout.endswith("{7}\n")
 
 
-def test_a_program_runs_under_faults(tmp_path):
+def test_program_runs_with_the_given_faults(tmp_path):
     program = "import pynvml as n; n.nvmlInit(); n.nvmlDeviceGetHandleByIndex(0)"
     options = ("--state", tmp_path / "machine", "--faults", "device-lost device=0")
     done = emulate(*options, "1x1GiB", sys.executable, "-c", program, check=False)
@@ -128,7 +128,7 @@ def test_a_program_runs_under_faults(tmp_path):
         (["1x1GiB", "no-such-program"], 127, "no-such-program cannot be started: No such file"),
     ],
 )
-def test_mistakes_get_a_one_sentence_error(arguments, status, said):
+def test_wrong_arguments_get_an_error_of_one_sentence(arguments, status, said):
     done = emulate(*arguments, check=False)
     assert done.returncode == status
     assert done.stderr.startswith("emucuda: ")

@@ -19,7 +19,7 @@ def test_only_stale_libraries_are_compiled(tmp_path, monkeypatch, quick_compiler
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     before = (tmp_path / "libcuda.so.1").stat().st_ino
-    monkeypatch.setenv("CC", f"{sys.executable} -c raise")  # fails if it runs
+    monkeypatch.setenv("CC", f"{sys.executable} -c raise")  # this compiler fails if it runs
     build.compile(tmp_path)
     assert (tmp_path / "libcuda.so.1").stat().st_ino == before
     monkeypatch.setenv("CC", quick_compiler)

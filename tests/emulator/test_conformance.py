@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""conformance.c, which runs on any driver, on the emulated driver."""
+"""Runs conformance.c, which works with any driver, on the emulated driver."""
 
 import os
 import re
@@ -47,7 +47,7 @@ def test_cases_can_be_left_out(program, emulated):
     assert {name for name, result in results.items() if result == "ok"} == {"version", "device"}
 
 
-def test_driver_without_the_calls_is_a_bail_out(program, emulated, tmp_path):
+def test_driver_without_the_calls_ends_the_program(program, emulated, tmp_path):
     (tmp_path / "libcuda.so.1").write_bytes(b"no library")
     machine = emulated()
     machine.env["LD_LIBRARY_PATH"] = str(tmp_path)

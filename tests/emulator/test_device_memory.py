@@ -32,7 +32,8 @@ def rss(pid):
 
 @pytest.fixture
 def watch(emulated):
-    """A machine of 2 x 1 GiB with 32 MiB contexts, and a process that reads it through NVML."""
+    """A machine of 2 x 1 GiB with 32 MiB contexts, and a process that reads its figures from
+    NVML."""
     machine = emulated()
     watcher = machine.target()
     watcher.do(NVML)
@@ -218,7 +219,7 @@ def test_processes_killed_while_they_allocate_leak_nothing(watch):
         assert look("used(0)") == 0
 
 
-def test_host_access_to_device_memory_is_a_fault(emulated):
+def test_host_access_to_device_memory_crashes_the_process(emulated):
     child = emulated().target()
     child.send("context(); p = ok(D.cuMemAlloc(4096)); ctypes.memset(int(p), 0, 1)")
     with pytest.raises(EOFError, match=str(-signal.SIGSEGV)):
@@ -260,8 +261,8 @@ uuids = [bytes(D.cuDeviceGetUuid(i)[1].bytes).hex() for i in range(D.cuDeviceGet
 print(first, again, *uuids)
 """
     first, again, *found = machine.run(code, CUDA_VISIBLE_DEVICES=visible.format(*uuids)).split()
-    # After "no device" the driver looks again, and reads the variable anew. After success it keeps
-    # its devices.
+    # After a cuInit without a device, the next cuInit reads the variable again. After success the
+    # driver keeps its devices.
     assert (first, again) == ("100" if want is None else "0", "0")
     seen = [0] if want is None else want
     assert found == [uuids[i][4:].replace("-", "") for i in seen]
@@ -298,7 +299,7 @@ def test_threads_share_the_driver(emulated):
 
 
 def test_mapped_memory_without_access_is_refused(emulated):
-    """The conformance program omits this: a real driver may end the context for it."""
+    """The conformance program omits this case, because a real driver may end the context."""
     child = emulated("1x1GiB").target()
     code = """
     context()

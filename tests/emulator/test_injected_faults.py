@@ -54,7 +54,7 @@ def test_lock_timeout_applies_by_count_and_pid(trio):
     machine.faults.clear("lock-timeout")
     machine.faults.set("lock-timeout", pid=target.pid, count=2)
     assert call(worker, target, "lock", 50) == "CUDA_ERROR_NOT_READY"
-    machine.faults.set("nvml-missing-pids")  # the count outlasts a new version of the file
+    machine.faults.set("nvml-missing-pids")  # the remaining count survives a rewrite of the file
     assert call(worker, target, "lock", 50) == "CUDA_ERROR_NOT_READY"
     assert state(worker, target) == "running"
     assert call(worker, target, "lock", 50) is None

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Processes with numbers of their own, as in containers, on one machine."""
+"""Processes in several PID namespaces, as in containers, on one machine."""
 
 import os
 import select
@@ -37,12 +37,12 @@ def test_processes_are_suspended_and_moved_from_outside(emulated):
     assert all(box.do(RIGHT) for box in boxes)
 
 
-def test_process_neither_sees_nor_frees_those_of_others(emulated):
+def test_process_neither_lists_nor_frees_those_of_others(emulated):
     machine = emulated()
     box, other = (machine.target(within=namespaces.OWN_NUMBERS) for _ in range(2))
     box.do(FILL % 1)
     assert other.do(WORKER + "_ = pids(), used() >> 20") == ([], 232)
-    other.do(FILL % 2)  # its number is that of the first
+    other.do(FILL % 2)  # this process has the same pid as the first
     assert other.do("_ = pids(), used() >> 20") == ([1], 464)
     assert box.do(RIGHT)
     assert other.do(RIGHT)

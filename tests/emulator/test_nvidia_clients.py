@@ -43,7 +43,7 @@ def test_cuda_bindings_resolves_common_calls(emulated):
     """
     lines = emulated().run(dedent(code)).splitlines()
     found = {name: found == "1" for name, found in (line.split() for line in lines)}
-    assert len(found) > 450  # every name that the client looks up got an answer
+    assert len(found) > 450  # the driver answered for every name that the client looked up
     assert [name for name in NEEDED.split() if not found.get(name)] == []
 
 
@@ -59,7 +59,7 @@ def test_missing_call_is_a_clean_error(emulated):
     assert emulated().run(dedent(code)).endswith("Error")
 
 
-def test_each_entry_is_reachable_by_its_symbol(emulated):
+def test_each_driver_function_is_an_exported_symbol(emulated):
     """The library exports every symbol in the table of cuGetProcAddress."""
     text = (SOURCES / "entries.h").read_text()
     entries = re.findall(r'^\s*ENTRY1?\("(\w+)", (\d+), (\w+)(?:, (\w+))?\)', text, re.M)

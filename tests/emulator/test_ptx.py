@@ -25,7 +25,7 @@ def ptx(tmp_path_factory):
     machine.close()
 
 
-#: Instructions, the type of the result, the same for NumPy, the types of the operands.
+#: Each case: an instruction, its result's type, the NumPy expression, the operands' types.
 INTEGERS = (
     ("add.u32 %d, %a, %b;", "u32", "a + b", "u32 u32"),
     ("add.s16 %d, %a, %b;", "s16", "a + b", "s16 s16"),
@@ -265,7 +265,7 @@ LANES = "np.where(lane < 8, lane + 1, lane * 100)"
     ],
     ids=lambda value: value.split()[0] if value.endswith(";") else "",
 )
-def test_lanes_that_parted_meet_again(ptx, instructions, expected):
+def test_lanes_of_a_warp_reconverge_after_a_branch(ptx, instructions, expected):
     run = f"""
 lane = np.arange(32)
 v = {LANES}
@@ -420,8 +420,8 @@ launch({ATOMS}, "k", 3, 64, out)"""
     assert ptx("out[4].item()") == 192 % 10
 
 
-def test_threads_may_wait_for_each_other(ptx):
-    # Lanes of a warp take a lock in turns, which those that hold it give back further on.
+def test_lanes_of_a_warp_may_wait_for_each_other(ptx):
+    # The lanes of a warp take a lock in turns; each lane releases the lock later in the code.
     run = """
 text = HEAD + '''.visible .entry k(.param .u64 out) {
   .reg .b32 %r<8>; .reg .b64 %d; .reg .pred %p;
@@ -454,7 +454,7 @@ BAD = "HEAD + '.visible .entry k(.param .u64 out) {{ .reg .b64 %d<4>; .reg .b32 
         ("add.u32 %r, %unknown, 1;", 801),
     ],
 )
-def test_what_is_not_interpreted_is_refused_before_it_runs(ptx, instructions, code):
+def test_unknown_instruction_is_refused_at_load(ptx, instructions, code):
     text = BAD.format(instructions)
     assert ptx(f"launch({text}, 'k', 1, 1, np.zeros(1))") == ("failed", code)
     assert ptx("check('add.u32 %d, %a, %b;', 'u32', lambda a, b: a + b, 'u32', 'u32')") is None
@@ -469,7 +469,7 @@ def test_what_is_not_interpreted_is_refused_before_it_runs(ptx, instructions, co
         ("trap;", 719),
     ],
 )
-def test_what_a_kernel_must_not_do_ends_the_context(emulated, instructions, code):
+def test_forbidden_kernel_operation_ends_the_context(emulated, instructions, code):
     child = emulated("1x256MiB,context=32MiB").target()
     child.do("context()")
     child.do(LAUNCH)

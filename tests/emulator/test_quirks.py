@@ -26,7 +26,7 @@ _ = 1
 
 
 class Trio:
-    """A machine, a process with 8 MiB on its first device, and a process that observes it."""
+    """A machine, a process with 8 MiB on its first device, and a process that observes that one."""
 
     def __init__(self, machine):
         self.faults = machine.faults
@@ -72,7 +72,7 @@ def test_residue_is_used_but_belongs_to_no_process(trio):
     assert trio.target.do("_ = D.cuMemAlloc(116 << 20)[0].name") == "CUDA_SUCCESS"
 
 
-def test_nvml_may_list_less_than_a_process_has(trio):
+def test_quirk_makes_nvml_list_less_than_a_process_has(trio):
     trio.faults.set("nvml-less", bytes="30MiB")
     assert (trio.ask("used()"), trio.listed()) == (HAS, HAS - 30 * MiB)
 
@@ -85,12 +85,12 @@ def test_nvml_waits_for_a_copy_to_end(trio):
     other.do(WORKER)
     other.send(f"_ = call({trio.target.pid}, 'checkpoint')")
     assert other.hangs(0.2)
-    # The question comes during the copy, the answer after it.
+    # The observer calls NVML during the copy, and gets the answer after it.
     assert trio.ask("used()") == 0
     assert other.reply() is None
 
 
-def test_nvml_may_list_and_forget_a_process_late(trio):
+def test_quirk_makes_nvml_list_and_forget_a_process_late(trio):
     trio.faults.set("nvml-late", ms=3_600_000)
     assert trio.listed() is None
     trio.faults.clear()
@@ -146,7 +146,7 @@ def test_a_restore_onto_another_device_may_be_refused(trio, code, says):
     trio.resume()
 
 
-def test_cuinit_may_not_be_enough_for_a_suspend(trio):
+def test_quirk_refuses_a_suspend_after_only_cuinit(trio):
     trio.faults.set("init-not-enough")
     trio.target = trio.machine.target()
     trio.target.do("ok(D.cuInit(0))")
@@ -171,7 +171,7 @@ def test_a_lock_may_ignore_its_timeout(trio):
 
 
 def test_unknown_faults_in_the_environment_are_reported(emulated):
-    """Otherwise a suite under a misspelt fault would run without it."""
+    """Otherwise a test run with a misspelt fault would run without any fault."""
     variables = {"EMUCUDA_FAULTS": "nonsense bytes=3; ;residue bytes=8MiB"}
     done = subprocess.run(
         [sys.executable, "-c", "import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))"],

@@ -43,7 +43,7 @@ def _excused(found):
     return [difference for difference in found if any(r.covers(difference) for r in parity.REASONS)]
 
 
-def test_without_a_machine_it_answers_like_nvidia(newest, newest_without_device, alone):
+def test_driver_without_a_machine_answers_like_nvidia(newest, newest_without_device, alone):
     found = list(parity.differences(newest, alone))
     found += parity.differences_without_device(newest_without_device, newest, alone)
     excused = _excused(found)
@@ -57,8 +57,9 @@ def test_a_record_does_not_differ_from_itself(newest):
     assert list(parity.differences(newest, newest)) == []
 
 
-def test_it_has_no_function_that_nvidia_lacks(newest, alone):
-    """It claims the version of the newest record, and clients look for functions by the version."""
+def test_emulated_driver_has_no_function_that_nvidia_lacks(newest, alone):
+    """The emulated driver claims the newest record's version, and clients look up functions by
+    version."""
     assert alone["cuda"] == newest["cuda"]
     assert functions(alone) <= functions(newest)
     assert {*alone["nvml_functions"]} <= {*newest["nvml_functions"]}
@@ -94,7 +95,7 @@ def _forms_are_only_added(older, newer):
 
 @pytest.mark.parametrize("oldest", [0, 1])
 def test_drivers_without_a_device_agree(oldest, newest_without_device):
-    """Answers to arguments are the same; later drivers only add forms of a name."""
+    """All drivers answer the same to wrong arguments; later drivers only add forms of a name."""
     older, newer = records()[oldest], newest_without_device
     differ = {k for k in newer["arguments"] if newer["arguments"][k] != older["arguments"][k]}
     assert differ <= {
@@ -179,7 +180,7 @@ def test_a_changed_answer_without_a_device_is_a_difference(
 
 
 def test_checks_before_cuinit_also_precede_a_failed_one(newest, newest_without_device):
-    """What the later driver checks before cuInit it checks then, too."""
+    """A check that the later driver makes before cuInit also happens after a failed cuInit."""
     older = newest_without_device
     found = parity.differences_without_device(older, newest, older)
     real = {difference.question: difference.real for difference in found}
@@ -223,7 +224,7 @@ def _address_and_text():
 
 
 def test_the_zeroed_buffer_has_a_fixed_address():
-    """Otherwise calls that read its address as a count would differ between records."""
+    """Calls that read the buffer's address as a count would otherwise differ between records."""
     (at, text), second = child.ask(_address_and_text), child.ask(_address_and_text)
     assert second == [at, text]
     assert text == "00" * (1 << 16)

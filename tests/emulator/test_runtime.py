@@ -10,7 +10,7 @@ import pytest
 
 from emucuda import build, library_dir
 
-#: A client that calls the runtime as compiled programs do.
+#: A client that calls the runtime like a compiled program.
 CLIENT = r"""
 import ctypes as c, sys
 R = c.CDLL(sys.argv[1])
@@ -89,7 +89,7 @@ def test_programs_of_the_runtime_work(emulated, major):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_cannot_run_is_an_error_that_names_it(emulated):
+def test_call_that_cannot_run_is_named_in_its_error(emulated):
     done = _run(emulated("1x64MiB,context=1MiB").env, REFUSALS, 12)
     assert done.returncode == 0, done.stderr
     native, refused = done.stderr.splitlines()  # each once
@@ -104,7 +104,7 @@ def test_no_device_is_the_error_of_the_runtime():
 
 
 def test_the_runtime_refuses_a_driver_that_is_not_emulated(tmp_path):
-    """A machine with a GPU has NVIDIA's own runtime; this one must not stand in for it."""
+    """A machine with a GPU has NVIDIA's own runtime; the emulated one must not replace it."""
     source = tmp_path / "driver.c"
     source.write_text(
         "int no(const void **table, const void *id) { *table = 0; return 1; }\n"
@@ -119,7 +119,7 @@ def test_the_runtime_refuses_a_driver_that_is_not_emulated(tmp_path):
     assert "use NVIDIA's runtime there" in done.stderr
 
 
-#: Work of the host that is launched as a kernel: it adds one to a word of the device.
+#: A host function that is launched as a kernel: it adds one to a word of device memory.
 HOST_CALLS = r"""
 PTX = b'''.version 7.0
 .target sm_70
@@ -174,7 +174,7 @@ def test_host_calls_pass_the_gate_and_replay(emulated):
     assert child.do("_ = seen") == [0]
     other.do("p.checkpoint(); p.restore(); p.unlock()")
     assert child.do("t.join(); _ = value()") == 42
-    # Outside the memory of the device there is nothing to compute on.
+    # The address is outside device memory, so the launch must fail.
     assert child.do("_ = table.contents.bytes_at(word, 1 << 40)") is None
     child.do("s = ok(D.cuStreamCreate(1)); ok(D.cuStreamBeginCapture(s, 2)); launch(s)")
     child.do("g = ok(D.cuGraphInstantiate(ok(D.cuStreamEndCapture(s)), 0))")

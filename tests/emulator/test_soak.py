@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Long forms: runs under sanitizers, and kills of callers at any instant of a suspend."""
+"""Long forms: conformance under sanitizers, and callers killed at any instant of a suspend."""
 
 import os
 import random

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Libraries that stand in for NVIDIA's, where PyTorch links them and nothing can run them."""
+"""Stand-ins for NVIDIA's libraries that PyTorch links to and that emulated GPUs cannot run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stand_in(tmp_path):
 
 
 def test_profiler_library_describes_its_refusals(stand_in, capfd):
-    """PyTorch's profiler ends a program whose error has no text."""
+    """PyTorch's profiler ends the program if the text of an error is missing."""
     cupti = stand_in("libcupti.so.12", "cuptiSubscribe", "cuptiGetResultString", "cuptiGetVersion")
     status = cupti.cuptiSubscribe(None, None, None)
     assert status == stand_ins.STATUS["cupti"]

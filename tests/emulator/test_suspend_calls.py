@@ -109,7 +109,7 @@ def test_memory_contents_survive_a_suspend(pair):
 
 
 def test_nvml_of_a_suspended_process_waits_for_the_unlock(pair):
-    """Observed on 580.159.04: it waits from the lock on."""
+    """As observed on 580.159.04: NVML waits from the lock to the unlock."""
     _, target, worker, _ = pair
     count = "_ = n.nvmlDeviceGetCount()"
     assert target.do("import pynvml as n; n.nvmlInit();" + count) == 2
@@ -118,7 +118,7 @@ def test_nvml_of_a_suspended_process_waits_for_the_unlock(pair):
     assert target.hangs(0.1)
     worker.do("p.checkpoint()")
     assert target.hangs(0.1)
-    assert worker.do(count) == 2  # those of other processes do not wait
+    assert worker.do(count) == 2  # NVML calls about other processes do not wait
     worker.do("p.restore()")
     assert target.hangs(0.1)
     worker.do("p.unlock()")
@@ -130,7 +130,7 @@ def test_nvml_of_a_suspended_process_waits_for_the_unlock(pair):
     assert target.reply() is None
 
 
-def test_the_copy_is_memory_of_the_target(pair):
+def test_suspended_bytes_are_host_memory_of_the_target(pair):
     _, target, worker, _ = pair
     target.do("big = ok(D.cuMemAlloc(256 << 20)); put(big, bytes_of(200 << 20))")
     target.do("import gc; gc.collect(); ctypes.CDLL(None).malloc_trim(0)")
@@ -215,7 +215,7 @@ def test_a_restore_without_room_is_fatal(pair):
     assert kind == "raised"
     assert "CUDA_ERROR_OPERATING_SYSTEM" in text
     assert worker.do(f"_ = Process({target.pid}).state") == "failed"
-    assert worker.do("_ = used()") == GIB  # it keeps the memory that it got
+    assert worker.do("_ = used()") == GIB  # the process keeps the memory that it got
     hog.kill()
     assert worker.attempt(f"resume({target.pid})")[0] == "raised"  # the failure is permanent
     assert worker.attempt(f"_ = Process({target.pid}).unlock()")[0] == "raised"

@@ -61,7 +61,7 @@ class Lab:
         return actions
 
     def after(self, seconds: float) -> list[ev.Action]:
-        """Let the clock run; send a tick when the pool asked for one, and at the end."""
+        """Advance the clock; send each tick that the pool asked for, and one at the end."""
         end = self.now + seconds
         actions: list[ev.Action] = []
         while (at := self.pool.next_wakeup()) is not None and at <= end:
@@ -128,7 +128,7 @@ class Lab:
         return self.send(ev.RequestChanged, session=name, request=request, rid=rid)
 
     def grow(self, name: str, more: int, device: str = "", rid: str = "g") -> list[ev.Action]:
-        """Report that ``more`` bytes do not fit in the slice (on its first device)."""
+        """Report that ``more`` bytes do not fit on the slice's first device."""
         slices = self.record(name).slices if name in self.pool else ()
         where = device or (slices[0].device if slices else "G0")
         return self.send(ev.GrowAsked, session=name, device=where, bytes=more, rid=rid)

@@ -18,7 +18,7 @@ def check_pool(
     """Check the accounts and every record, and that planning again changes nothing.
 
     With ``deep``, planning again must not change an explanation either. Without ``one_by_one``,
-    explanations are made again only if planning again has changed what they are made from.
+    explanations are compared only if planning again has changed the data behind them.
     """
     assert pool.self_check() == []
     check_leaving(pool)
@@ -41,7 +41,7 @@ def check_pool(
 
 
 def told_by(pool: Pool) -> object:
-    """Return what a plan may change of that from which explanations are made."""
+    """Return the data behind the explanations, as far as a plan may change it."""
     facts, plan = pool._facts, pool._plan
     sessions = [
         (s.id, s.state, s.measured.gap, s.wait.head_since, s.lease.stuck_since, s.lease.slices)
@@ -52,7 +52,7 @@ def told_by(pool: Pool) -> object:
 
 
 def check_leaving(pool: Pool) -> None:
-    """Check that the kept times of idle sessions are those that the facts give now."""
+    """Check that the cached leaving times of idle sessions equal newly computed ones."""
     facts = pool._facts
     kept = dict(leaving(facts))
     for s in facts.sessions.values():
@@ -75,7 +75,7 @@ def check_record(r: SessionRecord) -> None:
 
 
 def check_promises(pool: Pool, records: list[SessionRecord], plans: dict[str, Explanation]) -> None:
-    """Check that no plan promises more than is free once the suspends under way are done."""
+    """Check that a plan promises at most the bytes that are free after the suspends under way."""
     promised: dict[str, int] = {}
     for plan in plans.values():
         for x in plan.promised:

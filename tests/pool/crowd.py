@@ -1,10 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""People with endless or occasional demand on one pool, in simulated time; what each of them got.
+"""Simulated users with endless or occasional demand on one pool, and the GPU time that each got.
 
-Cells have a length in seconds of computing. A preempted cell goes on where it was; moving takes
-``move`` seconds each way, in which its devices are taken and it computes nothing. ``crowded``: all
-devices share one path to host memory, so a move takes that much for each move that is under way.
+Cells have a length in seconds of computing. A preempted cell later continues from the same point.
+Moving its state takes ``move`` seconds each way; meanwhile it occupies its devices and computes
+nothing. ``crowded``: all devices share one path to host memory, so a move takes ``move`` seconds
+times the number of moves under way.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class Crowd:
             k.running = False
 
     def moves(self) -> float:
-        """Begin a move; return how long it takes."""
+        """Start a move; return its seconds."""
         self.moving += 1
         self.took.append(self.move * (self.moving if self.crowded else 1))
         return self.took[-1]

@@ -3,10 +3,10 @@
 """Brute-force checks: no session waits without need, and no backfilled session delays the head.
 
 A plan for a waiting session is a set of idle leases to preempt (possibly none) and a place for each
-of its slices. It is feasible if the places have enough bytes once the suspends under way and those
-of the set are done, if host memory has room for the set, and if it exceeds no quota. It is harmless
-if it takes no promised bytes, nothing that the head of the queue has reserved and cannot spare,
-and no host memory or quota that the head is going to need.
+of its slices. The plan is feasible if the places have enough bytes after the suspends under way and
+those of the set, if host memory has room for the set, and if the plan exceeds no quota. The plan is
+harmless if it takes no promised bytes, no bytes that the head of the queue has reserved and cannot
+spare, and no host memory or quota that the head is going to need.
 
 The checks use only what ``Pool.explain``, ``Pool.view`` and ``Pool.record`` return, and the naive
 model.
@@ -27,11 +27,11 @@ from jupyter_gpupool.pool.requests import SETTLE
 
 from .naive import Naive, NaiveSession
 
-#: Seconds after which a lease has surely had its minimum residence.
+#: A lease that is older than this, in seconds, has had its minimum residence.
 LONG = 60.0
-#: Reasons other than a lack of memory.
+#: Reasons of a wait other than a lack of memory.
 HELD_UP = ("quota", "cap", "paused", "drained", "foreign", "nowhere", "retry", "class-closed")
-#: Larger pools have too many subsets to try.
+#: More idle leases than this have too many subsets to try.
 MOST_IDLE = 6
 
 
@@ -66,7 +66,7 @@ class Look:
         return sum(s.lease.get(uuid, 0) for s in sessions if s.state == "detaching")
 
     def leases(self, uuid: str) -> list[int]:
-        """Return the leases on a device whose end helps the head: all except the head's own."""
+        """Return the sizes of the leases on a device, without the head's own lease."""
         sessions = self.naive.sessions
         return [s.lease[uuid] for n, s in sessions.items() if uuid in s.lease and n != self.head]
 
@@ -105,7 +105,7 @@ def check_liveness(look: Look) -> None:
             held_groups.update({e.reason.group} - {""})
             held.update({owner} if not e.reason.group else ())
         behind = look.head in e.ahead
-        # Leases in use that a rule lets it take now, and that no guarantee covers.
+        # Leases in use that a rule lets the session take now, and that no guarantee covers.
         used = [h for h in e.holders if h.rule_at is not None and h.rule_at <= naive.now]
         in_use = list(dict.fromkeys(h.session for h in used if not h.covered))
         may = [*idle, *(n for n in in_use if n not in idle)]
@@ -119,11 +119,11 @@ def check_liveness(look: Look) -> None:
 
 
 def check_guarantees(look: Look) -> None:
-    """Check that no guarantee is refused while a lease of others, above theirs, would do.
+    """Check that no session waits within its guarantee while a lease above one would do.
 
-    By the naive model's own sums, and not by what the pool tells: a session whose group has, with
-    its request, no more than is guaranteed waits for memory, and there is a lease of another group,
-    held for long, that covers its needs alone and that no guarantee covers.
+    The check uses the naive model's own sums, not the pool's reports. It fails if a session waits
+    for memory although its group stays within its guarantee with this request, and although one
+    lease of another group would be enough, is old enough, and is covered by no guarantee.
     """
     naive = look.naive
     groups = naive.settings.groups
@@ -150,7 +150,7 @@ def check_guarantees(look: Look) -> None:
             continue
         for group in names:
             sure = groups[group].guarantee
-            # All that wait in the group for memory count, so that the order among them does not.
+            # Count all members that wait for memory: then their order does not matter.
             members = [
                 n
                 for n in waiting
@@ -181,10 +181,11 @@ def check_guarantees(look: Look) -> None:
 
 
 def check_recalls(look: Look) -> None:
-    """Check that every recall is carried out at its time, and where a recalled cell waits then.
+    """Check that the pool does every recall at its time, and where a recalled cell then waits.
 
-    Until its time, the pool asks for a ``Tick`` no later than that. After it, something holds the
-    session back. The naive model checks that no recall comes early, twice or without an order.
+    Before that time, the pool must ask for a ``Tick`` no later than it. After that time, a lease
+    may stay only if something prevents its suspend. The naive model checks that no recall comes
+    early, twice or without an order.
     """
     naive, now = look.naive, look.naive.now
     wakeup = look.pool.next_wakeup()
@@ -208,7 +209,7 @@ def check_recalls(look: Look) -> None:
 
 
 def _check_turn(look: Look, name: str) -> None:
-    """Check that a recalled cell waits behind those of its owner and class that waited."""
+    """Check that a recalled cell is behind all waiting cells of the same owner and class."""
     s = look.naive.sessions.get(name)
     if s is None or not s.recalled or s.state != "queued":
         return
@@ -222,7 +223,7 @@ def _check_turn(look: Look, name: str) -> None:
 
 
 def _uncovered(look: Look, name: str, in_use: Sequence[str], everybody: Sequence[str]) -> bool:
-    """Return whether no guarantee covers one of ``in_use``, in whatever order they all leave."""
+    """Return whether no guarantee covers a lease of ``in_use``, in any order of suspends."""
     naive, groups = look.naive, look.naive.settings.groups
     own = path(groups, naive.sessions[name].owner.group)
     for victim in in_use:
@@ -238,7 +239,7 @@ def _uncovered(look: Look, name: str, in_use: Sequence[str], everybody: Sequence
 
 
 def _may_be_preempted(look: Look, name: str, s: NaiveSession) -> bool:
-    """Return whether a lease may be preempted; ask the pool about residence and retries."""
+    """Return whether the pool may preempt a lease; ask it only about residence and retries."""
     naive, now = look.naive, look.naive.now
     if s.state != "idle" or now < s.idle_since + naive.settings.reclaim_after:
         return False
@@ -257,7 +258,7 @@ def _may_be_preempted(look: Look, name: str, s: NaiveSession) -> bool:
 
 
 def _check_growth(look: Look) -> None:
-    """Check that no lease keeps unused grown bytes, as shown by a sample, while a session waits."""
+    """Check that no lease keeps grown bytes that a sample shows as unused while a session waits."""
     reasons = [e.reason for e in look.told.values() if e.position is not None]
     if all(why is not None and why.rule == "retry" for why in reasons):
         return
@@ -346,7 +347,7 @@ def _place(
 
 
 def spare(free: int, promised: int, leases: list[int], wanted: int) -> int:
-    """Return what the head can spare, by the rule that ``test_parts`` proves."""
+    """Return the bytes that the head can spare, by the rule that ``test_parts`` proves."""
     missing = wanted - free
     if promised or missing <= 0:
         return 0 if promised else -missing
@@ -412,10 +413,10 @@ def _charge(s: NaiveSession, count: int) -> int:
 
 
 def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
-    """Return whether the wait for ``wanted`` ends no later if ``more`` is given away.
+    """Return whether giving away ``more`` bytes cannot delay a session that waits for ``wanted``.
 
-    This must hold in every order in which the leases may end. If their ends do not free enough,
-    something else must change first, which nobody can predict: the answer is no.
+    This must hold in every order in which the leases may end. If even the end of all leases does
+    not free enough, the session waits for another change, which is unpredictable: return False.
     """
     sizes = list(leases)
     if free + sum(sizes) < wanted:
@@ -429,13 +430,13 @@ def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
 def check_backfill(look: Look, before: dict[str, Explanation], actions: list[ev.Action]) -> None:
     """Check that the sessions that these ``actions`` attach do not delay the head of the queue.
 
-    Only those behind the head count. Together they must not make the head start later, in whatever
-    order the leases on its reserved devices end. Not checked:
+    Only sessions behind the head count. Together they must not make the head start later, in
+    whatever order the leases on its reserved devices end. This function does not check:
 
-    * a session that had been promised its slices ``before``: the pool checked that when it made the
-      promise, and may keep it although another session is the head by now;
-    * a preempted session, because its age is that of its computation, which is not known here;
-    * rules under which usage changes the order, because this module knows class and age alone.
+    * a session to which the pool had promised its slices ``before``: the pool checked the promise
+      when it made it, and may keep it although another session is the head now;
+    * a preempted session, because its age includes its computation, which this module ignores;
+    * rules under which usage changes the order, because this module knows only class and age.
     """
     rules = look.naive.settings
     if rules.half_life or rules.groups or any(q.daily for q in rules.quotas.values()):
@@ -449,7 +450,6 @@ def check_backfill(look: Look, before: dict[str, Explanation], actions: list[ev.
     given = {
         name: slices
         for name, slices in attached.items()
-        # A preempted session has the age of its computation, which is not known here.
         if not look.pool.record(name).preempted
         and _rank(look, name) > first
         and not (name in before and before[name].promised == slices)
@@ -466,6 +466,6 @@ def check_backfill(look: Look, before: dict[str, Explanation], actions: list[ev.
 
 
 def _rank(look: Look, name: str) -> float:
-    """Return a session's place in the order, from its class and its age."""
+    """Return the key that orders sessions by class and age; the smallest is first."""
     settings, record = look.naive.settings, look.pool.record(name)
     return record.queued_at / settings.ageing - settings.priority_classes[record.request.priority]

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A second, simple model of the pool: what a runner knows from events and actions alone.
+"""A second, simple model of the pool, built from its events and actions alone.
 
-It uses none of the pool's data structures. It checks each action at the moment when the pool asks
-for it: no grant without room, no suspend of a busy session, no two effects at once, growing epochs,
-quotas and host memory, and exactly one answer to every waiting hold.
+The model uses none of the pool's data structures. It checks each action when the pool returns it:
+no grant without room, no suspend of a busy session, no two effects at once, growing epochs, quotas
+and host memory, and exactly one answer to every waiting hold.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jupyter_gpupool.pool.model import Device, Owner, PoolSettings, Quota, Reque
 from jupyter_gpupool.pool.schedule import CLOSED, SPENT
 from jupyter_gpupool.pool.transitions import TRANSITIONS
 
-#: How the reason of every recall begins.
+#: The first word of the reason of every recall.
 RECALL = "recall "
 
 
@@ -27,17 +27,17 @@ class NaiveSession:
     request: Request
     state: str = "detached"
     epoch: int = 0
-    holds: dict[str, bool] = field(default_factory=dict)  # hold -> answered
+    holds: dict[str, bool] = field(default_factory=dict)  # name -> whether the pool has answered it
     lease: dict[str, int] = field(default_factory=dict)
     suspended: dict[str, int] = field(default_factory=dict)
     bound: tuple[str, ...] = ()
-    #: The guard can move its processes, at their first context, to another device of this model.
+    #: The guard can move its processes to another device of the same model at their first context.
     lands: bool = False
-    #: Its calls can be held back: it may be suspended while in use.
+    #: The guard can hold back its calls, so that the pool may suspend it while it is in use.
     gated: bool = True
     #: The driver refused to move its state.
     immovable: bool = False
-    #: ``suspended`` names the state that a pause has set aside.
+    #: Whether ``suspended`` is state that a pause of a device has set aside.
     aside: bool = False
     effect: str = ""
     host: int = 0
@@ -46,30 +46,30 @@ class NaiveSession:
     sampled_at: float = float("-inf")
     idle_since: float = 0.0
     keep_until: float = 0.0
-    #: When its lease was attached.
+    #: Time at which its lease was attached.
     began: float = 0.0
-    #: Weighted mean of the seconds of its suspends and resumes; and the end of the last resume.
+    #: Weighted means of the seconds of its suspends and resumes, and the end of the last resume.
     suspend_mean: float = 0.0
     resume_mean: float = 0.0
     resumed_at: float = float("-inf")
-    #: When the lease last grew, and the last sample of each device on which it has grown.
+    #: Time of the last growth, and of the last sample of each device on which the lease has grown.
     grown_at: float = float("-inf")
     sampled: dict[str, float] = field(default_factory=dict)
-    #: A suspend was refused, or the broker restarted: the pool may leave it alone for a while.
+    #: A suspend was refused, or the broker restarted: the pool may wait before the next suspend.
     refused: bool = False
     asked: dict[str, Request] = field(default_factory=dict)
-    #: When an admin takes its slice back (None: no admin does), and why; and orders not answered.
+    #: Time of an admin's recall of its slice (None: no recall), the reason, and unanswered orders.
     recall_at: float | None = None
     recall_reason: str = ""
     recalls: dict[str, ev.RecallAsked] = field(default_factory=dict)
-    #: A recall suspends it in the middle of a cell.
+    #: A recall has suspended it during a cell.
     recalled: bool = False
     #: Its process has ended.
     gone: bool = False
     position: int = 0
 
     def forget(self) -> None:
-        """Forget what was known about a lease that has ended."""
+        """Forget the facts about a lease that has ended."""
         self.footprints, self.sampled_at, self.sampled = {}, float("-inf"), {}
         self.grown_at = self.resumed_at = float("-inf")
         self.recall_at, self.recall_reason = None, ""
@@ -89,17 +89,17 @@ class Naive:
         self.devices: dict[str, Device] = {}
         self.faulty: set[str] = set()
         self.paused: set[str] = set()
-        #: Sessions on whose host memory is short.
+        #: Sessions on hosts that are short of memory.
         self.pressed: frozenset[str] = frozenset()
         self.foreign: dict[str, int] = {}
-        #: Bytes that the host could give at the last sample, and that suspends took since.
+        #: Free bytes of the host at the last sample, and bytes that suspends have taken since.
         self.available: int | None = None
         self.taken = 0
         self.sessions: dict[str, NaiveSession] = {}
         self.opening: dict[str, ev.SessionOpened] = {}
         self.now = 0.0
         self.event: ev.Event | None = None
-        #: Sessions that the last event suspended and that wait since.
+        #: Sessions that the last event suspended and that now wait again.
         self.requeued: set[str] = set()
 
     @property
@@ -129,14 +129,14 @@ class Naive:
         return s.charge if s.lease else 0
 
     def stays_until(self, s: NaiveSession) -> float:
-        """Return until when the pool may not move its state again for a waiting session."""
+        """Return the time until which the pool may not move the state for another session."""
         share = self.settings.max_swap_overhead
         if not share or self.settings.residence != "clock":
             return float("-inf")
         return s.resumed_at + min(600.0, (s.suspend_mean + s.resume_mean) / share)
 
     def due(self, s: NaiveSession) -> int:
-        """Return what the lease costs its owner: all of it, without the headroom of a resume."""
+        """Return the bytes charged to the owner's quota: the lease without a resume's headroom."""
         memory, limit = s.request.memory, s.request.limit
         state = s.suspended if s.effect == "attach" else {}
         if state:
@@ -152,7 +152,7 @@ class Naive:
         return self.settings.quotas.get(owner) or self.settings.quotas.get("*") or Quota()
 
     def may_go(self, s: NaiveSession, places: tuple[str, ...]) -> bool:
-        """Return whether its state or its processes may be moved to these devices."""
+        """Return whether the pool may move the session's state or processes to ``places``."""
         if s.suspended:
             return all(self._moves(s, old, new) for old, new in zip(s.suspended, places))  # noqa: B905
         if not s.bound:
@@ -173,7 +173,7 @@ class Naive:
         return one.model == other.model and one.can_migrate and other.can_migrate and not stays
 
     def stops(self) -> bool:
-        """Return whether a daily budget, or a closed class, may suspend what runs."""
+        """Return whether a daily budget or a closed class may suspend a running session."""
         if self.settings.classes_allowed is not None:
             return True
         daily = [q.daily for q in self.settings.quotas.values()]
@@ -181,7 +181,7 @@ class Naive:
         return any(d is not None and d.then == "stop" for d in daily)
 
     def capped(self, group: str) -> int:
-        """Return what the members of a group are charged for."""
+        """Return the bytes that the members of a group are charged."""
         return sum(
             self.charge(s)
             for s in self.sessions.values()
@@ -253,7 +253,7 @@ class Naive:
             if event.bound and s.state in ("detached", "queued") and not s.suspended:
                 s.bound = event.bound
             if s.state in ("active", "idle"):
-                s.holds[event.hold] = False  # the pool must answer it again
+                s.holds[event.hold] = False  # the pool must answer the hold again
         elif isinstance(event, ev.DevicesSettled):
             if s.state in ("detached", "queued") and not s.suspended:
                 s.bound = event.bound
@@ -272,7 +272,7 @@ class Naive:
             if s.holds.pop(event.hold, None) is not None:
                 self._bind(s, event.cuda)
                 if s.state == "detaching" and not s.holds:
-                    s.idle_since = self.now  # in case the agent refuses the suspend
+                    s.idle_since = self.now  # counts if the agent refuses the suspend
         elif isinstance(event, ev.HoldsReplaced):
             before = bool(s.holds)
             kept = {name: answered for name, answered in s.holds.items() if name == "device"}
@@ -371,7 +371,7 @@ class Naive:
         return None
 
     def _too_large(self, s: NaiveSession) -> bool:
-        """Whether its state may be more than ever fits in host memory."""
+        """Return whether its state may be larger than host memory can ever hold."""
         own, most = self.quota(s.owner.name).suspended, self.settings.host_memory
         most = most if own is None else min(own, most)
         return max(sum(s.lease.values()), sum(s.footprints.values())) > most
@@ -398,7 +398,7 @@ class Naive:
         assert (a.old, a.new) in TRANSITIONS, a
         s.state = a.new
         if a.new == "ended":
-            s.effect = ""  # it keeps its bytes until the process is gone
+            s.effect = ""  # the session keeps its bytes until its process is gone
         if a.old == "detaching" and a.new in ("active", "idle"):
             s.recalled = False  # refused
         if (a.old, a.new) == ("detaching", "queued"):
@@ -424,7 +424,7 @@ class Naive:
         if s.suspended:
             assert len(a.slices) == len(s.suspended)
             for x, (origin, size) in zip(a.slices, s.suspended.items(), strict=True):
-                # State from a device out of service asks for no more than the others have.
+                # State from a drained device cannot require more than the new device has.
                 there = {x.device, origin} - self.drained
                 most = max(self.capacity(u) - self.foreign.get(u, 0) for u in there)
                 enough = min(size + self.settings.resume_headroom, self.capacity(x.device), most)
@@ -433,7 +433,7 @@ class Naive:
         elif not s.bound:
             assert len(a.slices) == s.request.devices
         allowed = self.settings.classes_allowed
-        # Short host memory may bring suspended state back: nothing waits for it.
+        # The pool may resume state for lack of host memory: then no hold waits for it.
         closed = allowed is not None and s.request.priority not in allowed
         assert not closed or not s.holds, f"{a}: its class is closed"
         places = tuple(x.device for x in a.slices)
@@ -485,7 +485,7 @@ class Naive:
             or a.reason in (SPENT, CLOSED)
             or (self.settings.preempt and self.now < self.stays_until(s))
         ):
-            pass  # an idle lease that something protects may go like one in use
+            pass  # these rules may also take an idle lease that is still protected
         elif a.reason not in ("idle", "release") and not self.paused & s.lease.keys():
             assert self.now >= self.stays_until(s), f"{a}: it was just moved"
         s.effect, s.host = "suspend", size
@@ -495,7 +495,7 @@ class Naive:
         assert s.state in ("active", "idle"), a
         assert a.epoch == s.epoch
         assert [x.device for x in a.slices] == list(s.lease)
-        # The answer to a request comes after the resize that the request causes.
+        # The pool first resizes the slice and then answers the request that caused it.
         request = next(iter(s.asked.values()), s.request)
         for x in a.slices:
             more = x.bytes - s.lease[x.device]

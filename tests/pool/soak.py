@@ -15,11 +15,11 @@ import time
 
 from .world import World
 
-#: Events after which a new machine with other settings begins.
+#: Events before a new machine with other settings starts.
 EPISODE = 2000
 
-#: Every so many events, explanations are made one by one, and again after planning again, even if
-#: nothing has changed from which they are made.
+#: After this many events the soak makes all explanations one by one, plans again and compares them,
+#: even if the data behind them has not changed.
 EVERY = 10
 
 

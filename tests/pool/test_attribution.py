@@ -35,7 +35,7 @@ from jupyter_gpupool.pool.model import GiB, MiB, Slice
 
 # ---------------------------------------------------------------------- attribution
 
-#: What the driver uses beyond what it reports as reserved, and what a context takes.
+#: Bytes that the driver uses beyond its reported reserve, and bytes of one context.
 DRIVER, CONTEXT = 80, 100
 
 
@@ -91,7 +91,7 @@ def test_memory_in_use_belongs_to_sessions_driver_or_foreigners(device, granted,
     assert found.shown.get("s", 0) <= max(0, device.used - listed - DRIVER)
 
 
-def test_context_of_a_landing_process_is_not_foreign():
+def test_context_of_a_landing_process_is_no_foreign_memory():
     device = observed(DRIVER + 200, s=200)
     assert attribute(device, {}).foreign == 200
     found = attribute(device, {}, landing={"s"})
@@ -103,14 +103,14 @@ def test_session_that_never_called_cuinit_holds_nothing():
     assert attribute(observed(0), holders).footprints == {"a": 0}
 
 
-def test_figures_of_the_guard_count_within_the_slice_only():
+def test_guard_figures_count_up_to_the_size_of_the_slice():
     holders = {"a": LeaseHolder(300, counted=5000), "b": LeaseHolder(300, counted=200)}
     found = attribute(observed(600, b=250), holders)
     assert found.footprints == {"a": 300, "b": 250}
     assert found.shown == {"b": 250}, "the driver's word alone"
 
 
-def test_process_without_bytes_counts_as_not_listed():
+def test_process_without_a_byte_count_counts_as_unlisted():
     entries = [Listed(None, "a"), Listed(None)]
     found = attribute(Observed(280, entries, DRIVER, CONTEXT), {"a": LeaseHolder(200)})
     assert (found.foreign, found.footprints) == (0, {})
@@ -140,7 +140,7 @@ DEVICES = st.builds(
 
 
 @given(device=DEVICES, holders=HOLDERS, landing=st.sets(st.sampled_from(NAMES)), data=st.data())
-def test_attribution_gives_no_byte_twice_and_no_unused_byte(device, holders, landing, data):
+def test_attribution_counts_no_byte_twice_and_no_unused_byte(device, holders, landing, data):
     found = attribute(device, holders, landing)
     known = [entry for entry in device.listed if entry.known and entry.bytes is not None]
     listed = {n: sum(e.bytes for e in known if e.session == n) for n in NAMES}
@@ -152,7 +152,7 @@ def test_attribution_gives_no_byte_twice_and_no_unused_byte(device, holders, lan
         assert listed[name] <= size <= most
     for name, size in found.shown.items():
         assert 0 <= size <= listed[name]
-    # The order of the list does not matter, nor what sessions write into their own pages.
+    # Neither the order of the list matters, nor the figures in the sessions' shared pages.
     again = Observed(
         device.used, data.draw(st.permutations(device.listed)), device.driver, device.context
     )
@@ -164,8 +164,8 @@ def test_attribution_gives_no_byte_twice_and_no_unused_byte(device, holders, lan
 
 
 @given(used=st.integers(0, 60), holders=HOLDERS, driver=st.integers(0, 10))
-def test_slices_and_driver_cover_all_memory_without_a_list(used, holders, driver):
-    """In a container NVML lists no process, or process numbers of the host."""
+def test_memory_beyond_slices_and_driver_is_foreign_if_unlisted(used, holders, driver):
+    """In a container NVML lists no processes, or lists them with the host's process numbers."""
     slices = sum(holder.granted for holder in holders.values())
     found = attribute(Observed(used, (), driver, 3), holders)
     assert found.foreign == max(0, used - slices - driver)
@@ -174,7 +174,7 @@ def test_slices_and_driver_cover_all_memory_without_a_list(used, holders, driver
 
 
 @given(device=DEVICES, holders=HOLDERS, more=st.integers(0, 30))
-def test_growth_of_a_listed_stranger_is_foreign_memory(device, holders, more):
+def test_growth_of_an_unknown_process_is_foreign_memory(device, holders, more):
     grown = Observed(
         device.used + more, [*device.listed, Listed(more)], device.driver, device.context
     )
@@ -184,22 +184,22 @@ def test_growth_of_a_listed_stranger_is_foreign_memory(device, holders, more):
 # ---------------------------------------------------------------------- the driver's own memory
 
 
-def test_unlisted_memory_belongs_to_no_process():
+def test_unlisted_memory_is_the_use_beyond_all_listed_processes():
     assert unlisted(100, [30, 20]) == 50
     assert unlisted(40, [30, 20]) == 0
     assert unlisted(100, [30, None]) == 0, "it may have all of it"
 
 
-def test_share_of_the_driver_includes_reserve_and_variation():
+def test_driver_share_includes_reserve_and_variation():
     total = 64 * GiB
     assert driver_share(300 * MiB, 100 * MiB, total) == 400 * MiB + slack(total)
     assert driver_share(0, 0, total) == 0, "a driver that shows none is exact"
-    # More than this belongs to processes that the driver does not list.
+    # The driver's share is bounded: the rest belongs to processes that it does not list.
     assert driver_share(0, 5 * GiB, total) == 1 * GiB + slack(total)
     assert driver_share(0, 5 * GiB, 4 * GiB) == 512 * MiB + slack(4 * GiB)
 
 
-def test_device_is_at_rest_without_slices_and_without_strangers():
+def test_device_without_slices_and_unknown_processes_is_at_rest():
     assert at_rest([], leased=False)
     assert at_rest([Listed(5, "suspended")], leased=False)
     assert not at_rest([Listed(5)], leased=False)
@@ -229,7 +229,7 @@ def test_same_measurement_again_changes_nothing(looks, reserved):
 
 
 def looks(*figures, constant=32, complete=True):
-    """Feed samples (counted, shown); return what is known, and the last sample's excess."""
+    """Feed samples (counted, shown); return the learnt overhead and the last sample's excess."""
     known, more = Overhead(), 0
     for counted, shown in figures:
         known, more = known.look(constant, counted, shown, complete=complete)
@@ -241,12 +241,12 @@ def test_overhead_is_learnt_when_samples_agree():
     assert (known.beyond(32), more) == (0, 100)
     known, more = looks(*[(200, 300)] * AGREE)
     assert known.beyond(32) == 100
-    # What one sample shows in addition may be gone in the next.
+    # One larger sample alone does not raise the learnt overhead.
     known, _ = known.look(32, 200, 900, complete=True)
     assert known.beyond(32) == 100
 
 
-def test_small_context_is_credited_if_the_list_is_complete():
+def test_small_context_is_credited_only_if_all_use_is_listed():
     known, _ = looks(*[(32, 20)] * AGREE)
     assert known.beyond(32) == -12
     assert known.look(32, 96, 84, complete=True)[0].beyond(32) == -12
@@ -260,7 +260,7 @@ def test_extra_cost_of_a_context_is_charged_once():
 
 
 @given(steady=st.integers(0, 100), at=st.integers(0, 9), extra=st.integers(0, 1000))
-def test_one_sample_alone_never_takes_memory_from_a_process(steady, at, extra):
+def test_one_sample_alone_raises_no_learnt_overhead(steady, at, extra):
     known = Overhead()
     for look in range(10):
         shown = 200 + steady + (extra if look == at else 0)
@@ -270,14 +270,14 @@ def test_one_sample_alone_never_takes_memory_from_a_process(steady, at, extra):
     assert known.beyond(32) == steady
 
 
-def test_list_is_complete_if_only_the_drivers_own_is_missing():
+def test_list_is_complete_if_it_lacks_only_the_drivers_memory():
     assert complete(observed(180, a=100))
     assert not complete(observed(181, a=100))
     assert not complete(observed(0)), "no list"
     assert complete(Observed(500, [Listed(None)], 0)), "one process may have all of it"
 
 
-def test_driver_may_use_a_fixed_part_of_the_device():
+def test_excused_driver_memory_grows_with_the_device_to_a_limit():
     assert [excused(size) for size in (GiB // 4, 2 * GiB, 80 * GiB)] == [
         64 * MiB,
         256 * MiB,
@@ -300,7 +300,7 @@ def test_use_beyond_grant_and_tolerance_is_overuse():
     assert overuse(used, {}, {}, TOTALS) == GiB + allowed + 1
 
 
-def test_free_bytes_elsewhere_do_not_excuse_overuse():
+def test_free_bytes_on_another_device_do_not_excuse_overuse():
     used, granted = {"G0": GiB, "G1": 0}, {"G0": GiB // 2, "G1": GiB}
     assert overuse(used, granted, {}, TOTALS) == GiB // 2
 
@@ -359,7 +359,7 @@ def test_state_to_move_is_at_most_the_slice():
     assert found == {"G0": 30}
 
 
-def test_state_moved_is_what_came_free_else_the_measured_size():
+def test_moved_state_is_the_freed_bytes_else_the_measured_size():
     assert state_moved(SLICES, {"G0": 7}, {"G0": 5, "G1": 6}) == (Slice("G0", 7), Slice("G1", 6))
     assert state_moved(SLICES, {"G0": 0}, {}) == SLICES
 

@@ -1,11 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Requests of one instant: one after the other or all at once, the same sessions get the same.
+"""Requests of one instant get the same slices, one after the other or all in one batch.
 
-One after the other means in the order of the queue. (In another one, the first that comes gets what
-is free before a better one asks.) Left out is what the order of the queue itself depends on: a head
-that others overtake has had idle leases suspended for it before, or not; and a suspend may bring a
-group below its guarantee, and its requests to the front.
+"One after the other" means in the order of the queue. (In another order, a request could take free
+memory before a request with a higher rank arrives.) The test leaves out cases in which serving the
+requests changes the order of the queue: the pool may already have suspended idle leases for a head
+that another request then overtakes; and a suspend may bring a group below its guarantee, which puts
+its requests first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .world import WEIGHTED, World
 
 
 class Recording(World):
-    """A world that remembers its events, for other pools that are to be in the same state."""
+    """A world that records its events, so that another pool can reach the same state."""
 
     def __init__(self, rng: random.Random, **options: Any) -> None:
         self.past: list[ev.Event] = []
@@ -39,7 +40,7 @@ class Recording(World):
         return super().send(event)
 
     def again(self, kind: type[Pool] = Pool) -> Any:
-        """Return another pool to which the same has happened."""
+        """Return another pool that has handled the same events."""
         pool = kind(self.rules)
         for event in self.past:
             pool.handle(event)
@@ -47,7 +48,7 @@ class Recording(World):
 
 
 class Batching(Pool):
-    """A pool that can take events without planning after each."""
+    """A pool that can take several events before it plans."""
 
     collects = False
 
@@ -61,7 +62,7 @@ class Batching(Pool):
 
 
 def picture(pool: Pool) -> dict[str, Any]:
-    """Return what every session has, what is promised to it, and what is reserved for it."""
+    """Return the slices, promises and reservations of every session."""
     return {
         r.id: (r.state, r.slices, (e := pool.explain(r.id)).promised, e.reserved, e.position)
         for r in pool.records()

@@ -43,7 +43,7 @@ def test_taking_a_hold_twice_changes_nothing(lab):
     assert lab.state("a") == "idle"
 
 
-def test_a_lease_counts_as_granted_until_its_suspend_is_done(lab):
+def test_lease_counts_as_granted_until_its_suspend_is_done(lab):
     lab.idle("a", 10)
     got(lab.after(300), ev.Suspend, session="a", reason="idle")
     assert lab.state("a") == "detaching"
@@ -53,7 +53,7 @@ def test_a_lease_counts_as_granted_until_its_suspend_is_done(lab):
     assert lab.pool.view(lab.now).host_used == 5
 
 
-def test_resume_gives_its_headroom_back(lab):
+def test_headroom_of_a_resume_is_free_again_after_it(lab):
     lab.parked("a", used=12, memory=10)
     attach = got(lab.hold("a"), ev.Attach, epoch=2, origin=("G0",))
     assert attach.slices == (Slice("G0", 13),)
@@ -65,7 +65,7 @@ def test_resume_gives_its_headroom_back(lab):
     assert lab.record("a").resumes == 1
 
 
-def test_a_resume_goes_elsewhere_if_its_device_is_taken(lab):
+def test_resume_uses_another_device_if_its_own_is_taken(lab):
     lab.parked("a", used=10)
     lab.running("b", 10)
     assert lab.where("b") == [("G0", 10)]
@@ -95,7 +95,7 @@ def test_hold_taken_while_detaching_queues_afterwards(lab):
     got(lab.done("a"), ev.HoldGranted, hold="c2", epoch=2)
 
 
-def test_hold_taken_while_detaching_is_granted_on_refusal(lab):
+def test_hold_taken_while_detaching_is_granted_if_suspend_fails(lab):
     lab.idle("a")
     lab.after(300)
     lab.hold("a", "c2")
@@ -104,7 +104,7 @@ def test_hold_taken_while_detaching_is_granted_on_refusal(lab):
 
 
 def test_hold_dropped_while_detaching_restarts_idle_time(lab):
-    """The agent reports a short cell late, and refuses to yield because of it."""
+    """The agent reports a short cell late, and refuses the suspend because of this cell."""
     lab.idle("a")
     lab.after(300)
     assert lab.state("a") == "detaching"
@@ -118,7 +118,7 @@ def test_hold_dropped_while_detaching_restarts_idle_time(lab):
     assert lab.state("a") == "detaching"
 
 
-def test_agents_greeting_while_detaching_is_not_a_cell(lab):
+def test_empty_hold_report_while_detaching_keeps_idle_time(lab):
     lab.idle("a")
     lab.after(300)
     lab.after(5)
@@ -128,7 +128,7 @@ def test_agents_greeting_while_detaching_is_not_a_cell(lab):
     got(lab.after(1), ev.Suspend, session="a")
 
 
-def test_hold_at_the_idle_timeout_keeps_the_lease(lab):
+def test_hold_taken_exactly_at_the_idle_timeout_keeps_the_lease(lab):
     lab.idle("a")
     lab.now += 300
     none(lab.hold("a", "c2"), ev.Suspend)
@@ -198,7 +198,7 @@ def test_failed_attach_is_retried_and_keeps_its_place(make):
     lab.open("b")
     lab.hold("b")
     actions = lab.failed("a", "memory was not free")
-    # b is behind a, but a cannot use the memory for now.
+    # b is behind a, but a must first wait before its next attempt.
     got(actions, ev.Attach, session="b")
     assert lab.reason("a") == "memory was not free"
     assert lab.pool.view(lab.now).sessions[0].queue_position == 1
@@ -282,7 +282,7 @@ def test_a_session_opens_once(lab):
     assert got(lab.open("a", rid="2"), ev.Answer).refusal.code == "session-exists"
 
 
-def test_clock_that_goes_back_counts_as_the_latest_time(lab):
+def test_event_with_an_earlier_time_counts_at_the_latest_time(lab):
     lab.now = 50.0
     lab.idle("a")
     lab.now = 10.0
@@ -345,7 +345,7 @@ def test_reconnected_agent_does_not_end_the_device_hold(lab):
     assert lab.state("a") == "idle"
 
 
-def test_agent_cannot_invent_activity_of_the_device(lab):
+def test_agent_cannot_report_a_device_hold(lab):
     lab.idle("a")
     lab.send(ev.HoldsReplaced, session="a", holds=(Hold("device", "device", lab.now),))
     assert lab.state("a") == "idle"
@@ -362,7 +362,7 @@ def test_waiting_call_outlives_a_reconnect_of_the_agent(make):
     got(lab.done("a"), ev.HoldGranted, session="a", hold="device")
 
 
-def test_release_without_a_cell_waits_for_work_on_the_gpu(lab):
+def test_release_between_cells_waits_for_work_on_the_gpu(lab):
     lab.open("a")
     device_hold(lab)
     lab.done("a")
@@ -370,7 +370,7 @@ def test_release_without_a_cell_waits_for_work_on_the_gpu(lab):
     got(lab.drop("a", "device"), ev.Suspend, session="a")
 
 
-def test_call_waits_for_the_devices_its_process_sees(make):
+def test_cuda_call_waits_for_a_device_that_its_process_sees(make):
     lab = make(device(0), device(1))
     lab.running("b", 16)
     lab.open("a", 10)
@@ -394,7 +394,7 @@ def test_reason_says_why_a_free_device_does_not_help(make):
     )
 
 
-def test_settled_devices_count_for_a_waiting_cell(make):
+def test_cuinit_binds_a_waiting_cell_to_the_visible_device(make):
     lab = make(device(0), device(1))
     lab.running("b", 16)
     lab.running("c", 16)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Priority classes that may not run now: their sessions stop, lose nothing, and go on later."""
+"""Closed priority classes: their sessions stop, lose no state, and continue later."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_session_of_a_closed_class_waits_although_there_is_room():
     assert lab.reason("b") == "kernels of the priority class 'batch' get no GPU at this time"
     assert lab.pool.explain("b").reason.rule == "class-closed"
     lab.open("n", 16)
-    got(lab.hold("n"), ev.Attach, session="n")  # it reserves nothing
+    got(lab.hold("n"), ev.Attach, session="n")  # b reserves nothing
 
 
 def test_running_session_stops_when_its_class_is_closed():
@@ -59,7 +59,7 @@ def test_session_stops_once_it_has_stayed_for_the_least_time():
     got(lab.after(60), ev.Suspend, session="b")
 
 
-def test_sessions_of_open_classes_are_left_alone():
+def test_pool_suspends_no_session_of_an_open_class():
     lab = Lab(device(0), device(1))
     lab.running("a", 16)
     lab.idle("b", 16)
@@ -81,7 +81,7 @@ def test_a_closed_class_takes_nothing_from_its_group_s_guarantee():
 
 
 @pytest.mark.parametrize("classes", [None, DAY, frozenset({"batch"}), frozenset()])
-def test_the_same_settings_again_change_nothing(classes):
+def test_sending_the_same_settings_again_changes_nothing(classes):
     lab = Lab(device(0), device(1))
     lab.running("a", 16)
     lab.running("b", 16, priority="batch")

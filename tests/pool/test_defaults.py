@@ -38,7 +38,7 @@ DEFAULT = Request(memory=40, limit=80)
         ("memory", {"quotas": {"*": Quota(memory=10)}}, Request(12, 80), (12, 12)),
     ],
 )
-def test_only_default_sizes_are_cut(asked, rules, request_, want):
+def test_pool_reduces_default_sizes_but_no_requested_size(asked, rules, request_, want):
     settings = PoolSettings(host_memory=1000, **rules)
     found = fit_unasked(request_, asked.split(), settings, "ann", [10, 16])
     assert (found.memory, found.limit) == want
@@ -51,7 +51,7 @@ def test_only_default_sizes_are_cut(asked, rules, request_, want):
     asked=st.sets(st.sampled_from(["memory", "limit", "devices"])),
     capacities=st.lists(st.integers(0, 30), max_size=4),
 )
-def test_request_that_was_cut_stays_valid(memory, more, devices, asked, capacities):
+def test_request_with_reduced_defaults_is_valid(memory, more, devices, asked, capacities):
     request = Request(memory, memory + more, devices)
     found = fit_unasked(request, asked, PoolSettings(), "ann", capacities)
     assert 0 < found.memory <= found.limit
@@ -106,7 +106,7 @@ def test_default_limit_follows_the_memory(base, asked, want):
     assert (found.memory, found.limit) == want
 
 
-def test_refused_default_names_the_option():
+def test_refusal_of_a_default_size_names_the_option():
     refusal = Refusal("over-host", "4 GiB was asked for; no.", "Ask for less.")
     assert blame_default(refusal, {"memory"}) is refusal
     assert "it is c.GPUPool.default_memory." in blame_default(refusal, ()).message
@@ -123,7 +123,7 @@ def view(index: int, free: int = 16, *, capacity: int = 16, granted: int = 0, dr
 
 
 def home(*views: DeviceView, memory: int = 10, count: int = 1, **fields: Any) -> str:
-    """Return the numbers of the chosen devices; ``kernels`` is one number for each device."""
+    """Return the chosen devices' numbers; ``kernels`` has the number of kernels on each device."""
     kernels = {f"G{at}": n for at, n in enumerate(fields.pop("kernels", ()))}
     for name in ("seen", "planned"):
         fields[name] = tuple(f"G{digit}" for digit in fields.get(name, ""))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Quotas and caps of which other machines have a part."""
+"""Quotas and caps that kernels on other machines use in part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attaches(actions):
 
 
 def elsewhere(lab, owner=(0, 0, 0), group=0, **rules):
-    """Let other machines have so much of ann's quota, and of the cap of her group."""
+    """Report the use on other machines: of ann's quota, and of the cap of her group."""
     found = dataclasses.replace(
         lab.pool.settings,
         elsewhere={"ann": owner} if any(owner) else {},
@@ -40,11 +40,11 @@ def lab(make):
 
 
 @pytest.mark.parametrize("held", [(10, 0, 0), (0, 2, 0), (0, 0, 2)])
-def test_what_is_in_use_elsewhere_makes_a_session_wait(lab, held):
+def test_use_on_other_machines_makes_a_session_wait(lab, held):
     elsewhere(lab, held)
     lab.open("a", 8, owner=ANN)
     assert attaches(lab.hold("a")) == []
-    # It waits, even while all of its quota is elsewhere: what other machines have comes back.
+    # The session waits even if other machines use all of the quota: they give it back later.
     elsewhere(lab, (16, 2, 2))
     assert lab.state("a") == "queued"
     assert attaches(elsewhere(lab)) == ["a"]
@@ -79,13 +79,13 @@ def test_the_reason_names_other_machines_for_a_shared_limit(lab):
     assert "kernels on other machines use the rest" in lab.reason("b")
 
 
-def test_no_lease_here_is_suspended_when_more_is_elsewhere(lab):
+def test_more_use_on_other_machines_suspends_no_lease_here(lab):
     lab.running("a", 8, owner=ANN)
     assert elsewhere(lab, (16, 2, 2), 20) == []
     assert lab.state("a") == "active"
 
 
-def test_growth_stops_where_other_machines_have_the_rest(lab):
+def test_growth_stops_where_other_machines_use_the_rest(lab):
     lab.running("a", 8, owner=ANN, limit=16)
     elsewhere(lab, (6, 0, 0))
     refusal = got(lab.send(ev.GrowAsked, session="a", device="G0", bytes=4, rid="r"), ev.Answer)
@@ -96,7 +96,7 @@ def test_growth_stops_where_other_machines_have_the_rest(lab):
     assert refusal.refusal.details["left"] == 1
 
 
-def test_use_elsewhere_is_no_error_of_the_accounts(lab):
+def test_use_on_other_machines_is_no_error_in_the_accounts(lab):
     lab.running("a", 8, owner=ANN)
     elsewhere(lab, (16, 2, 2), 20)
     assert lab.pool.self_check() == []

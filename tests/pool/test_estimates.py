@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Expected waits: from past waits alone. And when an idle slice leaves by itself."""
+"""Expected waits, computed from past waits alone; and the time at which an idle slice leaves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def used(lab, waits, seconds=30.0):
     return names
 
 
-def test_no_range_is_told_before_enough_waits_ended(pair):
+def test_wait_has_no_range_before_enough_waits_have_ended(pair):
     names = used(pair, LEAST)
     told = turn(pair, *names, 30.0)
     assert told.expected is None, "the first wait had no figure to compare with"
@@ -55,7 +55,7 @@ def test_no_range_is_told_before_enough_waits_ended(pair):
     assert told.waited == 0.0
 
 
-def test_view_shows_what_was_pushed_until_it_changes(pair):
+def test_view_shows_the_last_sent_estimate_until_it_changes(pair):
     _, other = used(pair, LEAST + 1)
     told = got(pair.hold(other), ev.QueueMoved, session=other)
     expected = view(pair, other).expected
@@ -75,7 +75,7 @@ def test_wait_longer_than_all_others_has_no_range(pair):
     assert waits in pair.pool.why(other).lines
 
 
-def test_figure_ends_with_the_time_slice_of_the_holder():
+def test_estimate_ends_with_the_time_slice_of_the_holder():
     lab = Lab(device(0), preempt=frozenset({"turns"}))
     for name, size in (("a", 16), ("w", 16)):
         lab.open(name, size)
@@ -93,7 +93,7 @@ def test_figure_ends_with_the_time_slice_of_the_holder():
     assert any("may take it" in line for line in pool.why("w").lines)
 
 
-def test_figure_counts_the_sessions_ahead():
+def test_estimate_includes_the_sessions_ahead():
     lab = Lab(device(0))
     lab.running("a", 16)
     lab.after(30)
@@ -119,7 +119,7 @@ def seen(*ratios):
     return found
 
 
-def test_range_is_the_figure_times_what_past_waits_were():
+def test_range_scales_the_estimate_by_the_ratios_of_past_waits():
     found = seen(*(0.1 * n for n in range(5, 25)))
     expected = found.expected(Figure(100.0, 20.0, 1, 3), 100.0)
     assert expected is not None
@@ -128,7 +128,7 @@ def test_range_is_the_figure_times_what_past_waits_were():
     assert expected.left(150.0) is None
 
 
-def test_only_waits_that_lasted_as_long_count():
+def test_range_uses_only_past_waits_that_lasted_as_long():
     found = seen(*([0.5] * 50), *([4.0] * LEAST))
     late = found.expected(Figure(0.0, 10.0, 1, 1), 10.0)
     assert late is not None
@@ -143,7 +143,7 @@ def test_old_waits_are_forgotten():
     assert expected.until == 10.0
 
 
-def test_waits_for_a_suspend_are_evidence_of_their_own():
+def test_waits_for_cells_give_no_range_for_waits_for_suspends():
     found = seen(*([1.0] * 20))
     assert found.expected(Figure(0.0, 10.0, 1, 1, moving=True), 0.0) is None
 
@@ -151,7 +151,7 @@ def test_waits_for_a_suspend_are_evidence_of_their_own():
 # ---------------------------------------------------------------------- when an idle slice leaves
 
 
-def test_countdown_only_if_nothing_but_the_clock_decides():
+def test_idle_slice_has_a_countdown_only_if_the_clock_decides():
     lab = Lab(device(0), idle_timeout=60.0)
     lab.idle("a", 6)
     lab.running("busy", 10)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the plan explains: which leases a session needs, which rule makes it wait, what helps."""
+"""Explanations of a wait: the leases that a session needs, the rule behind it, what can end it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_promise_names_its_place_and_its_suspend(make):
     assert [(h.session, h.use) for h in found.holders] == [("a", "leaving")]
 
 
-def test_both_sessions_show_the_time_of_the_preemption(make):
+def test_waiter_and_holder_show_the_time_of_the_preemption(make):
     lab = make(device(0), reclaim_after=5.0)
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -115,7 +115,7 @@ def test_explanation_has_the_time_of_the_retry(make):
 
 
 def test_promise_stays_when_a_better_place_appears(make):
-    """Another plan could use another device; the suspends under way must not be wasted."""
+    """A new plan on another device would waste the suspend under way."""
     lab = make(device(0), device(1))
     lab.idle("a", 16)
     lab.running("b", 16)
@@ -129,7 +129,7 @@ def test_promise_stays_when_a_better_place_appears(make):
     assert lab.state("b") == "idle", "one victim is enough"
 
 
-def test_older_wait_does_not_take_over_a_newer_promise(make):
+def test_backfill_leaves_the_reservation_of_the_head_unchanged(make):
     lab = make(device(0), device(1), priority_classes={"high": 100, "notebook": 0})
     lab.running("a", 12)
     lab.running("b", 10)
@@ -138,7 +138,7 @@ def test_older_wait_does_not_take_over_a_newer_promise(make):
     lab.hold("head")
     lab.open("w", 4)
     actions = lab.hold("w")
-    got(actions, ev.Attach, session="w")  # beside a, where the head can spare it, or elsewhere
+    got(actions, ev.Attach, session="w")  # any device where the head can spare the bytes
     before = told(lab, "head").reserved
     for _ in range(3):
         lab.after(1.0)
@@ -170,7 +170,7 @@ def test_pool_does_what_the_example_on_the_page_shows(example):
 
 
 def test_wait_for_memory_and_quota_at_once_is_stable(make):
-    """The quota requires the owner's idle lease to end; even then there is too little memory."""
+    """The quota requires the owner's idle lease to end; even after that, memory is short."""
     lab = make(device(0), device(1), quotas={"ann": Quota(leases=1)})
     lab.idle("a", 10, owner="ann")
     lab.release("a")
@@ -211,7 +211,7 @@ def test_wait_that_no_preemption_can_end_names_no_time(make):
     assert found.changes_at is None
 
 
-def test_kernels_do_not_use_quota_that_a_wait_reserves(make):
+def test_later_kernel_waits_if_an_earlier_one_reserves_the_quota(make):
     lab = make(device(0), quotas={"u": Quota(leases=1)})
     lab.running("a", 16)
     lab.open("head", 16, owner="u")
@@ -223,7 +223,7 @@ def test_kernels_do_not_use_quota_that_a_wait_reserves(make):
     )
 
 
-def test_leases_of_others_that_are_alike_are_one_line(make):
+def test_equal_leases_of_other_users_share_one_line(make):
     lab = make(device(0))
     for n in range(3):
         lab.running(f"v{n}", 4, owner="bob")
@@ -248,7 +248,7 @@ def may_take(lab, name):
     return line
 
 
-def test_end_of_a_time_slice_is_told_as_now_or_then(make):
+def test_lines_name_the_time_at_which_a_time_slice_ends(make):
     lab = make(device(0), **TURNS)
     lab.running("before", 16, owner="ann")
     lab.after(600)
@@ -263,7 +263,7 @@ def test_end_of_a_time_slice_is_told_as_now_or_then(make):
     assert any(line.endswith(f" s ({words}).") for line in lab.pool.why("w").lines)
 
 
-def test_turns_between_kernels_of_one_user_are_not_told_as_usage(make):
+def test_turns_between_kernels_of_one_user_do_not_mention_usage(make):
     lab = make(device(0), **TURNS)
     lab.running("a", 16, owner="ann")
     lab.after(1)
@@ -274,7 +274,7 @@ def test_turns_between_kernels_of_one_user_are_not_told_as_usage(make):
     assert line.endswith(" s, when its time slice is over.")
 
 
-def test_wait_beyond_the_guarantee_says_so(make):
+def test_wait_beyond_the_guarantee_names_the_guarantee(make):
     lab = make(device(0), groups={"bio": Group(guarantee=Portion(bytes=8))})
     lab.running("a", 6, owner=Owner("ann", "bio"))
     lab.running("b", 8, owner="bob")
@@ -288,7 +288,7 @@ def test_wait_beyond_the_guarantee_says_so(make):
     ) in told.lines
 
 
-def test_wait_of_suspended_state_tells_what_the_state_needs(make):
+def test_wait_of_suspended_state_names_the_bytes_of_a_resume(make):
     lab = make(device(0))
     lab.parked("w", 9, memory=4)
     lab.running("a", 8)
@@ -298,7 +298,7 @@ def test_wait_of_suspended_state_tells_what_the_state_needs(make):
     assert found.text.startswith("10 B is needed and at most 8 B is free on a GPU")
 
 
-def test_preempted_session_tells_how_much_must_be_free(make):
+def test_preempted_session_names_the_bytes_that_must_be_free(make):
     lab = make(device(0), preempt=PREEMPT_ALL, half_life=0.0)
     lab.running("w", 12, priority="batch")
     lab.after(60)
@@ -308,7 +308,7 @@ def test_preempted_session_tells_how_much_must_be_free(make):
     assert told(lab, "w").text.endswith(" it goes on by itself as soon as 13 B is free on a GPU")
 
 
-def test_idle_kernel_that_host_memory_keeps_on_its_gpu_is_told(make):
+def test_wait_names_an_idle_kernel_that_host_memory_keeps(make):
     lab = make(device(0))
     lab.idle("a", 12, owner="ann", label="a.ipynb")
     lab.send(ev.HostPressure, sessions=frozenset({"a"}))
@@ -328,7 +328,7 @@ def lines(lab, name):
 
 
 def by_time(lab, name):
-    """Return what the clock alone does for a session, as its line says it; "" without a line."""
+    """Return the text of a session's line "If nothing else changes, ...", or ""."""
     begin = "If nothing else changes, "
     return next((x.removeprefix(begin) for x in lines(lab, name) if x.startswith(begin)), "")
 
@@ -360,8 +360,8 @@ def test_class_that_no_schedule_opens_names_no_time(make):
 @pytest.mark.parametrize(
     ("rules", "at"), [({"class"}, None), ({"class", "turns"}, 120.0)], ids=["class", "turns"]
 )
-def test_age_counts_only_if_it_may_change_something(make, rules, at):
-    """In the class of the holder it may take turns with it, and never preempt it by its class."""
+def test_age_has_a_time_only_if_it_may_change_the_plan(make, rules, at):
+    """Age can raise it to the holder's class: turns apply there, and class rules do not."""
     classes = {"batch": 0, "urgent": 2}
     lab = make(
         device(0), preempt=frozenset(rules), priority_classes=classes, default_priority="batch",
@@ -373,7 +373,7 @@ def test_age_counts_only_if_it_may_change_something(make, rules, at):
     assert told(lab, "w").changes_at == at
 
 
-def test_age_that_passes_the_queue_counts(make):
+def test_age_that_overtakes_the_queue_has_a_time(make):
     classes = {"batch": 0, "urgent": 2}
     lab = make(device(0), preempt=frozenset({"class"}), priority_classes=classes,
                default_priority="batch", half_life=3600.0)  # fmt: skip
@@ -388,8 +388,8 @@ def test_age_that_passes_the_queue_counts(make):
 
 
 @pytest.mark.parametrize(("owner", "half_life"), [("ann", 3600.0), ("bob", 0.0)])
-def test_age_that_passes_no_other_session_changes_nothing(make, owner, half_life):
-    """Sessions of one owner, and all without fair shares, keep the order of class and age."""
+def test_age_that_overtakes_no_session_has_no_time(make, owner, half_life):
+    """Class and age order sessions of one owner, and all sessions if fair shares are off."""
     lab = make(device(0), preempt=frozenset(), half_life=half_life)
     lab.running("a", 16, owner="cyd")
     for name, whose in (("h", "ann"), ("w", owner)):
@@ -398,7 +398,7 @@ def test_age_that_passes_no_other_session_changes_nothing(make, owner, half_life
     assert told(lab, "w").changes_at is None
 
 
-def test_barred_session_is_no_taker(make):
+def test_session_of_a_closed_class_claims_no_lease(make):
     lab = make(device(0), preempt=PREEMPT_ALL, classes_allowed=frozenset({"notebook"}))
     lab.running("a", 8, limit=16, owner="ann")
     lab.after(60)
@@ -408,7 +408,7 @@ def test_barred_session_is_no_taker(make):
     assert told(lab, "a").claims == ()
 
 
-def test_spent_budget_counts_when_it_renews(make):
+def test_wait_for_a_spent_budget_names_its_renewal(make):
     lab = make(device(0), preempt=PREEMPT_ALL, quotas={"ann": Quota(daily=Daily(10.0))})
     lab.running("a", 16, owner="ann")
     lab.after(60)
@@ -418,7 +418,7 @@ def test_spent_budget_counts_when_it_renews(make):
     assert by_time(lab, "w") == "there are GPU-seconds again in 24 h."
 
 
-def test_lease_that_is_suspended_goes_and_nothing_else_is_told(make):
+def test_lease_under_suspend_explains_only_its_preemption(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("a", 16, priority="batch")
     lab.after(60)
@@ -430,7 +430,7 @@ def test_lease_that_is_suspended_goes_and_nothing_else_is_told(make):
     )
 
 
-def test_kernels_that_are_moved_are_not_told_to_keep_slices(make):
+def test_reason_says_that_holders_are_being_moved(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("a", 16, priority="batch")
     lab.after(60)
@@ -440,7 +440,7 @@ def test_kernels_that_are_moved_are_not_told_to_keep_slices(make):
     assert lab.reason("v") == "all 16 B in use by kernels that are being moved"
 
 
-def test_end_of_an_unsuspendable_lease_is_told_to_both(make):
+def test_waiter_and_holder_see_the_end_of_an_unsuspendable_lease(make):
     after = (10.0, 20.0, 40.0)
     lab = make(device(0), preempt=PREEMPT_ALL, unsuspendable="end", unsuspendable_after=after)
     lab.running("a", 16, priority="batch", gated=False)
@@ -454,8 +454,8 @@ def test_end_of_an_unsuspendable_lease_is_told_to_both(make):
     got(lab.after(40), ev.EndSession, session="a")
 
 
-def test_gang_tells_how_many_devices_it_lacks(make):
-    """It has called cuInit on its devices, and one of the two has enough free memory."""
+def test_reason_of_a_gang_names_how_many_devices_it_needs(make):
+    """The gang has called cuInit on two devices, and only one of them has enough free memory."""
     models = (device(n, 17, model=model, landing_bytes=1) for n, model in enumerate("AAB"))
     lab = make(*models)
     lab.running("b", 16)
@@ -469,7 +469,7 @@ def test_gang_tells_how_many_devices_it_lacks(make):
     assert lab.reason("g").startswith("12 B on each of 2 GPUs is needed and 1 GPU has that much")
 
 
-def test_gang_of_two_models_tells_how_many_of_each(make):
+def test_reason_of_a_gang_counts_the_devices_of_each_model(make):
     lab = make(*(device(n, 17, model=model, landing_bytes=1) for n, model in enumerate("BBAA")))
     lab.running("b", 16)
     lab.open("g", 12, devices=3, lands=True)

@@ -45,14 +45,14 @@ def test_growth_is_granted_before_the_answer(make):
     assert got(lab.grow("a", 0), ev.Answer).note == "The slice is 12 B now."
 
 
-def test_growth_takes_steps_if_no_session_waits(make):
+def test_growth_takes_whole_steps_if_no_session_waits(make):
     lab = make(device(0, 100), device(1, 200), growth_step=6)
     lab.running("a", 4, limit=64)
     assert size(lab.grow("a", 1)) == 10
     lab.running("c", 30)
     lab.running("b", 110)
     lab.open("w", 100)
-    lab.hold("w")  # claims the other device
+    lab.hold("w")  # w reserves the other device
     assert size(lab.grow("a", 1)) == 11
     lab.drop("w")
     assert size(lab.grow("a", 1)) == 17
@@ -131,12 +131,12 @@ def test_growth_leaves_the_quota_to_a_waiting_kernel(make):
     assert attaches(lab.end("b")) == ["c"]
 
 
-def test_lone_kernel_grows_beyond_host_memory(make):
+def test_kernel_alone_on_a_device_grows_beyond_host_memory(make):
     lab = make(device(0), host_memory=10, growth_step=4)
     lab.running("a", 4, limit=16)
     assert size(lab.grow("a", 1)) == 8
     assert size(lab.grow("a", 1)) == 10
-    # From here on the pool grants only what is used.
+    # Above 10 bytes the pool grants no whole steps, only the requested bytes.
     assert size(lab.grow("a", 1)) == 11
     assert size(lab.grow("a", 5)) == 16
     assert "cannot be suspended" in " ".join(lab.pool.why("a").lines)
@@ -164,7 +164,7 @@ def test_growth_beyond_host_memory_leaves_guarantees_of_groups(make):
     assert attaches(lab.hold("b")) == ["b"]
 
 
-def test_state_beyond_host_memory_is_warned_once_others_wait(make):
+def test_holder_too_large_for_host_memory_is_warned(make):
     lab = make(device(0), host_memory=10, preempt=PREEMPT_ALL)
     lab.running("a", 4, limit=16)
     lab.grow("a", 12)
@@ -175,7 +175,7 @@ def test_state_beyond_host_memory_is_warned_once_others_wait(make):
     none(lab.after(50), ev.Warn)
     warning = got(lab.after(11), ev.Warn, session="a").message
     assert "may need 16 B, and at most 10 B fits in host memory" in warning
-    # It frees memory: what it no longer uses is the other one's.
+    # a frees memory, and w gets the bytes that a no longer uses.
     actions = lab.seen("G0", a=9)
     assert got(actions, ev.Resize, session="a").slices == (Slice("G0", 9),)
     assert attaches(actions) == ["w"]
@@ -221,7 +221,7 @@ def test_growth_leaves_bytes_that_the_head_accumulates(make):
 
 
 def grown(make, used=6, **rules):
-    """Make a session with 4 guaranteed that has grown to 12 and uses ``used`` in a sample."""
+    """Make a session with 4 guaranteed bytes that has grown to 12; a sample shows ``used``."""
     lab = make(device(0), growth_step=8, **rules)
     lab.running("a", 4, limit=12)
     assert size(lab.grow("a", 1)) == 12
@@ -238,7 +238,7 @@ def test_unused_grown_bytes_go_to_a_waiting_session(make):
     assert attaches(actions) == ["w"]
 
 
-def test_unused_grown_bytes_go_before_a_preemption(make):
+def test_pool_reclaims_unused_grown_bytes_before_it_preempts(make):
     lab = grown(make)
     lab.idle("i", 4)
     lab.open("w", 6)
@@ -255,7 +255,7 @@ def test_unused_grown_bytes_stay_if_others_have_room(make):
     assert attaches(actions) == ["w"]
 
 
-def test_unused_grown_bytes_go_to_a_guarantee(make):
+def test_unused_grown_bytes_go_to_growth_within_a_guarantee(make):
     lab = grown(make)
     lab.running("b", 4)
     actions = lab.change("b", 10)
@@ -265,7 +265,7 @@ def test_unused_grown_bytes_go_to_a_guarantee(make):
     ]
 
 
-def test_unused_grown_bytes_go_to_other_growth(make):
+def test_unused_grown_bytes_go_to_growth_of_another_session(make):
     lab = grown(make)
     lab.running("b", 4, limit=12)
     actions = lab.grow("b", 6)
@@ -296,12 +296,12 @@ def test_used_grown_bytes_are_reclaimed_by_a_suspend(make):
     assert suspends(lab.drop("a")) == ["a"]
     assert attaches(lab.suspended("a", ("G0", 12))) == ["w"]
     lab.end("w")
-    # The resume takes the used bytes, and the headroom for a moment.
+    # The resume takes the used bytes and, until it is done, the headroom.
     assert got(lab.hold("a"), ev.Attach).slices == (Slice("G0", 13),)
     assert got(lab.done("a"), ev.Resize).slices == (Slice("G0", 12),)
 
 
-def test_grown_bytes_that_have_not_been_used_for_a_while_go_back(make):
+def test_grown_bytes_go_back_after_a_time_without_use(make):
     lab = grown(make)
     lab.after(UNUSED / 2)
     none(lab.seen("G0", a=7), ev.Resize)
@@ -354,7 +354,7 @@ def test_growth_ends_with_the_lease(make):
     assert lab.where("a") == [("G0", 6)]
 
 
-def test_growth_reclaims_no_memory_of_its_own_session(make):
+def test_growth_reclaims_no_memory_of_the_growing_session(make):
     lab = grown(make, used=6)
     lab.running("b", 4)
     lab.change("a", 4, limit=14)
@@ -378,7 +378,7 @@ def test_growth_may_use_bytes_promised_to_the_same_session(make):
     lab.idle("i", 8)
     lab.running("a", 4)
     assert suspends(lab.change("a", 12)) == ["i"]
-    # 4 bytes are free, and they are part of the 8 promised to it.
+    # The 4 free bytes are part of the 8 bytes promised to a.
     actions = lab.grow("a", 3)
     assert suspends(actions) == []
     assert got(actions, ev.Resize).slices == (Slice("G0", 7),)
@@ -386,10 +386,10 @@ def test_growth_may_use_bytes_promised_to_the_same_session(make):
     assert got(lab.suspended("i", ("G0", 2)), ev.Resize).slices == (Slice("G0", 12),)
 
 
-# ---------------------------------------------------------------------- more that is guaranteed
+# ---------------------------------------------------------------------- a larger guarantee
 
 
-def test_growth_does_not_starve_behind_short_cells(make):
+def test_growth_of_a_busy_kernel_is_served_before_later_sessions(make):
     """A busy kernel that asks for more is served before sessions that ask later."""
     lab = make(device(0))
     lab.running("a", 8)
@@ -403,21 +403,21 @@ def test_growth_does_not_starve_behind_short_cells(make):
     none(actions, ev.Attach)
 
 
-def test_growth_ages_like_a_wait(make):
-    """Points count: the growth has waited for longer and so overtakes a higher class."""
+def test_waiting_growth_gains_points_with_age(make):
+    """The growth has waited for so long that it is ahead of a session of a higher class."""
     lab = make(device(0), ageing=1.0)
     lab.running("a", 8)
     lab.running("b", 8)
     lab.change("a", 12)
     lab.after(150.0)
-    lab.open("w", 8, priority="interactive")  # 100 points more, but 150 s later
+    lab.open("w", 8, priority="interactive")  # 100 points for its class, but 150 s later
     lab.hold("w")
     assert lab.pool.explain("w").ahead == ("a",)
     got(lab.end("b"), ev.Resize, session="a")
 
 
 def test_growth_at_the_head_reserves_bytes_of_other_leases(make):
-    """Sessions behind the head get what it can spare; the head does not reserve its own lease."""
+    """Sessions behind the head get its spare bytes; the head does not reserve its own lease."""
     lab = make(device(0))
     lab.running("a", 8)
     lab.running("b", 4)

@@ -28,13 +28,13 @@ def attached(actions):
     return [a.session for a in all_of(actions, ev.Attach)]
 
 
-def test_the_largest_state_that_has_room_goes_back_one_at_a_time(make):
+def test_largest_state_that_fits_goes_back_one_at_a_time(make):
     lab = make(device(0))
     for name, size in (("small", 2), ("large", 9), ("huge", 14)):
         away(lab, name, size)
     lab.running("busy", 5)
     assert attached(press(lab, "small", "large", "huge")) == ["large"]
-    # This may be enough: the next one goes only if a later sample says that it was not.
+    # The first move may be enough: the next starts only after a sample that still shows pressure.
     assert attached(press(lab, "small", "large", "huge")) == []
     lab.done("large")
     assert lab.record("large").state == "idle"
@@ -52,13 +52,13 @@ def test_only_states_under_host_pressure_go_back(make):
     assert attached(press(lab, "here")) == []
 
 
-def test_relief_preempts_nothing_and_takes_nothing_reserved(make):
+def test_relief_preempts_no_lease_and_takes_no_promised_bytes(make):
     lab = make(device(0))
     away(lab, "a", 8)
     lab.idle("b", 10)
     none(press(lab, "a"), ev.Attach)
     assert lab.record("b").state == "idle"
-    # The head of the queue is promised the bytes that become free.
+    # The pool promises the head of the queue the bytes that become free.
     lab.open("w", 12)
     lab.hold("w")
     assert lab.record("b").state == "detaching"
@@ -91,7 +91,7 @@ def test_nothing_is_suspended_under_host_pressure(make):
     assert [a.session for a in suspends] == ["a"]
 
 
-def test_empty_leases_yield_under_host_pressure(make):
+def test_pool_still_preempts_empty_leases_under_host_pressure(make):
     lab = make(device(0))
     lab.idle("a", 10)
     press(lab, "a")

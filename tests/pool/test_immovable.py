@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""State that the driver cannot move to another device; and how much room a resume asks for."""
+"""State that the driver cannot move to another device; and the headroom of a resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def not_moved(lab: Lab, name: str) -> list[ev.Action]:
 
 @pytest.fixture
 def lab(make):
-    """``b`` uses G0, from which ``a`` has state; its resume on G1 fails: the state cannot move."""
+    """``a`` has state from G0, which ``b`` uses; the driver fails to resume ``a`` on G1."""
     lab = make(device(0), device(1))
     lab.parked("a", used=10)
     assert [s.device for s in lab.record("a").suspended] == ["G0"]
@@ -43,7 +43,7 @@ def test_immovable_state_waits_for_its_device(lab):
     assert lab.state("a") == "active"
 
 
-def test_idle_kernel_on_that_device_yields(lab):
+def test_immovable_state_preempts_an_idle_kernel_on_its_device(lab):
     lab.after(2)
     got(lab.drop("b"), ev.Suspend, session="b")
     attach = got(lab.suspended("b", ("G0", 12)), ev.Attach, session="a")
@@ -78,14 +78,14 @@ def test_the_headroom_of_a_resume_is_less_on_a_small_device(make, size, room):
     lab.parked("a", used=200 * MiB, memory=100 * MiB)
     attach = got(lab.hold("a"), ev.Attach, session="a")
     assert [s.bytes for s in attach.slices] == [200 * MiB + room]
-    # Once it is back, the headroom is free for others.
+    # After the resume, the headroom is free for others.
     lab.done("a")
     assert lab.where("a") == [("G0", 200 * MiB)]
     assert all_of(lab.after(1), ev.EndSession) == []
 
 
 def test_resume_does_not_wait_for_bytes_of_a_display_server(make):
-    """The kernel filled the rest of the only device: it must not wait for headroom."""
+    """The kernel filled all of the device that others leave: no headroom can become free."""
     lab = make(device(0, 64), resume_headroom=4)
     lab.seen("G0", foreign=2)
     lab.parked("a", used=61, memory=60)
@@ -103,7 +103,7 @@ def test_resume_waits_for_headroom_or_finds_it_elsewhere(make):
     assert [(s.device, s.bytes) for s in attach.slices] == [("G1", 64)]
 
 
-def test_waiting_state_does_not_wait_for_headroom_that_has_gone(make):
+def test_waiting_state_resumes_without_headroom_that_others_took(make):
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.parked("a", used=61, memory=60)
     lab.running("b", 60)
@@ -115,7 +115,7 @@ def test_waiting_state_does_not_wait_for_headroom_that_has_gone(make):
     assert [(s.device, s.bytes) for s in attach.slices] == [("G0", 62)]
 
 
-def test_state_resumes_without_headroom_if_its_device_goes(make):
+def test_state_resumes_without_headroom_if_the_other_gpu_is_lost(make):
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.parked("a", used=61, memory=60)
     lab.seen("G0", foreign=2)
@@ -127,7 +127,7 @@ def test_state_resumes_without_headroom_if_its_device_goes(make):
 
 
 def test_two_nearly_full_states_resume_on_their_own_devices(make):
-    """Before, the session waited for headroom that only the roomier of its two devices had."""
+    """An earlier version waited for headroom that only one of the two devices could give."""
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.idle("a", memory=50, devices=2)
     lab.release("a")
@@ -138,7 +138,7 @@ def test_two_nearly_full_states_resume_on_their_own_devices(make):
     assert [(s.device, s.bytes) for s in attach.slices] == [("G0", 62), ("G1", 58)]
 
 
-def test_two_states_resume_without_headroom_if_none_has_it(make):
+def test_two_states_resume_without_headroom_if_no_gpu_has_it(make):
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.idle("a", memory=50, devices=2)
     lab.release("a")
@@ -152,7 +152,7 @@ def test_two_states_resume_without_headroom_if_none_has_it(make):
 
 
 def test_state_larger_than_the_usable_memory_resumes(make):
-    """Without the guard a kernel also takes what the driver, or the admin, keeps in reserve."""
+    """Without the guard a kernel can also use the reserve of the driver or of the admin."""
     lab = make(device(0, 64, memory_reserved=2), reserve=1)
     lab.parked("a", used=63, memory=61)
     attach = got(lab.hold("a"), ev.Attach, session="a")

@@ -28,14 +28,14 @@ def asked(lab, name, *bound, memory=10, lands=True):
     return lab.send(ev.HoldTaken, session=name, hold="device", kind="device", bound=bound)
 
 
-def test_no_slice_uses_the_room_for_a_landing_context():
+def test_capacity_leaves_room_for_a_landing_context():
     lab = Lab(landing(0), landing(1))
     assert [view.capacity for view in lab.pool.view(lab.now).devices] == [16, 16]
 
 
 def test_session_stays_on_the_device_it_saw_if_there_is_room():
     lab = Lab(landing(0), landing(1))
-    lab.running("b", 4)  # on 0, which best fit would choose
+    lab.running("b", 4)  # on G0, which best fit would choose
     got(asked(lab, "a", "G1"), ev.Attach, session="a", slices=(Slice("G1", 10),))
 
 
@@ -45,7 +45,7 @@ def test_session_goes_to_any_device_of_its_model_with_room():
     got(asked(lab, "a", "G0"), ev.Attach, session="a", slices=(Slice("G1", 10),))
 
 
-def test_sessions_that_saw_one_device_share_the_model():
+def test_sessions_that_saw_one_gpu_may_use_all_gpus_of_its_model():
     lab = Lab(landing(0), landing(1), landing(2))
     for name in ("b", "c", "d"):
         lab.running(name, 16)
@@ -55,10 +55,10 @@ def test_sessions_that_saw_one_device_share_the_model():
     got(lab.end("d"), ev.Attach, session="w2")
 
 
-def test_session_is_bound_to_where_its_memory_was_seen():
-    """Settled on 0 and moved to 1, which keeps no room for a context: it is there now."""
+def test_session_is_bound_to_the_device_that_has_its_memory():
+    """The session saw G0 and moved to G1; G1 keeps no room for a context, so it cannot move on."""
     lab = Lab(landing(0), device(1, 17, model="A"))
-    lab.running("b", 16)  # on 0
+    lab.running("b", 16)  # on G0
     asked(lab, "a", "G0")
     lab.done("a")
     assert lab.where("a") == [("G1", 10)]
@@ -66,7 +66,7 @@ def test_session_is_bound_to_where_its_memory_was_seen():
     assert lab.pool.record("a").bound == ("G1",)
 
 
-def test_session_does_not_go_to_another_model_and_says_why():
+def test_session_avoids_another_model_and_its_reason_says_why():
     lab = Lab(landing(0), landing(1), landing(2, "B"))
     lab.running("b", 16)
     lab.running("c", 16)
@@ -78,9 +78,9 @@ def test_session_does_not_go_to_another_model_and_says_why():
     got(lab.end("c"), ev.Attach, session="a", slices=(Slice("G1", 10),))
 
 
-def test_each_device_of_several_is_replaced_by_one_of_its_model():
+def test_each_device_of_a_gang_is_replaced_by_one_of_its_model():
     lab = Lab(landing(0, "B"), landing(1), landing(2), landing(3, "B"))
-    lab.running("x", 16, devices=1)  # on 0
+    lab.running("x", 16, devices=1)  # on G0
     got(
         asked(lab, "a", "G1", "G0"), ev.Attach, session="a",
         slices=(Slice("G1", 10), Slice("G3", 10)),
@@ -143,7 +143,7 @@ def test_refused_landing_keeps_the_place_in_the_queue():
     got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
 
 
-def test_refused_landing_waits_for_the_model_seen():
+def test_session_waits_for_the_seen_model_if_landing_fails():
     lab = Lab(landing(0, "B"), landing(1), landing(2, "B"))
     lab.running("b", 16)
     lab.running("c", 16)
@@ -158,7 +158,7 @@ def test_refused_landing_waits_for_the_model_seen():
 
 
 @pytest.mark.parametrize("how", ["another epoch", "idle", "nobody"])
-def test_a_refusal_of_another_lease_changes_nothing(how):
+def test_refused_landing_of_another_lease_changes_nothing(how):
     lab = Lab(landing(0), landing(1))
     asked(lab, "a", "G0")
     lab.done("a")
@@ -188,7 +188,7 @@ def test_cuinit_binds_a_waiting_session_to_visible_devices():
     got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
 
 
-def test_preferred_devices_of_a_wait_are_the_promised_ones():
+def test_preferred_devices_of_a_waiting_session_are_the_promised():
     lab = Lab(landing(0), landing(1, "B"))
     lab.running("b", 16)
     lab.running("c", 16)
@@ -213,7 +213,7 @@ def test_request_too_large_for_its_model_is_refused():
     assert refused.next_step == ("Restart the kernel to use another GPU, or ask for at most 16 B.")
     assert refused.details["most"] == 16
     assert lab.state("a") == "detached"
-    # Asking for less helps, as the message says; asking for more again does not.
+    # A smaller request helps, as the message says; a larger one is refused again.
     assert lab.change("a", 16)[0].refusal is None
     got(lab.hold("a"), ev.Attach, session="a", slices=(Slice("G0", 16),))
 
@@ -237,13 +237,13 @@ def test_wait_ends_when_its_model_is_too_small():
     assert lab.state("a") == "detached"
 
 
-def test_gpu_that_binds_a_process_is_named_as_too_small():
+def test_refusal_names_the_limit_of_the_gpu_that_binds_a_process():
     lab = Lab(landing(0), landing(1), device(2, 49, model="A"))
     refused = got(asked(lab, "a", "G1", memory=20, lands=False), ev.HoldRefused, session="a")
     assert "that GPU can give at most 16 B" in refused.refusal.message
 
 
-def test_second_largest_gpu_limits_a_request_for_two():
+def test_second_largest_gpu_limits_a_request_for_two_gpus():
     lab = Lab(
         landing(0), device(1, 31, model="A", landing_bytes=1), landing(2, "B"), landing(3, "B")
     )
@@ -269,7 +269,7 @@ def test_session_set_aside_is_restored_with_its_next_lease():
     assert lab.record("a").bound == ("G1",)
 
 
-def test_session_set_aside_and_taken_back_needs_no_resume():
+def test_session_set_aside_and_restored_needs_no_resume():
     lab = Lab(landing(0), landing(1))
     lab.open("a", 10, lands=True)
     lab.send(ev.SetAside, session="a", suspended=(Slice("G0", 2),))
@@ -277,7 +277,7 @@ def test_session_set_aside_and_taken_back_needs_no_resume():
     assert got(lab.hold("a"), ev.Attach, session="a").origin == ()
 
 
-def test_waiting_session_is_set_aside_and_goes_on_waiting():
+def test_waiting_session_that_is_set_aside_still_waits():
     lab = Lab(landing(0))
     lab.open("a", 10, lands=True)
     lab.send(ev.DevicePaused, device="G0", reason="paused")
@@ -287,7 +287,7 @@ def test_waiting_session_is_set_aside_and_goes_on_waiting():
     assert got(lab.send(ev.DeviceResumed, device="G0"), ev.Attach, session="a").origin == ("G0",)
 
 
-def test_session_with_a_new_lease_is_not_set_aside():
+def test_session_with_a_lease_is_not_set_aside():
     lab = Lab(landing(0))
     lab.running("a", 10)
     lab.send(ev.SetAside, session="a", suspended=(Slice("G0", 0),))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The largest request on offer is the largest that the rules do not refuse."""
+"""The largest request on offer is the largest that the rules accept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ QUOTAS = st.builds(
     quotas=st.dictionaries(st.sampled_from(("me", "*", "you")), QUOTAS),
     suspends=st.booleans(),
 )
-def test_largest_request_is_the_most_accepted(devices, capacities, kernel, host, quotas, suspends):
+def test_offered_maximum_is_the_largest_accepted_request(
+    devices, capacities, kernel, host, quotas, suspends
+):
     settings = PoolSettings(max_memory_per_kernel=kernel, host_memory=host, quotas=quotas)
     capacities.sort(reverse=True)
 
@@ -61,11 +63,11 @@ def test_largest_request_is_the_most_accepted(devices, capacities, kernel, host,
         (1, {"quotas": {"*": Quota(leases=0)}}, None),
     ],
 )
-def test_the_tightest_rule_counts(devices, rules, most):
+def test_offered_maximum_follows_the_tightest_rule(devices, rules, most):
     settings = PoolSettings(**rules)
     assert most_memory(devices, Owner("me"), settings, [40, 30], suspends=True) == most
 
 
-def test_host_memory_sets_no_bound_without_suspend():
+def test_host_memory_limits_no_request_without_suspend():
     settings = PoolSettings(host_memory=5, quotas={"*": Quota(suspended=5)})
     assert most_memory(1, Owner("me"), settings, [40], suspends=False) == 40

@@ -1,7 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""No idle holder is moved for nothing: the plan that takes its slice lets a waiting session attach,
-or the slice stays taken until the head of the queue is served."""
+"""The pool moves no idle holder in vain.
+
+Either the plan that suspends the holder lets a waiting session attach, or the holder gets its slice
+back only after the head of the queue.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ OWN_REASONS = {"idle", "release"}
 
 
 class Watched(Lab):
-    """A lab that checks each suspend of an idle holder when it is decided."""
+    """A lab that checks each suspend of an idle holder when the pool decides it."""
 
     for_head = 0
 
@@ -43,7 +46,7 @@ class Watched(Lab):
         held = plan.reservation
         assert held is not None
         head = held.session
-        # Its next call comes as soon as it is suspended.
+        # Simulate a cell of the victim directly after its suspend.
         pool = copy.deepcopy(self.pool)
         common = {"now": self.now, "session": a.session}
         done = ev.SuspendDone(
@@ -58,8 +61,8 @@ class Watched(Lab):
             assert not devices & {*back}, f"{a.session} has its bytes back, and {head} waits"
 
 
-def test_slice_that_could_come_straight_back_is_not_taken():
-    """The case of a busy pool: two kernels of 6 GiB wait, and neither gets the idle 2 GiB."""
+def test_idle_slice_that_the_head_does_not_need_is_not_taken():
+    """Two kernels wait for 6 bytes each, and the 2 bytes of the idle lease help neither."""
     lab = Watched(device(0, 8), device(1, 8))
     lab.running("cat", 5)
     lab.idle("mine", 2)
@@ -68,12 +71,12 @@ def test_slice_that_could_come_straight_back_is_not_taken():
         lab.open(name, 6)
         lab.hold(name)
     none(lab.after(200), ev.Suspend)
-    # Its bytes are spare: whichever kernel ends, the head has room.
+    # The head does not need the idle bytes: it has room whichever kernel ends.
     got(lab.end("cat"), ev.Attach, session="dan")
     assert lab.state("mine") == "idle"
 
 
-def test_slice_that_the_head_needs_is_taken_and_stays_taken():
+def test_idle_slice_that_the_head_needs_is_taken_and_kept_free():
     lab = Watched(device(0, 8))
     lab.running("cat", 5)
     lab.idle("mine", 2)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The size with which a waiting session would start now: true whenever the pool offers one."""
+"""Offers of a smaller size: a waiting session that accepts the offer starts at once."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_offer_has_room_for_the_state_and_its_headroom(make, state, size):
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 5])
-def test_every_offer_is_true_in_random_events(seed):
+def test_every_accepted_offer_attaches_in_random_events(seed):
     one = World(random.Random(seed), shares=bool(seed % 2), deep=False)
     made = 0
     while one.events < 500:

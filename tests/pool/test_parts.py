@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The parts of the pool against slow but simple versions of the same rules."""
+"""Comparison of the pool's parts with slow but simple versions of the same rules."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def waiting(now: float, ageing: float, *sessions: Session) -> Facts:
     classes=st.lists(st.sampled_from(["high", "low"]), min_size=2, max_size=2),
     later=st.floats(0, 1e6),
 )
-def test_order_of_two_never_changes_while_both_wait(since, classes, later):
-    """The order is by points + waited / ageing, at any time."""
+def test_order_of_two_sessions_is_constant_while_both_wait(since, classes, later):
+    """The order is always by points + waiting time / ageing."""
     pair = [
         session(name, queued_at=at, priority=priority)
         for name, at, priority in zip("ab", since, classes, strict=True)
@@ -74,13 +74,13 @@ def test_order_of_two_never_changes_while_both_wait(since, classes, later):
         assert first == ("a" if points[0] > points[1] else "b")
 
 
-def test_only_the_class_counts_without_ageing():
+def test_class_alone_orders_the_queue_without_ageing():
     late = session("late", queued_at=1e9, priority="high")
     early = session("early", queued_at=0.0, priority="low")
     assert [s.id for s in order(waiting(1e9, 0.0, early, late))] == ["late", "early"]
 
 
-def test_unknown_step_is_an_error_with_the_last_steps():
+def test_invalid_transition_is_an_error_with_the_last_steps():
     state, s = Facts(PoolSettings()), session()
     state.now = 1.0
     state.add(s)
@@ -107,7 +107,7 @@ def test_session_is_recorded_and_restored_with_every_field():
     full = {f.name: values.get(str(f.type)) for f in dataclasses.fields(SessionRecord)}
     before = SessionRecord(**{**full, **fixed})
     after = record(restored(before, 100.0), "busy")
-    changed = {"state_since", "idle_since"}  # both start at the restart
+    changed = {"state_since", "idle_since"}  # both restart with the broker
     changed |= {"recall_at", "recall_reason"}  # a recall ends with the lease
     for field in dataclasses.fields(SessionRecord):
         if field.name not in changed:

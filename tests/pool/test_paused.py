@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""An admin takes devices out of service for a while: leases leave, and sessions wait."""
+"""An admin pauses devices: the pool suspends their leases, and sessions wait."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_wait_for_a_paused_device_shows_the_admins_reason():
     assert [a.session for a in actions if isinstance(a, ev.Attach)] == ["b"]
 
 
-def test_session_of_a_drained_device_comes_back_on_another():
+def test_session_of_a_paused_device_resumes_on_another():
     lab = Lab(device(0), device(1))
     lab.idle("a")
     got(pause(lab), ev.Suspend, session="a")
@@ -94,7 +94,7 @@ def test_end_of_a_pause_does_not_return_a_faulty_device():
     assert lab.state("a") == "attaching"
 
 
-def test_pause_outlives_a_device_that_is_found_healthy():
+def test_pause_continues_after_a_device_is_found_healthy():
     lab = Lab(device(0))
     pause(lab)
     lab.send(ev.DeviceAppeared, device=device(0))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which devices a session would get, before its process is bound to those that it sees."""
+"""The devices that a session would get, while its process is not yet bound to any."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_preferred_is_the_device_with_room(lab):
 
 
 def test_preferred_is_the_device_of_the_victim(lab):
-    """Nothing is free, one lease is idle: on the other device it would have to wait for a cell."""
+    """No memory is free, and only the lease on G1 is idle: G0 would mean a wait for a cell."""
     lab.running("b", 16)
     lab.idle("c", 16)
     lab.open("a", 10)
@@ -44,13 +44,13 @@ def test_preferred_is_the_device_that_the_session_has_or_needs(make):
     assert lab.pool.preferred("a") == ("G0",)
 
 
-def test_several_devices_are_named_in_order(lab):
+def test_all_preferred_devices_of_a_gang_are_named(lab):
     lab.open("a", 4, devices=2)
     assert sorted(lab.pool.preferred("a")) == ["G0", "G1"]
 
 
-def test_gang_returns_to_its_devices_in_its_order(make):
-    """Although the second of them is free at once: no state is migrated in vain."""
+def test_gang_resumes_on_its_own_devices_in_the_same_order(make):
+    """Its second device is free, but the pool waits for the first one and migrates no state."""
     lab = make(device(0, can_migrate=True), device(1, can_migrate=True))
     lab.running("g", 8, devices=2)
     lab.drop("g")

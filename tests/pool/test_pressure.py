@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Pressure: victims, the order of the queue, backfilling, and the reasons that users read."""
+"""Sessions that wait: victims, the order of the queue, backfilling, and reasons for users."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_lease_with_most_bytes_times_idle_time_yields_first(make):
     lab.idle("large-new", 20)
     lab.after(10)
     lab.open("w", 7)
-    # 4 x 110 < 20 x 10 is false, but the 4 bytes and the 6 free ones are enough.
+    # 4 x 110 is more than 20 x 10, and 4 bytes with the 6 free ones are enough.
     assert suspends(lab.hold("w")) == ["small-old"]
 
 
@@ -51,7 +51,7 @@ def test_no_more_leases_yield_than_needed(make):
     lab.idle("b", 10)
     lab.after(1)
     lab.open("w", 10)
-    # a goes first by the score but b alone is enough.
+    # a has the higher score, but is too small; b alone is enough.
     assert suspends(lab.hold("w")) == ["b"]
 
 
@@ -155,7 +155,7 @@ def test_full_host_memory_is_the_reason_of_a_wait(make):
     assert suspends(lab.hold("w")) == []
     assert lab.reason("w").endswith(": 6 B of the 16 B for suspended state is free")
     assert suspends(lab.after(1000)) == []
-    # The end of p gives its host bytes back.
+    # The end of p frees its host memory.
     assert suspends(lab.end("p")) == ["a"]
 
 
@@ -198,7 +198,7 @@ def test_measured_size_counts_instead_of_the_granted_size(make):
     assert suspends(lab.seen("G0", a=6)) == ["a"]
 
 
-def test_free_memory_of_the_host_counts_too(make):
+def test_free_memory_of_the_host_limits_suspends(make):
     lab = make(device(0))
     lab.idle("a", 16)
     lab.send(ev.HostMemorySeen, available=12)
@@ -208,7 +208,7 @@ def test_free_memory_of_the_host_counts_too(make):
 
 
 def test_busy_victim_is_tried_again_when_its_cell_ends(make):
-    """Later it would be busy again: its short cells follow each other without a pause."""
+    """A later attempt would find it busy: its short cells follow each other without a pause."""
     lab = make(device(0))
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -220,14 +220,14 @@ def test_busy_victim_is_tried_again_when_its_cell_ends(make):
         assert lab.state("a") == "active"
         lab.now += 0.01
         assert suspends(lab.drop("a", f"c{number}")) == ["a"]
-    # Without a hold the cause is unknown, and the pool leaves it alone for a while.
+    # A refusal without a hold has an unknown cause: the pool waits before the next attempt.
     lab.refused("a", "busy")
     assert suspends(lab.after(0.9)) == []
     assert suspends(lab.after(0.2)) == ["a"]
 
 
 def test_next_victim_is_tried_when_a_suspend_is_refused(make):
-    """Both hold as many bytes, but host memory has room for the state of the second one."""
+    """Both leases have 8 bytes, but host memory has room only for the state of ``light``."""
     lab = make(device(0), host_memory=16)
     lab.parked("p", used=10)
     lab.idle("heavy", 8)
@@ -280,7 +280,7 @@ def test_a_higher_class_goes_first_until_the_others_have_aged(make):
     lab.open("late", 16, priority="high")
     lab.hold("late")
     positions = {v.record.id: v.queue_position for v in lab.pool.view(lab.now).sessions}
-    # 10 points are worth 100 s of waiting: high overtakes, late does not.
+    # The class is worth 100 s of waiting: high overtakes low, late does not.
     assert (positions["high"], positions["low"], positions["late"]) == (1, 2, 3)
 
 
@@ -295,11 +295,11 @@ def test_higher_class_takes_over_a_promise_of_a_lower_one(make):
     assert attaches(lab.suspended("a", ("G0", 1))) == ["high"]
 
 
-def test_small_request_is_backfilled_beside_the_head(lab):
+def test_small_request_is_backfilled_on_another_device(lab):
     lab.running("a", 10)
     lab.running("b", 12)
     lab.open("head", 16)
-    lab.hold("head")  # reserves the device of a, where the fewest bytes are missing
+    lab.hold("head")  # head reserves the device of a, where the fewest bytes are missing
     lab.open("small", 4)
     assert got(lab.hold("small"), ev.Attach).slices == (Slice("G1", 4),)
 
@@ -311,7 +311,7 @@ def test_backfill_leaves_what_the_head_accumulates(make):
     lab.open("head", 10)
     lab.hold("head")
     lab.open("small", 2)
-    # 8 are free and 10 wanted: a or b alone is enough, but not if small takes 3 of them.
+    # 8 bytes are free and head needs 10: with 2 bytes less, the end of a or b is still enough.
     assert attaches(lab.hold("small")) == ["small"]
     lab.open("small2", 2)
     assert attaches(lab.hold("small2")) == []
@@ -326,17 +326,17 @@ def test_session_is_backfilled_when_the_head_asks_for_less(make):
     lab.hold("head")
     lab.open("small", 2)
     assert attaches(lab.hold("small")) == []
-    # Now a has to end in any case, which leaves 3 to spare.
+    # Now head can only start after the end of a, which leaves 3 bytes to spare.
     assert attaches(lab.change("head", 9)) == ["small"]
 
 
-def test_states_of_different_sizes_find_their_places(make):
+def test_states_of_different_sizes_go_to_devices_with_room(make):
     lab = make(device(0, 12), device(1, 12))
     lab.idle("a", 10, devices=2)
     lab.release("a")
     lab.suspended("a", ("G0", 1), ("G1", 10))
     lab.seen("G1", foreign=2)
-    # One needs 10 bytes, the other 11, and only one device has room for 11.
+    # One state needs 10 bytes, the other 11, and only one device has room for 11.
     attach = got(lab.hold("a"), ev.Attach)
     assert attach.slices == (Slice("G1", 10), Slice("G0", 11))
 
@@ -365,14 +365,14 @@ def test_two_sessions_in_turns_cannot_starve_the_head(make):
         if suspends(lab.after(0.5)):
             break
         lab.hold("b", "c")
-    # After one period of ageing the head takes the leases that become idle, one by one.
+    # After one period of ageing the pool preempts idle leases for the head, one by one.
     assert lab.state("b") == "detaching"
     lab.suspended("b", ("G0", 2))
     assert suspends(lab.drop("a")) == ["a"]
     assert attaches(lab.suspended("a", ("G0", 2))) == ["head"]
 
 
-def test_reservation_of_an_old_head_grows_device_by_device(make):
+def test_reservation_of_an_old_head_grows_by_whole_devices(make):
     lab = make(device(0), device(1), device(2))
     for name, size in (("a", 8), ("b", 9), ("c", 10)):
         lab.running(name, size)
@@ -415,13 +415,13 @@ def test_state_waits_if_no_other_device_can_take_it(make):
     lab.send(ev.DeviceDrained, device="G0", reason="Xid 79")
     assert attaches(lab.hold("a")) == []
     assert lab.reason("a") == "every GPU that this kernel can use is out of service"
-    # Meanwhile it does not block the others.
+    # Meanwhile a does not block other sessions.
     lab.open("b", 16)
     assert attaches(lab.hold("b")) == ["b"]
     assert attaches(lab.send(ev.DeviceAppeared, device=device(0))) == ["a"]
 
 
-def test_process_after_cuinit_returns_only_to_its_device(lab):
+def test_process_that_called_cuinit_resumes_only_on_its_device(lab):
     lab.running("a", 10)
     lab.drop("a", cuda=True)
     lab.release("a")
@@ -465,7 +465,7 @@ def test_request_blocked_by_foreign_memory_reserves_nothing(make):
     assert attaches(lab.hold("small")) == ["small"]
 
 
-def test_overuse_is_not_granted_again(make):
+def test_pool_grants_no_bytes_that_overuse_occupies(make):
     lab = make(device(0))
     lab.running("a", 4)
     assert got(lab.seen("G0", a=9), ev.Log).code == "overuse"
@@ -478,7 +478,7 @@ def test_overuse_is_not_granted_again(make):
 # --------------------------------------------------------------------------- news
 
 
-def test_waiting_session_is_told_only_of_changes(make):
+def test_waiting_session_gets_messages_only_about_changes(make):
     lab = make(device(0))
     lab.running("a", 16)
     lab.open("w1", 16)
@@ -491,7 +491,7 @@ def test_waiting_session_is_told_only_of_changes(make):
     assert lab.after(5) == []
 
 
-def test_long_queue_sends_news_at_most_once_a_second(make):
+def test_long_queue_sends_messages_at_most_once_a_second(make):
     lab = make(device(0), host_memory=10_000)
     lab.running("a", 16)
     for i in range(130):

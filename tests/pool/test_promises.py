@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a promise may cost the sessions ahead of it."""
+"""Promises and reservations, and the sessions ahead that they may not delay."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from jupyter_gpupool.pool.model import Quota
 from .builders import Lab, device, got, none
 
 
-def test_session_behind_gives_up_promised_quota():
-    """The session behind must give up its owner's quota, not memory."""
+def test_session_ahead_takes_quota_that_was_promised_behind_it():
+    """The session ``first`` needs the quota that is promised to ``behind``, not the memory."""
     lab = Lab(device(0), device(1, 8), quotas={"u": Quota(leases=1)})
     lab.idle("a", 8)
     assert lab.where("a") == [("G1", 8)]
     lab.running("busy", 16)
     lab.open("behind", 8, owner="u", priority="batch")
     got(lab.hold("behind"), ev.Suspend, session="a")
-    lab.open("first", 12, owner="u")  # too much for the device with the promise to "behind"
+    lab.open("first", 12, owner="u")  # too large for the device promised to "behind"
     none(lab.hold("first"), ev.Attach)
     got(lab.end("busy"), ev.Attach, session="first")
     assert lab.pool.explain("behind").reason.rule == "quota"
 
 
 def test_request_beyond_all_idle_leases_waits_for_memory():
-    """A session ahead of it needs less and waits for host memory; this one waits for GPU memory."""
+    """``less`` is ahead and waits for host memory; ``more`` needs more than idle leases have."""
     lab = Lab(device(0), device(1))
     lab.running("c", 9)
     lab.idle("d", 5)
@@ -43,8 +43,8 @@ def test_request_beyond_all_idle_leases_waits_for_memory():
     assert rules == {"head": "busy", "less": "host", "more": "busy"}
 
 
-def test_lease_of_the_last_head_counts_for_the_next_one():
-    """A lease of 3 that wanted to grow was the head; as an idle one it stands at the end."""
+def test_lease_of_the_former_head_counts_for_the_next_head():
+    """Growth of the lease of 3 bytes was the head; now it is idle, and so last in the queue."""
     lab = Lab(device(0, 12))
     for name, size in (("x", 6), ("y", 1), ("g", 3)):
         lab.running(name, size)
@@ -52,13 +52,13 @@ def test_lease_of_the_last_head_counts_for_the_next_one():
     for name, size in (("h", 6), ("l", 2)):
         lab.open(name, size)
         none(lab.hold(name), ev.Attach)
-    # Without "l", the end of the leases of 3 and 1 would be enough for "h".
+    # If "l" got no bytes, the end of the leases of 3 and 1 would be enough for "h".
     none(lab.drop("g"), ev.Attach)
     assert lab.reason("l") == "the free memory is reserved for the next kernel in the queue"
 
 
 def test_lease_granted_in_the_same_pass_counts_for_the_head(make):
-    """The head may start when that lease ends: its bytes are not for backfilling."""
+    """The head can start when the new lease ends, so those bytes are reserved for the head."""
     lab = make(device(0, 9))
     lab.running("a", 4)
     lab.seen("G0", foreign=5)

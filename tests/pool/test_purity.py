@@ -33,7 +33,7 @@ FORBIDDEN = {
     "uuid",
 }
 
-#: A module may import those to the left of it; imports for types alone count as well.
+#: A module may import modules to the left of it; imports only for types count as well.
 ORDER = [
     "residence",
     "evidence",
@@ -88,7 +88,7 @@ def test_every_module_has_its_place():
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
-def test_a_module_is_pure(file):
+def test_module_has_no_clock_io_or_random_numbers(file):
     tree = ast.parse(file.read_text())
     used = names(tree)
     assert not used & FORBIDDEN
@@ -123,7 +123,7 @@ def test_no_module_is_too_long():
 
 
 def test_hold_that_gets_a_free_slice_runs_little_code():
-    """A reader who follows the event through the pool opens these files, in as many changes."""
+    """The event may take at most this many calls, files, and jumps from file to file."""
     found = story()["HoldTaken"]
     assert found["calls"] <= 80
     assert found["files"] <= 9

@@ -21,7 +21,7 @@ from . import world
 from .test_random import Draws
 from .world import World
 
-#: The methods of a pool that only answer, and their arguments: none, sessions, devices or a time.
+#: The query methods of a pool and their arguments: none, sessions, devices or a time.
 QUERIES: dict[str, Callable[[Pool], Iterable[tuple[Any, ...]]]] = {
     **dict.fromkeys(
         [
@@ -58,7 +58,7 @@ def seen(pool: Pool) -> Any:
 
 
 class Asked(Pool):
-    """A pool that gets every query before each event, beside a twin that gets none."""
+    """A pool that answers every query before each event, and a twin that answers none."""
 
     def __init__(self, rules: Any) -> None:
         super().__init__(rules)

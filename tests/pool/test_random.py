@@ -34,7 +34,7 @@ class Draws:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Every rule is one step of the world; the world checks actions, accounts and liveness."""
+    """Each rule is one step of the world; the world checks actions, accounts and liveness."""
 
     world: World
 
@@ -103,10 +103,10 @@ TestPoolMachine.settings = settings(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_large_request_does_not_starve(seed):
-    """Small sessions come and go without end; the session that wants whole devices has its turn.
+    """Small sessions run cells without end; the session that needs whole devices must still start.
 
-    Every cell of the small ones ends within 5 s. Within one period of ageing the head reserves
-    its devices; after that it takes the leases that become idle there.
+    Every small cell ends within 5 s. During one period of ageing the head only reserves its
+    devices; after that the pool preempts the leases that become idle there.
     """
     rng = random.Random(seed)
     count = rng.choice([1, 2, 3])
@@ -165,7 +165,7 @@ def test_random_events_break_no_rule():
 
 
 def test_soak_with_shares():
-    """The same with groups, guarantees, caps, budgets and preemption of running work at random."""
+    """Random events with groups, guarantees, caps, budgets and preemption of running work."""
     assert soak.run(4_000, seed=0, shares=True)["violations"] == 0
 
 

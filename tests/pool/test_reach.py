@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The pass leaves out requests that must fail: every plan is as if it tried them all."""
+"""The pass skips requests that must fail; the plan is the same as if it tried all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jupyter_gpupool.pool.schedule import Plan
 
 from .world import World
 
-#: Many sessions that seldom end: a long queue.
+#: Steps that rarely end sessions, so that the queue becomes long.
 LIKELY = ["open", "hold", "hold", "wait", "complete", "tick", "drop", "sample"]
 
 
@@ -28,9 +28,9 @@ def same(facts: Facts, short: Plan, whole: Plan) -> None:
         assert why == whole.reasons[name], facts.sessions[name]
 
 
-#: Seeds with long queues: each leaves out thousands of requests.
+#: Seeds with long queues: with each, the pass skips thousands of requests.
 @pytest.mark.parametrize("seed", [1, 3, 6, 15, 46, 52, 55])
-def test_requests_left_out_change_no_plan(seed, monkeypatch):
+def test_requests_that_the_pass_skips_change_no_plan(seed, monkeypatch):
     skipped = 0
     plan, hopeless = machine.plan, Reach.hopeless
 

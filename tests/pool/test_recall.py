@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""An admin takes a slice back at a time, or ends a session."""
+"""An admin recalls a slice at a given time, or ends a session."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def recall(lab: Lab, name: str, seconds: float | None = 300.0):
     return lab.send(ev.RecallAsked, session=name, at=at, reason=WHY, rid="x")
 
 
-def test_busy_lease_leaves_at_the_time_and_not_before():
+def test_busy_lease_is_recalled_exactly_at_the_set_time():
     lab = Lab(device(0))
     lab.running("a")
     note = got(recall(lab, "a"), ev.Answer, rid="x").note
@@ -32,7 +32,7 @@ def test_busy_lease_leaves_at_the_time_and_not_before():
     assert (suspend.busy, suspend.reason) == (True, WHY)
 
 
-def test_recalled_session_waits_behind_those_that_waited():
+def test_recalled_session_waits_behind_earlier_waiters():
     lab = Lab(device(0))
     lab.running("a")
     lab.after(50.0)
@@ -59,7 +59,7 @@ def test_kept_idle_lease_is_recalled():
     got(lab.after(60.0), ev.Suspend, session="a", reason=WHY, busy=False)
 
 
-def test_dropped_recall_takes_nothing():
+def test_dropped_recall_takes_no_slice():
     lab = Lab(device(0))
     lab.running("a")
     recall(lab, "a", 60.0)

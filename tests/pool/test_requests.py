@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Requests: quotas, impossible ones, another size, release, keep; and the wording of answers."""
+"""Requests: quotas, impossible and changed sizes, release, keep; and the wording of answers."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_session_over_its_quota_waits_with_that_reason(make):
     lab.open("b", 10, owner="ann")
     assert attaches(lab.hold("b")) == []
     assert lab.reason("b") == "your quota of 16 B is in use by your other kernel"
-    # This does not hold up other owners.
+    # The wait does not delay other owners.
     lab.open("c", 10)
     assert attaches(lab.hold("c")) == ["c"]
     assert attaches(lab.end("a")) == ["b"]
@@ -145,7 +145,7 @@ def test_an_owners_own_idle_session_makes_room_in_its_quota(make):
 
 
 @pytest.mark.parametrize("quota", [Quota(leases=1), Quota(devices=1)])
-def test_quotas_of_leases_and_devices_apply_too(make, quota):
+def test_quotas_limit_the_number_of_leases_and_devices(make, quota):
     lab = make(quotas={"*": quota})
     lab.running("a", 2, owner="ann")
     lab.open("b", 2, owner="ann")
@@ -208,7 +208,7 @@ def test_slice_grows_after_an_idle_neighbour_has_yielded(make):
     assert got(lab.suspended("b", ("G0", 2)), ev.Resize).slices == (Slice("G0", 12),)
 
 
-def test_slice_grows_when_room_appears(make):
+def test_slice_grows_when_memory_becomes_free(make):
     lab = make(device(0))
     lab.running("a", 4)
     lab.running("b", 10)
@@ -248,7 +248,7 @@ def test_waiting_growth_ends_with_the_lease(make):
     assert got(lab.hold("a"), ev.Attach).slices[0].bytes == 12
 
 
-def test_slice_shrinks_when_its_use_is_known(lab):
+def test_slice_shrinks_when_a_sample_shows_its_use(lab):
     lab.running("a", 12)
     actions = lab.change("a", 6)
     none(actions, ev.Resize)
@@ -407,8 +407,8 @@ def test_restarted_broker_continues_from_the_journal(make):
     assert lab.state("i") == "idle"
     assert lab.free() == [8]
     assert lab.pool.view(lab.now).host_used == 6
-    # All sessions are counted before the pool takes anything from one. The broker keeps a hold of
-    # those that may not be idle until their agents are back.
+    # The pool restores all sessions before it preempts one. The broker keeps a hold for sessions
+    # that may be busy until their agents reconnect.
     lab.open("w", 16)
     assert suspends(lab.hold("w")) == []
     assert suspends(lab.after(1)) == ["i"]
@@ -417,7 +417,7 @@ def test_restarted_broker_continues_from_the_journal(make):
     assert got(lab.hold("p"), ev.Attach).epoch == 2
 
 
-def test_waiting_session_keeps_its_place_over_a_restart(make):
+def test_waiting_session_keeps_its_place_across_a_restart(make):
     old = make(device(0))
     old.running("a", 16)
     old.open("w", 16)

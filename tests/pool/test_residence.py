@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The rule of minimum residence alone: its bounds hold against any adversary."""
+"""Unit tests of the minimum residence: its bounds hold against any adversary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INF = math.inf
 
 
 def play(habits: Habits, gap: float, cost: float) -> tuple[float, Habits]:
-    """Let a session wait during a whole gap; return the lost GPU seconds and the new habits."""
+    """Simulate a gap during which a session waits; return lost GPU seconds and new habits."""
     there = Gap(0.0, wanted=-1.0)
     until = residence.protected_until(there, Stay(), habits, cost=cost, share=0.001)
     assert until >= 0
@@ -53,9 +53,9 @@ def test_gaps_cost_at_most_twice_the_best_and_one_move(cost, gaps):
 
 
 def test_adversary_gains_no_more_than_twice_the_best():
-    """The adversary returns just before or just after the move, or much later, as it costs most.
+    """The adversary returns just before the move, just after it, or much later.
 
-    It plans two gaps ahead and takes the worst pair, over 400 gaps.
+    It plans two gaps ahead and chooses the most expensive pair, 400 times.
     """
     cost, habits, lost, best = 1.0, Habits(), 0.0, 0.0
     ratios = []
@@ -83,7 +83,7 @@ def test_adversary_gains_no_more_than_twice_the_best():
 
 
 @given(HABITS, COSTS, GAP)
-def test_patience_is_between_its_trust_bound_and_the_move(habits, cost, away):
+def test_patience_is_between_the_trust_bound_and_the_move_cost(habits, cost, away):
     found = residence.patience(habits, cost, away)
     assert cost * (1 - habits.trust) - 1e-9 <= found <= cost
 
@@ -104,14 +104,14 @@ def test_two_gaps_are_too_few_for_a_history():
     assert residence.patience(Habits((100.0,) * 3), 2.0) == 0.0
 
 
-def test_holder_away_longer_than_ever_loses_protection():
+def test_holder_idle_longer_than_ever_before_loses_protection():
     habits = Habits((0.3, 0.4, 0.3))
     assert residence.patience(habits, 2.0) == 2.0
     assert residence.patience(habits, 2.0, away=0.59) > 0.0
     assert residence.patience(habits, 2.0, away=0.61) == 0.0
 
 
-def test_wrong_guess_ends_trust_and_returns_restore_it():
+def test_early_return_ends_trust_and_later_returns_restore_it():
     habits = Habits((100.0,) * GAPS)
     lost, habits = play(habits, 0.0, 1.0)
     assert lost == 1.0, "it was moved at once, and came back at once"
@@ -137,12 +137,12 @@ def test_protected_computing_and_idle_time_is_bounded(habits, cost, share, compu
 
 @given(COSTS, st.floats(0.02, 0.5), st.data())
 @settings(max_examples=200)
-def test_moving_takes_at_most_its_share_of_contending_loops(cost, share, data):
+def test_moves_of_contending_loops_take_at_most_the_share(cost, share, data):
     """The pauses are shorter than the move; bursts and pauses are arbitrary."""
     used = moved = now = 0.0
     habits = Habits()
     burst, pause = data.draw(st.floats(0.05, 3.0)), data.draw(st.floats(0.01, 0.95)) * cost
-    for _ in range(3):  # three stays of similar loops, one after the other
+    for _ in range(3):  # three stays with bursts and pauses of similar length
         stay = Stay()
         while True:
             jitter = data.draw(st.floats(0.5, 1.0))
@@ -173,7 +173,7 @@ def test_holder_is_protected_while_no_session_waits():
     assert residence.kept_idle(stay, Gap(0.0, wanted=999.0), 1000.0).withheld == 1.0
 
 
-def test_clock_starts_when_a_session_waits_for_an_idle_holder():
+def test_protection_time_starts_when_a_session_waits():
     rules = {"cost": 2.0, "share": 0.1}
     assert residence.protected_until(Gap(10.0, 3.0), Stay(), Habits(), **rules) == 12.0
     assert residence.protected_until(Gap(10.0, 30.0), Stay(), Habits(), **rules) == 32.0

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A slice to which state was moved stays for a while: the pool must not spend its time on moves.
+"""A session keeps its slice for a while after a move, so that moves take only a part of the time.
 
-And no session waits for an idle GPU. ``test_residence`` tests the rule alone. This file also
-tests the older rule, which is kept for comparison.
+The same rule keeps waits for idle GPUs short. ``test_residence`` tests the rule without a pool.
+This file also tests the older rule, which the pool keeps for comparison.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def suspends(actions):
 
 
 def moved(lab, name="a", suspend=1.0, resume=1.0, memory=10, waited=0.0, **fields):
-    """Open a session that is idle on the slice to which it has just been resumed."""
+    """Open a session, suspend and resume it, and end its cell."""
     lab.idle(name, memory, **fields)
     lab.release(name)
     lab.suspended(name, ("G0", memory), seconds=suspend, waited=waited)
@@ -60,8 +60,8 @@ def test_idle_holder_keeps_its_slice_for_the_time_of_a_move(make):
     assert suspends(lab.after(0.01)) == ["a"]
 
 
-def test_idle_time_without_a_wait_does_not_count(make):
-    """It has been idle for long, and pauses for a moment when a session comes: it stays."""
+def test_idle_time_without_a_wait_uses_no_protection(make):
+    """The holder was idle before the wait, and now runs short cells: it keeps its slice."""
     lab = make(device(0))
     moved(lab)
     lab.after(200)
@@ -93,7 +93,7 @@ def test_idle_time_during_a_wait_counts_as_use(make):
     moved(lab)
     lab.open("w", 10)
     lab.hold("w")
-    for _ in range(11):  # it is idle for one second of each pair
+    for _ in range(11):  # the holder is idle for about half of the time
         lab.hold("a")
         lab.after(0.9)
         lab.drop("a")
@@ -121,8 +121,8 @@ def test_holder_that_always_returns_late_yields_at_once(make):
     [(0.0, 0.0), (4.0, 10.0), (1000.0, 22.0)],
     ids=["free", "crowded", "stalled"],
 )
-def test_waits_for_other_moves_count_as_their_cost(make, waited, stays):
-    """Where a device does little else than copy, a pause of 3 s is shorter than a move."""
+def test_cost_of_a_move_includes_waits_for_other_moves(make, waited, stays):
+    """If moves wait for other moves, a move can take longer than the holder's pauses of 3 s."""
     lab = make(device(0))
     moved(lab, waited=waited)
     for _ in range(4):
@@ -139,7 +139,7 @@ def test_waits_for_other_moves_count_as_their_cost(make, waited, stays):
     assert lab.pool.next_wakeup() - begun == pytest.approx(stays), "the cost of a move"
 
 
-def test_protection_does_not_restart_with_the_next_wait(make):
+def test_protection_does_not_restart_with_the_next_waiter(make):
     lab = make(device(0))
     moved(lab)
     for name in ("v", "w"):
@@ -196,21 +196,21 @@ def test_two_holders_lose_their_protection_together(make):
 def test_wait_for_another_device_does_not_count(make):
     lab = make(device(0), device(1, model="B"))
     moved(lab)
-    lab.parked("w", 10, memory=16)  # on the other device, since this one has no room
+    lab.parked("w", 10, memory=16)  # on G1, because G0 has no room
     assert lab.record("w").suspended[0].device == "G1"
     lab.running("x", 10)
     lab.hold("w")
     assert suspends(lab.after(60)) == []
 
 
-def test_lazy_kernel_is_told_once_that_a_session_waits(make):
+def test_lazy_kernel_is_informed_once_that_a_session_waits(make):
     lab = make(device(0))
     lab.running("a", 10, attach="lazy")
     lab.open("w", 10)
     got(lab.hold("w"), ev.Wanted, session="a")
     lab.open("v", 10)
     assert not all_of(lab.hold("v"), ev.Wanted)
-    # The lease has ended: during the next one the pool tells the kernel again.
+    # With the next lease, the pool informs the kernel again.
     got(lab.drop("a"), ev.Suspend, session="a")
     lab.suspended("a", ("G0", 10))
     lab.done("w")
@@ -225,7 +225,7 @@ def test_lazy_kernel_is_told_once_that_a_session_waits(make):
     got(lab.past[-8:], ev.Wanted, session="a")
 
 
-def test_lazy_kernel_is_told_of_a_request_to_release(make):
+def test_lazy_kernel_is_informed_of_a_request_to_release(make):
     lab = make(device(0))
     lab.running("a", 10, attach="lazy")
     got(lab.release("a"), ev.Wanted, session="a")
@@ -233,7 +233,7 @@ def test_lazy_kernel_is_told_of_a_request_to_release(make):
     got(lab.drop("a"), ev.Suspend, session="a")
 
 
-def test_a_refused_suspend_tells_a_lazy_kernel_again(make):
+def test_lazy_kernel_is_informed_again_after_a_refused_suspend(make):
     lab = make(device(0))
     lab.running("a", 10, attach="lazy")
     lab.open("w", 10)
@@ -243,10 +243,10 @@ def test_a_refused_suspend_tells_a_lazy_kernel_again(make):
     got(lab.refused("a", "busy"), ev.Wanted, session="a")
 
 
-# ------------------------------------------------------------------ the rule before
+# ------------------------------------------------------------------ the older rule
 
 
-def test_lease_just_moved_stays_for_cost_by_share(make):
+def test_moved_lease_stays_for_move_cost_divided_by_share(make):
     lab = make(device(0), **CLOCK)
     moved(lab)
     lab.after(3)
@@ -261,7 +261,7 @@ def test_lease_just_moved_stays_for_cost_by_share(make):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_share_is_a_setting_and_0_turns_protection_off(make, share):
+def test_protection_uses_the_share_setting_and_0_disables_it(make, share):
     lab = make(device(0), max_swap_overhead=share, **CLOCK)
     moved(lab)
     lab.open("w", 10)
@@ -284,7 +284,7 @@ def test_slice_without_moved_state_is_preempted_at_once(make):
     lab = make(device(0))
     moved(lab)
     lab.release("a")
-    lab.suspended("a", seconds=1.0)  # it has freed all its memory
+    lab.suspended("a", seconds=1.0)  # a has freed all its memory
     lab.hold("a")
     lab.done("a", seconds=1.0)
     lab.drop("a")
@@ -312,7 +312,7 @@ def test_release_and_idle_timeout_ignore_the_protection(make):
     assert suspends(lab.after(5)) == ["a"]
 
 
-def test_newer_times_weigh_more(make):
+def test_newer_move_times_have_more_weight(make):
     lab = make(device(0), **CLOCK)
     moved(lab, suspend=1.0, resume=1.0)
     lab.release("a")
@@ -322,7 +322,7 @@ def test_newer_times_weigh_more(make):
     lab.drop("a")
     lab.open("w", 10)
     lab.hold("w")
-    # 1 + 0.3 x 10 s to suspend, 1 s to resume.
+    # 1 s + 0.3 x 10 s to suspend, 1 s to resume.
     assert suspends(lab.after(49.9)) == []
     assert suspends(lab.after(0.1)) == ["a"]
 
@@ -344,7 +344,7 @@ class Loops(Quick):
         self.alarms: list[tuple[float, int, str, str]] = []
         self.count = self.moves = 0
         self.moving = 0.0
-        #: The seconds that each burst waited for its slice.
+        #: Seconds for which each burst waited for its slice.
         self.waits: dict[str, list[float]] = {"a": [], "b": []}
         self.asked: dict[str, float] = {}
         for name in self.waits:
@@ -400,10 +400,10 @@ class Loops(Quick):
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5])
 @pytest.mark.parametrize("seed", range(4))
 def test_two_loops_spend_at_most_the_share_on_moves(seed, share, rule):
-    """The pauses are shorter than the move: the holder is back before its state would be away.
+    """The pauses are shorter than the move: the holder returns before a move could end.
 
-    For all bursts, pauses and costs of a move: over a long time, moving takes at most the share,
-    and neither session waits longer for the other than it must.
+    Over a long time, for all bursts, pauses and costs of a move, moves take at most the configured
+    share, and no wait is longer than the stay, one burst and one move.
     """
     rng = random.Random(seed)
     swap = rng.uniform(0.4, 6.0)
@@ -414,7 +414,7 @@ def test_two_loops_spend_at_most_the_share_on_moves(seed, share, rule):
     start: list[tuple[float, float]] = []
 
     def note() -> None:
-        if not start and lab.moves >= 4:  # the first moves come before any measurement
+        if not start and lab.moves >= 4:  # the pool has not yet measured the first moves
             start.append((lab.now, lab.moving))
 
     lab.wants("a")
@@ -425,7 +425,7 @@ def test_two_loops_spend_at_most_the_share_on_moves(seed, share, rule):
     assert lab.moves > 15, "they do take turns"
     assert min(map(len, lab.waits.values())) > 15
     check_pool(lab.pool, lab.now)
-    # The stay, the burst that runs at its end, and the move.
+    # The longest wait: the stay, the burst that runs at its end, and the move.
     longest = max(map(max, lab.waits.values()))
     assert longest <= 1.5 * swap * (1 / share + 1) + 2 * burst + pause + 1
 
@@ -433,7 +433,7 @@ def test_two_loops_spend_at_most_the_share_on_moves(seed, share, rule):
 @pytest.mark.parametrize("swap", [0.4, 2.4, 16.0])
 @pytest.mark.parametrize("think", [1.1, 3.0, 40.0])
 def test_two_users_in_turns_wait_only_for_the_move(swap, think):
-    """They think for longer than the move takes: no cell waits for an idle GPU."""
+    """The pauses are longer than a move, so a cell waits for moves and cells only."""
     rng = random.Random(int(10 * swap))
     lab = Loops(rng, swap, 0.1, 2 * think * swap)
     lab.wants("a")
@@ -443,7 +443,7 @@ def test_two_users_in_turns_wait_only_for_the_move(swap, think):
         late = sorted(waits[10:])
         assert len(late) > 5
         assert late[len(late) // 2] <= 2.5 * swap + 0.2
-        # One cell runs while the other's state moves in, and then both states move.
+        # At worst a cell waits for a resume, the cell after it, a suspend, and its own resume.
         assert late[-1] <= 4 * swap + 0.2
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Preemption of sessions in use: guarantees, classes, bursts, turns; and what protects a holder."""
+"""Preemption of sessions in use: guarantees, classes, bursts, turns; and the limits of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jupyter_gpupool.pool.shares import Shares
 from .builders import Lab, all_of, device, got, none
 from .crowd import Crowd
 
-#: Not so little that the difference of two is less than rounding.
+#: Values so large that the difference of two is never lost by rounding.
 USED = st.one_of(st.just(0.0), st.floats(1e-6, 1000))
 RATE = st.sampled_from([0.0, 0.25, 1.0, 2.0])
 
@@ -29,7 +29,7 @@ HALF = Group(guarantee=Portion(percent=50))
 
 
 def moved(lab: Lab, name: str, memory: int = 16, seconds: float = 1.0, **fields) -> None:
-    """Let a session run on a lease to which its state was moved; each way takes ``seconds``."""
+    """Let a session run after a suspend and a resume that took ``seconds`` each."""
     lab.idle(name, memory, **fields)
     lab.release(name)
     lab.suspended(name, *lab.where(name), seconds=seconds)
@@ -77,7 +77,7 @@ def test_session_whose_calls_cannot_be_held_back_is_no_victim(make):
     assert [a.busy for a in lab.past if isinstance(a, ev.Suspend)] == [False]
 
 
-def test_preempted_session_goes_on_by_itself(make):
+def test_preempted_session_resumes_without_a_new_request(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("low", priority="batch", memory=16)
     lab.after(5)
@@ -105,7 +105,7 @@ def test_hold_dropped_while_preempted_ends_the_wait(make):
     assert lab.record("low").preempted == ""
 
 
-def test_hold_dropped_during_the_suspend_leaves_it_detached(make):
+def test_session_whose_hold_ends_during_a_suspend_is_detached(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("low", 16, priority="batch")
     lab.after(5)
@@ -115,7 +115,7 @@ def test_hold_dropped_during_the_suspend_leaves_it_detached(make):
     assert lab.state("low") == "detached"
 
 
-def test_refused_preemption_grants_the_holds_again(make):
+def test_refused_preemption_grants_the_session_its_holds_again(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("low", 16, priority="batch")
     lab.after(5)
@@ -126,7 +126,7 @@ def test_refused_preemption_grants_the_holds_again(make):
     got(lab.after(1.5), ev.Suspend, session="low")
 
 
-def test_session_that_the_driver_pins_is_never_a_victim(make):
+def test_session_that_the_driver_pins_is_not_preempted_again(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("low", 16, priority="batch")
     lab.after(5)
@@ -145,7 +145,7 @@ def test_device_that_cannot_suspend_has_no_victims(make):
     assert preempted(lab) == []
 
 
-def test_wait_of_a_preempted_session_is_not_given_up(make):
+def test_max_wait_does_not_end_the_wait_of_a_preempted_session(make):
     lab = make(device(0), preempt=PREEMPT_ALL, max_wait=100.0)
     lab.running("low", 16, priority="batch")
     lab.after(150)
@@ -196,7 +196,7 @@ def test_borrower_of_a_higher_class_gives_back_a_guarantee(make):
     got(ask(lab, "low", 8, owner=Owner("ann", "bio"), priority="batch"), ev.Suspend, session="high")
 
 
-def test_who_is_within_a_guarantee_is_not_preempted(make):
+def test_session_within_a_guarantee_is_not_preempted(make):
     lab = make(device(0), groups={"bio": HALF}, preempt=PREEMPT_ALL)
     lab.running("a", 8, owner=Owner("ann", "bio"), priority="batch")
     lab.running("b", 8, owner=Owner("bob"), priority="batch")
@@ -211,8 +211,8 @@ def test_who_is_within_a_guarantee_is_not_preempted(make):
     assert [(h.session, h.covered) for h in found.holders if h.rule] == [("a", True)]
 
 
-def test_reclaim_leaves_the_other_group_what_is_guaranteed_to_it(make):
-    """Two sessions of a group above its guarantee: one of them is above, the other is not."""
+def test_reclaim_leaves_the_other_group_its_guarantee(make):
+    """Group phy has 32 bytes and is guaranteed 16: the pool may preempt two sessions, not more."""
     groups = {"bio": Group(guarantee=Portion(bytes=16)), "phy": Group(guarantee=Portion(bytes=16))}
     lab = make(groups=groups, preempt=PREEMPT_ALL)
     for name in ("p0", "p1", "p2", "p3"):
@@ -228,8 +228,8 @@ def test_reclaim_leaves_the_other_group_what_is_guaranteed_to_it(make):
 
 
 @pytest.mark.parametrize("why", ["quota", "cap"])
-def test_request_that_a_limit_holds_up_leaves_its_guarantee(make, why):
-    """It was counted first: the rest of its group was above the guarantee, and waited."""
+def test_request_blocked_by_a_limit_uses_no_guarantee(make, why):
+    """A blocked request must not use up the guarantee of its group, or the others would wait."""
     lab = make(
         preempt=PREEMPT_ALL,
         quotas={"ann": Quota(leases=1)} if why == "quota" else {},
@@ -248,8 +248,8 @@ def test_request_that_a_limit_holds_up_leaves_its_guarantee(make, why):
     assert preempted(lab)[0] in ("one", "two")
 
 
-def test_idle_victim_does_not_shield_the_one_that_makes_room(make):
-    """Without its idle lease the group is within its guarantee, and that lease is too small."""
+def test_idle_victim_does_not_protect_a_larger_running_one(make):
+    """Preempting ``small`` would protect ``low`` by its group's guarantee, and free too little."""
     lab = make(
         device(0, 9), preempt=PREEMPT_ALL, groups={"team": Group(guarantee=Portion(bytes=6))}
     )
@@ -262,7 +262,7 @@ def test_idle_victim_does_not_shield_the_one_that_makes_room(make):
     assert lab.state("small") == "idle"
 
 
-def test_guarantee_of_a_subgroup_takes_from_its_parent(make):
+def test_guarantee_of_a_subgroup_preempts_its_parent_group(make):
     groups = {
         "lab": Group(guarantee=Portion(percent=100)),
         "bio": Group(parent="lab", guarantee=Portion(percent=50)),
@@ -274,7 +274,7 @@ def test_guarantee_of_a_subgroup_takes_from_its_parent(make):
     got(ask(lab, "b", 8, owner=Owner("ben", "bio")), ev.Suspend, session="p")
 
 
-def test_guarantee_is_no_reason_to_preempt_the_own_group(make):
+def test_guarantee_does_not_preempt_sessions_of_the_same_group(make):
     lab = make(device(0), groups={"bio": Group(guarantee=Portion(percent=100))},
                preempt=frozenset({"guarantee"}))  # fmt: skip
     lab.running("a", 10, owner=Owner("ann", "bio"))
@@ -287,7 +287,7 @@ def test_guarantee_is_no_reason_to_preempt_the_own_group(make):
 # --------------------------------------------------------------------------- bursts
 
 
-def test_grown_holder_yields_what_another_one_is_guaranteed(make):
+def test_grown_holder_is_preempted_for_a_guaranteed_request(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("a", 4, limit=16)
     lab.grow("a", 12)
@@ -298,11 +298,11 @@ def test_grown_holder_yields_what_another_one_is_guaranteed(make):
     assert "guaranteed" in suspend.reason
     actions = lab.suspended("a", ("G0", 11))
     got(actions, ev.Attach, session="b")
-    got(actions, ev.Attach, session="a")  # its state fits beside what the other one asked for
+    got(actions, ev.Attach, session="a")  # the state of a fits beside the slice of b
 
 
-def test_grown_state_does_not_preempt_what_took_its_place(make):
-    """It needs more than it is guaranteed: its class does not help it, its turn does."""
+def test_grown_state_does_not_preempt_the_session_on_its_device(make):
+    """The state needs more than the guarantee, so class rules do not apply; only turns do."""
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("a", 4, limit=16, priority="interactive")
     lab.grow("a", 12)
@@ -315,7 +315,7 @@ def test_grown_state_does_not_preempt_what_took_its_place(make):
     assert lab.state("a") == "queued"
 
 
-def test_holder_that_did_not_grow_stays(make):
+def test_burst_rule_preempts_no_holder_that_has_not_grown(make):
     lab = make(device(0), preempt=frozenset({"burst"}))
     lab.running("a", 16)
     lab.after(5)
@@ -329,7 +329,7 @@ def test_holder_that_did_not_grow_stays(make):
 
 @pytest.mark.parametrize("move", [0.5, 2.0, 8.0])
 @pytest.mark.parametrize("owners", [("ann", "bob"), ("ann", "ann"), ("ann", "bob", "cyd")])
-def test_equals_take_turns_and_moving_costs_no_more_than_allowed(owners, move):
+def test_equal_sessions_take_turns_within_the_move_overhead(owners, move):
     crowd = Crowd(1, move=move, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     for i, owner in enumerate(owners):
         crowd.add(f"k{i}", owner, cell=1e9)
@@ -341,8 +341,8 @@ def test_equals_take_turns_and_moving_costs_no_more_than_allowed(owners, move):
     assert min(k.moves for k in crowd.kernels.values()) >= 2
 
 
-def test_turns_of_large_state_cost_no_more_than_allowed():
-    """A move of two minutes pays for a slice of twenty."""
+def test_turns_of_large_state_stay_within_the_move_overhead():
+    """Two moves take two minutes, so a time slice must last twenty."""
     crowd = Crowd(1, move=60.0, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     for i in range(3):
         crowd.add(f"k{i}", f"user{i}", cell=1e9)
@@ -353,7 +353,7 @@ def test_turns_of_large_state_cost_no_more_than_allowed():
 
 @pytest.mark.parametrize(("owners", "seconds"), [(1, 8000), (4, 4000), (16, 4000)])
 def test_slow_copies_make_slices_longer(owners, seconds):
-    """Eight devices share one path to host memory, and all first turns end together."""
+    """Eight devices share one path to host memory, and their first turns end at the same time."""
     crowd = Crowd(8, move=2.0, crowded=True, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     for i in range(16):
         crowd.add(f"k{i}", f"user{i % owners}", cell=1e9)
@@ -364,7 +364,7 @@ def test_slow_copies_make_slices_longer(owners, seconds):
     assert min(got) > 0.8 * max(got)
 
 
-def test_many_sessions_wait_longer_but_move_no_more():
+def test_many_sessions_wait_longer_but_cause_no_more_moves():
     crowd = Crowd(1, move=2.0, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     for i in range(40):
         crowd.add(f"k{i}", f"user{i}", cell=1e9)
@@ -373,7 +373,7 @@ def test_many_sessions_wait_longer_but_move_no_more():
     assert min(crowd.computed()) > 0
 
 
-def test_those_that_fit_together_stay_together():
+def test_sessions_that_fit_together_are_not_moved():
     crowd = Crowd(1, move=1.0, preempt=PREEMPT_ALL)
     for i in range(4):
         crowd.add(f"k{i}", f"user{i}", memory=4, cell=1e9)
@@ -381,7 +381,7 @@ def test_those_that_fit_together_stay_together():
     assert sum(k.moves for k in crowd.kernels.values()) == 0
 
 
-def test_lease_on_several_devices_has_one_turn_on_all_of_them():
+def test_gang_has_its_turn_on_all_its_devices_at_once():
     crowd = Crowd(2, move=1.0, preempt=PREEMPT_ALL)
     gang = crowd.add("gang", "ann", cell=1e9, devices=2)
     for i in range(2):
@@ -405,16 +405,16 @@ def test_session_that_has_used_less_keeps_its_turn(make):
     assert preempted(lab) == ["b"]
 
 
-def test_turns_alternate_without_returning_at_once(make):
-    """Two of equal use: each turn lasts two slices, by when the other one is behind by one."""
+def test_session_that_lost_its_turn_does_not_return_at_once(make):
+    """With equal usage a turn ends after two slices, when the other owner is one slice behind."""
     crowd = Crowd(1, move=1.0, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     a, b = crowd.add("a", "ann", cell=1e9), crowd.add("b", "bob", cell=1e9)
     crowd.run(1000)
     assert a.moves + b.moves <= 1000 / 20
 
 
-def test_turn_that_comes_later_is_told_with_its_time(make):
-    """It was "no rule lets this kernel take it", until the turn came all the same."""
+def test_explanation_of_a_later_turn_names_its_time(make):
+    """The line must not be "no rule lets this kernel take it" until the turn comes."""
     lab = make(device(0), preempt=PREEMPT_ALL, half_life=3600.0)
     lab.running("a", 16, owner="ann")
     lab.after(30)
@@ -436,8 +436,8 @@ def test_turn_that_comes_later_is_told_with_its_time(make):
     got(lab.after(0.02), ev.Suspend, session="b", busy=True)
 
 
-def test_turn_between_sessions_of_one_owner_needs_no_other_event(make):
-    """Without usage nobody looked again: the second one waited for any other event."""
+def test_turn_between_sessions_of_one_owner_asks_for_a_tick(make):
+    """Without usage data, the pool must still ask for a tick at the end of the time slice."""
     lab = make(device(0), preempt=PREEMPT_ALL, half_life=0.0, ageing=600.0)
     lab.running("a", 16, owner="ann")
     lab.seen("G0", a=1)
@@ -448,7 +448,7 @@ def test_turn_between_sessions_of_one_owner_needs_no_other_event(make):
 
 
 @pytest.mark.parametrize("start", [0.0, 1.7e9 + 0.1, 1.7e9 + 1 / 3, 1.7e9 + 0.77])
-def test_age_that_raises_a_session_by_a_class_counts_at_once(make, start):
+def test_age_that_raises_a_session_by_a_class_preempts_at_once(make, start):
     lab = make(device(0), preempt=PREEMPT_ALL, half_life=0.0, ageing=60.333)
     lab.now = start
     lab.running("a", 16, owner="ann", priority="notebook")
@@ -469,7 +469,7 @@ def test_age_that_raises_a_session_by_a_class_counts_at_once(make, start):
     since=st.floats(0, 500),
     weight=st.sampled_from([0.5, 1.0, 3.0]),
 )
-def test_turn_comes_at_the_first_instant_at_which_it_may(mine, its, gain, since, weight):
+def test_turn_comes_at_the_first_possible_instant(mine, its, gain, since, weight):
     facts = Facts(PoolSettings(half_life=300.0, groups={"g": Group(weight=weight)}))
     facts.now = 1000.0
     for meters, name, (memory, compute, one, other) in (
@@ -493,7 +493,7 @@ def test_turn_comes_at_the_first_instant_at_which_it_may(mine, its, gain, since,
     )
 
 
-def test_resume_after_a_turn_goes_behind_those_that_wait():
+def test_resume_after_a_turn_goes_behind_waiting_sessions():
     crowd = Crowd(1, move=0.5, preempt=PREEMPT_ALL)
     kernels = [crowd.add(f"k{i}", "ann", cell=1e9) for i in range(5)]
     crowd.run(1000)
@@ -504,7 +504,7 @@ def test_resume_after_a_turn_goes_behind_those_that_wait():
 # --------------------------------------------------------------------------- growth
 
 
-def test_growth_to_what_is_guaranteed_preempts_a_lower_class(make):
+def test_growth_to_the_guarantee_preempts_a_lower_class(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("a", 8)
     lab.running("low", 8, priority="batch")
@@ -515,7 +515,7 @@ def test_growth_to_what_is_guaranteed_preempts_a_lower_class(make):
     assert lab.where("a") == [("G0", 16)], actions
 
 
-def test_idle_session_that_would_grow_preempts_nothing_in_use(make):
+def test_growth_of_an_idle_session_preempts_no_lease_in_use(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.idle("a", 8)
     lab.running("low", 8, priority="batch")
@@ -525,7 +525,7 @@ def test_idle_session_that_would_grow_preempts_nothing_in_use(make):
     assert preempted(lab) == []
 
 
-def test_all_suspends_of_a_plan_are_for_a_waiting_session(make):
+def test_plan_suspends_no_more_sessions_than_the_waiter_needs(make):
     lab = make(preempt=PREEMPT_ALL)
     for name in ("a", "b"):
         lab.running(name, 8, priority="batch")
@@ -535,10 +535,10 @@ def test_all_suspends_of_a_plan_are_for_a_waiting_session(make):
     assert lab.pool.explain("high").promised == (Slice(lab.where(preempted(lab)[0])[0][0], 8),)
 
 
-# --------------------------------------------------------------------------- not to be suspended
+# --------------------------------------------------------------------------- failing suspends
 
 
-def test_unsuspendable_session_is_warned_and_asked_and_ended(make):
+def test_unsuspendable_session_is_warned_twice_and_then_ended(make):
     lab = make(
         device(0, can_suspend=False),
         preempt=PREEMPT_ALL,
@@ -562,7 +562,7 @@ def test_unsuspendable_session_is_warned_and_asked_and_ended(make):
     got(lab.end("stuck"), ev.Attach, session="high")
 
 
-def test_warning_comes_once_for_each_wait(make):
+def test_holder_is_warned_once_for_each_wait(make):
     lab = make(device(0, can_suspend=False), preempt=PREEMPT_ALL)
     lab.running("stuck", 16, priority="batch")
     lab.after(100)
@@ -577,7 +577,7 @@ def test_warning_comes_once_for_each_wait(make):
     assert len(all_of(lab.past, ev.Warn)) == 2
 
 
-def test_no_warning_where_no_rule_would_preempt(make):
+def test_holder_that_no_rule_may_preempt_gets_no_warning(make):
     lab = make(device(0, can_suspend=False), preempt=PREEMPT_ALL)
     lab.running("stuck", 16, priority="interactive")
     lab.after(100)
@@ -588,7 +588,7 @@ def test_no_warning_where_no_rule_would_preempt(make):
 
 @pytest.mark.parametrize("idle", [False, True])
 def test_session_whose_suspends_keep_failing_is_warned_and_ended(make, idle):
-    """A stopped process, or work that does not end, kept its slice and nobody was warned."""
+    """A stopped process, or work that does not end, must not keep its slice without a warning."""
     lab = make(device(0), preempt=PREEMPT_ALL, unsuspendable="end", half_life=3600.0)
     lab.running("stuck", 16, priority="batch")
     if idle:
@@ -615,7 +615,7 @@ def test_session_whose_suspends_keep_failing_is_warned_and_ended(make, idle):
     assert began + 3600 < lab.now < began + 3800
 
 
-def test_attempt_that_succeeds_ends_the_warnings(make):
+def test_suspend_that_succeeds_ends_the_warnings(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("stuck", 16, priority="batch")
     lab.after(100)
@@ -632,7 +632,7 @@ def test_attempt_that_succeeds_ends_the_warnings(make):
 
 
 @pytest.mark.parametrize("idle", [False, True])
-def test_limit_of_host_memory_below_the_state_leads_to_a_warning(make, idle):
+def test_holder_whose_state_exceeds_host_memory_is_warned(make, idle):
     lab = make(device(0), preempt=PREEMPT_ALL, half_life=3600.0)
     lab.running("stuck", 16, priority="batch")
     if idle:
@@ -650,7 +650,7 @@ def test_limit_of_host_memory_below_the_state_leads_to_a_warning(make, idle):
     assert "tried again" not in lab.reason("high")
 
 
-def test_lack_of_host_memory_leads_to_no_warning(make):
+def test_temporary_lack_of_host_memory_gives_no_warning(make):
     lab = make(device(0), preempt=PREEMPT_ALL, half_life=3600.0)
     lab.running("large", 16, priority="batch")
     lab.after(100)
@@ -663,8 +663,8 @@ def test_lack_of_host_memory_leads_to_no_warning(make):
     none(lab.past, ev.Warn)
 
 
-def test_first_time_slice_is_of_what_is_resident(make):
-    """What was granted would take 128 times as long to move as what is there."""
+def test_first_time_slice_depends_on_the_resident_bytes(make):
+    """To move all granted bytes would take 128 times as long as to move the resident ones."""
     gib = 1 << 30
     lab = make(
         device(0, 96 * gib), preempt=frozenset({"turns"}), half_life=0.0, host_memory=999 * gib
@@ -687,7 +687,7 @@ def ends(lab: Lab, name: str) -> float:
 
 
 def test_session_that_fills_the_cap_of_its_group_is_warned(make):
-    """Others of the group waited for the cap without end, and nobody was warned."""
+    """Otherwise other members of the group would wait for the cap without end."""
     lab = make(
         device(0, can_suspend=False),
         device(1),
@@ -705,7 +705,7 @@ def test_session_that_fills_the_cap_of_its_group_is_warned(make):
     assert "for 8 B within the cap of the group lab, and this kernel cannot be susp" in message
 
 
-def test_refusal_of_the_driver_leads_to_a_warning(make):
+def test_session_that_the_driver_cannot_suspend_is_warned(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("stuck", 16, priority="batch")
     lab.after(100)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Fair shares over time: weights, floods, and how long anybody waits at most."""
+"""Fair shares over time: weights, floods of requests, and the longest possible wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ THREE_TO_ONE = {"big": Group(weight=3.0), "small": Group(weight=1.0)}
     [(5.0, 5.0), (5.0, 45.0), (45.0, 5.0), (45.0, 45.0)],
     ids=["short", "short-long", "long-short", "long"],
 )
-def test_endless_demand_ends_at_the_weights(big, small, preempt):
+def test_shares_under_endless_demand_approach_the_weights(big, small, preempt):
     crowd = Crowd(2, groups=THREE_TO_ONE, preempt=preempt, half_life=1200.0)
     for i in range(6):
         length = random.Random(i).uniform
@@ -68,7 +68,7 @@ def test_share_that_a_group_does_not_use_goes_to_the_others():
 
 
 def test_user_with_many_requests_does_not_delay_the_others():
-    """One with 50 kernels against ten with one each: all get the same, and none waits for 50."""
+    """One user has 50 kernels, ten have one: all users get equal time and wait for few cells."""
     crowd = Crowd(2, half_life=1200.0)
     for i in range(50):
         crowd.add(f"f{i}", "flood", cell=8.0)
@@ -95,7 +95,7 @@ def test_first_request_of_each_user_goes_before_any_second_one(make):
     assert [e.position for e in map(lab.pool.explain, ("f0", "u", "f1", "f2"))] == [1, 2, 3, 4]
 
 
-def test_class_goes_before_share_and_share_before_age(make):
+def test_order_is_by_class_then_share_then_age(make):
     lab = make(device(0), ageing=1e9, half_life=3600.0)
     lab.running("used", 16, owner="ann")
     lab.after(100)
@@ -118,8 +118,8 @@ def position(lab: Lab, name: str) -> int:
     return found
 
 
-def test_age_raises_a_class_but_not_above_a_share(make):
-    """A batch job climbs past notebooks only while its owner has no more than its fair share."""
+def test_age_overtakes_a_class_but_not_a_fair_share(make):
+    """An old batch job overtakes newer notebooks only if its owner has used little."""
     lab = make(device(0), ageing=1.0, half_life=1e6)
     lab.running("busy", 16, owner="ann")
     lab.after(10)
@@ -164,15 +164,15 @@ def test_order_changes_as_usage_grows_without_an_event(make):
 
 
 def bound(half: float, ratio: float, classes: float, leases: float) -> float:
-    """The bound of :mod:`jupyter_gpupool.pool.shares`; ``ratio`` is U / B."""
+    """Return the bound in :mod:`jupyter_gpupool.pool.shares` for a ratio U / B."""
     return max(classes, half * math.log2(1 + ratio)) + leases
 
 
 @pytest.mark.parametrize("preempt", [frozenset(), PREEMPT_ALL], ids=["cells end", "preemption"])
 @pytest.mark.parametrize("devices", [1, 3], ids=["one", "all of three"])
 @pytest.mark.parametrize("seed", range(3))
-def test_wait_of_the_greatest_user_in_the_last_class_is_bounded(seed, devices, preempt):
-    """It has used the machine alone, and wants all of it; others work on in a higher class."""
+def test_wait_of_the_heaviest_user_in_a_low_class_is_bounded(seed, devices, preempt):
+    """One user has used the whole machine and wants it again; others use it in a higher class."""
     half, ageing, cell, others = 60.0, 1.0, 5.0, 4
     crowd = Crowd(devices, half_life=half, ageing=ageing, seed=seed, preempt=preempt)
     rich = crowd.add(
@@ -185,14 +185,14 @@ def test_wait_of_the_greatest_user_in_the_last_class_is_bounded(seed, devices, p
             crowd.add(f"u{i}{k}", f"user{i}", cell=lambda: crowd.rng.uniform(0.5, 1.0) * cell)
     crowd.run(2)
     waits = rich.done + 1
-    # Its owner has used as many devices as the others use, so U / B is the ratio of the weights.
+    # Rich has used as many devices as the others use now, so U / B is the ratio of the weights.
     crowd.run(bound(half, others, 100 * ageing, ageing + cell) + cell)
     assert rich.done >= waits, "it starves"
 
 
 @pytest.mark.parametrize("weight", [0.25, 1.0, 4.0])
 def test_bound_of_the_wait_depends_on_the_weight(weight):
-    """By no more than one cell of the others; and a heavier group waits for a shorter time."""
+    """The group waits at most for the bound and one cell; a larger weight means a shorter wait."""
     half, cell = 60.0, 5.0
     groups = {"rich": Group(weight=weight), "poor": Group()}
     crowd = Crowd(1, half_life=half, ageing=1.0, groups=groups, preempt=frozenset())
@@ -206,7 +206,7 @@ def test_bound_of_the_wait_depends_on_the_weight(weight):
     assert rich.done >= 2, "it starves"
 
 
-def test_waiting_owner_becomes_the_neediest():
+def test_heavy_user_runs_again_after_its_usage_has_decayed():
     crowd = Crowd(1, half_life=60.0)
     crowd.add("a", "ann", cell=1000.0)
     crowd.run(1001)
@@ -236,7 +236,7 @@ def test_session_within_its_guarantee_goes_before_any_class(make):
     assert lab.pool.explain("low").standing.entitled == ("bio",)
 
 
-def test_requests_beyond_the_guarantee_are_not_within_it(make):
+def test_only_requests_that_fit_the_guarantee_are_entitled(make):
     lab = make(device(0), groups={"bio": Group(guarantee=Portion(bytes=10))})
     lab.running("x", 16)
     lab.open("y", 4)
@@ -263,7 +263,7 @@ def test_quota_still_counts_within_a_guarantee(make):
     assert lab.pool.explain("b").reason.rule == "quota"
 
 
-def test_borrowed_memory_is_given_back_at_once(make):
+def test_borrower_is_preempted_at_once_for_a_guarantee(make):
     lab = make(groups={"bio": Group(guarantee=Portion(percent=50))}, preempt=PREEMPT_ALL)
     lab.running("x", 16)
     lab.running("y", 16)
@@ -280,7 +280,7 @@ def test_borrowed_memory_is_given_back_at_once(make):
     assert lab.state("a") == "active", "what is within the guarantee stays"
 
 
-def test_session_that_changes_its_group_is_charged_there():
+def test_session_with_a_new_group_is_charged_to_that_group():
     groups = {"a": Group(cap=Portion(bytes=20)), "b": Group()}
     lab = Lab(device(0), device(1), groups=groups, half_life=3600.0)
     lab.running("x", 10, owner=Owner("ann", "a"))

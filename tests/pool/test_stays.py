@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Why an idle slice does not leave, in one sentence; no sentence if it leaves."""
+"""The sentence that says why an idle slice does not leave; it is empty if the slice leaves."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_pinned_session_shows_its_own_reason(make):
     lab.refused("a", "pinned", "it shares memory")
     assert lab.record("a").pinned_reason
     assert told(lab) == ""
-    # The retry is due, and now host memory is full too: the first reason is shown.
+    # The retry is due, and now host memory is full too: the pool still shows the first reason.
     lab.send(ev.SettingsChanged, settings=dataclasses.replace(lab.pool.settings, host_memory=5))
     lab.after(60.0)
     assert lab.state("a") == "idle"
@@ -138,7 +138,7 @@ def test_device_without_suspend_is_the_reason():
     assert got(lab.past, ev.Suspend, session="a").reason == "idle"
 
 
-def test_reason_has_the_measured_bytes_of_each_device(make):
+def test_reason_names_the_measured_bytes_of_each_device(make):
     lab = make()
     lab.running("a", 4, devices=2)
     lab.seen("G1", a=3)

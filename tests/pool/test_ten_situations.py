@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a reader of ``pool/schedule.py`` expects in ten situations, and what the pool does.
+"""Ten situations in which the pool must do what ``pool/schedule.py`` describes.
 
-Each docstring quotes or sums up what the planner's module says. If one of these fails, either the
-plan is wrong or the module's comments are.
+Each docstring quotes or summarises a text of that module. If a test fails, either the plan or the
+module's text is wrong.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ def ask(lab: Lab, name: str, memory: int = 10, **fields: object) -> list[ev.Acti
     return lab.hold(name)
 
 
-def test_backfilling_takes_what_the_head_can_spare_and_no_more():
+def test_backfilling_takes_only_bytes_that_the_head_can_spare():
     """The pool serves sessions behind the head only where this cannot delay the head."""
     lab = Lab()
     lab.running("a")
     lab.running("b")
     none(ask(lab, "head", 12, devices=2), ev.Attach)
     assert rule(lab, "head") == "busy"
-    got(ask(lab, "c", 4), ev.Attach, session="c")  # 12 are left once "a" ends
+    got(ask(lab, "c", 4), ev.Attach, session="c")  # after the end of "a", 12 bytes are left
     got(ask(lab, "d", 2), ev.Attach, session="d")
     none(ask(lab, "e", 4), ev.Attach)
     assert rule(lab, "e") == "behind-head"
     assert lab.where("d") == [("G1", 2)] == [(lab.where("b")[0][0], 2)]
-    none(lab.end("b"), ev.Attach)  # 14 are free there, and "e" would leave 10
+    none(lab.end("b"), ev.Attach)  # 14 bytes are free on G1, and "e" would leave 10
     got(ask(lab, "f", 2), ev.Attach, session="f")
     assert lab.where("f") == [("G1", 2)]
     got(lab.end("a"), ev.Attach, session="head")
 
 
 def test_session_ahead_in_the_queue_takes_over_a_promise():
-    """It fits if sessions *behind* it give up promises made before it came."""
+    """A new session fits if sessions *behind* it give up promises that the pool made earlier."""
     lab = Lab(device(0))
     lab.idle("a")
     got(ask(lab, "b", priority="batch"), ev.Suspend, session="a")
     none(ask(lab, "c", priority="interactive"), ev.Suspend)
     assert (rule(lab, "c"), rule(lab, "b")) == ("planned", "busy")
     got(lab.suspended("a", ("G0", 10)), ev.Attach, session="c")
-    assert lab.pool.explain("b").reserved  # now it is the head
+    assert lab.pool.explain("b").reserved  # now b is the head
 
 
 def test_head_accumulates_after_ageing_seconds():
-    """After ``ageing`` seconds the head collects memory: idle leases yield before it has enough."""
+    """After ``ageing`` seconds the pool preempts idle leases for the head, one after the other."""
     lab = Lab()
     lab.running("a")
     lab.idle("b")
@@ -63,14 +63,14 @@ def test_head_accumulates_after_ageing_seconds():
     assert rule(lab, "small") == "behind-head"
     none(lab.after(59.9), ev.Suspend)
     got(lab.after(0.1), ev.Suspend, session="b")
-    none(lab.suspended("b", ("G1", 10)), ev.Attach)  # 16 are free there, for the head
+    none(lab.suspended("b", ("G1", 10)), ev.Attach)  # 16 bytes are free on G1, for the head
     got(lab.end("a"), ev.Attach, session="head")
 
 
 def test_wait_for_a_quota_reserves_nothing():
-    """Own idle leases are preempted for the quota; a wait for quota blocks its owner only.
+    """The pool preempts the owner's idle leases for the quota; the wait blocks only this owner.
 
-    The place is the tightest that fits, not the empty device.
+    The pool places a slice on the fullest device that fits, not on the empty one.
     """
     lab = Lab(quotas={"u": Quota(leases=1)})
     lab.idle("a", owner="u")
@@ -85,7 +85,7 @@ def test_wait_for_a_quota_reserves_nothing():
 
 
 def test_victim_is_a_session_whose_state_fits_host_memory():
-    """The least disruptive victims yield if host memory has room; if not, the reason says so."""
+    """A victim is a session whose state has room in host memory; else the reason is host memory."""
     lab = Lab(device(0))
     lab.idle("a")
     lab.seen("G0", a=8)
@@ -94,7 +94,7 @@ def test_victim_is_a_session_whose_state_fits_host_memory():
     assert rule(lab, "w") == "host"
     lab.send(ev.DeviceAppeared, device=device(1))
     got(lab.end("w"), ev.StateChanged, session="w", new="ended")
-    lab.now += 10  # "a" has been idle for longer: only host memory protects it
+    lab.now += 10  # "a" has been idle for longer: only the lack of host memory protects it
     lab.idle("c")
     lab.seen("G1", c=4)
     got(ask(lab, "w2"), ev.Suspend, session="c")
@@ -114,7 +114,7 @@ def test_growth_of_a_busy_lease_takes_its_turn_in_the_queue():
     got(actions, ev.Attach, session="later")
     got(actions, ev.Resize, session="a")
     none(actions, ev.Attach, session="w")
-    # An idle lease computes nothing: its growth goes last and reserves nothing.
+    # An idle lease computes nothing: its growth is last in the queue and reserves nothing.
     lab = Lab(device(0))
     lab.idle("a", 8)
     lab.keep("a", 1000)
@@ -138,7 +138,7 @@ def test_old_wait_goes_before_a_higher_class():
 
 
 def test_promise_on_a_paused_device_is_replaced():
-    """A promise is kept if it can still be kept; else another lease is preempted."""
+    """If a promise has become impossible, the pool preempts another lease."""
     lab = Lab()
     lab.idle("a")
     lab.now = 1.0
@@ -151,8 +151,8 @@ def test_promise_on_a_paused_device_is_replaced():
     assert lab.where("c") == [("G1", 10)]
 
 
-def test_slice_just_moved_stays_as_long_as_the_move_took():
-    """An idle lease yields once nothing protects it: here, residence after a resume."""
+def test_slice_stays_as_long_after_a_resume_as_a_move_takes():
+    """The pool preempts an idle lease when its minimum residence after a resume is over."""
     lab = Lab(device(0))
     lab.idle("a")
     lab.release("a")
@@ -169,7 +169,7 @@ def test_slice_just_moved_stays_as_long_as_the_move_took():
 
 
 def test_release_waits_for_the_hold_and_for_host_memory():
-    """Idle leases whose time is over are suspended, if host memory has room."""
+    """The pool suspends a released lease when it is idle and host memory has room."""
     lab = Lab(host_memory=16)
     lab.parked("p", used=10)
     lab.running("a")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Turns of computing: shares over time, no starvation, no lost turn, the same result each time."""
+"""Turns of computing: shares over time, no starvation, no wasted turn, deterministic results."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TURN = 0.1
 
 @dataclass
 class Program:
-    """A session that computes: always, or in bursts."""
+    """A session that computes all the time, or in bursts with pauses."""
 
     share: int
     devices: tuple[str, ...] = ("G0",)
-    #: How many turns it works and then pauses; no pause: it is always busy.
+    #: Turns of work before each pause, and turns of the pause; 0 means always busy.
     work: int = 1
     pause: int = 0
-    #: Its kernels run on for up to this long after the turn is over.
+    #: Seconds for which its GPU kernels may still run after the end of a turn.
     overrun: float = 0.0
     at: int = 0
     used: float = 0.0
@@ -36,7 +36,7 @@ class Program:
 
 
 class Machine:
-    """Devices on which programs run as planned; programs that run at once share device time."""
+    """Simulated devices that run the planned programs; concurrent programs share device time."""
 
     def __init__(self, seed: int = 0, **programs: Program) -> None:
         self.programs = programs
@@ -79,7 +79,7 @@ class Machine:
         return found
 
     def check(self, found: Turn) -> None:
-        """Check that one runs at a time, on all its devices or none, and that no turn is lost."""
+        """Check that one busy program runs on a contended device, and that no turn is wasted."""
         busy = {n: p for n, p in self.programs.items() if p.busy}
         for uuid in {u for p in self.programs.values() for u in p.devices}:
             there = [n for n, p in busy.items() if uuid in p.devices]
@@ -119,7 +119,7 @@ def test_session_alone_runs_whatever_its_share():
     assert m.programs["a"].ran == list(range(20))
 
 
-def test_full_shares_are_never_paused():
+def test_sessions_with_full_shares_are_never_paused():
     m = Machine(a=Program(100), b=Program(100))
     m.run(20)
     assert len(m.programs["a"].ran) == len(m.programs["b"].ran) == 20
@@ -137,7 +137,7 @@ def test_busy_seconds_follow_the_shares_over_time(seed, overrun):
     m = Machine(seed, **programs)
     m.run(50)
     before = m.snapshot()
-    # Long enough for the smallest share to have its turns.
+    # Long enough that the smallest share has several turns.
     m.run(min(3000, 60 * sum(shares) // min(shares)))
     for name, got in m.shares(before).items():
         due = m.programs[name].share / sum(shares)
@@ -145,7 +145,7 @@ def test_busy_seconds_follow_the_shares_over_time(seed, overrun):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_no_session_starves_and_no_turn_is_lost(seed):
+def test_no_session_starves_and_no_turn_is_wasted(seed):
     """Each session that wants to compute has a turn within a bounded time."""
     rng = random.Random(seed)
     programs = {}
@@ -161,7 +161,7 @@ def test_no_session_starves_and_no_turn_is_lost(seed):
     m.run(600)
     for name, p in programs.items():
         gaps = [b - a for a, b in zip([0, *p.ran], [*p.ran, 600], strict=True)]
-        # All others may have ten times its share, twice over.
+        # Every other program may have ten times this share; allow each of them two rounds.
         assert max(gaps) <= 2 * 10 * len(programs), f"{name} waited {max(gaps)} turns: {programs}"
 
 
@@ -196,7 +196,7 @@ def test_session_owes_nothing_for_time_used_alone():
 def test_session_with_pauses_gets_its_share_of_busy_time():
     m = Machine(a=Program(50), b=Program(50, work=10, pause=10))
     m.run(2000)
-    # b computes 10 turns, which take 20 beside a, then pauses for 10.
+    # b computes for 10 turns, which take 20 turns next to a, and then pauses for 10 turns.
     assert m.shares()["b"] == pytest.approx(1 / 3, abs=0.05)
 
 
@@ -210,16 +210,16 @@ def test_a_turn_on_several_devices_is_all_or_nothing():
     used = {n: p.used - before[n] for n, p in m.programs.items()}
     assert used["a"] == pytest.approx(used["both"], rel=0.1)
     assert used["a"] == pytest.approx(used["c"], rel=0.1)
-    # b has all the turns on G1 that ``both`` cannot use.
+    # On G1, b gets all turns that ``both`` cannot use.
     assert used["b"] == pytest.approx(2 * used["both"], rel=0.1)
-    # b gets no credit for them: when G0 is free for ``both``, b gets half of G1 and not more.
+    # These extra turns give b neither credit nor debt: when a and c leave, b gets half of G1.
     del m.programs["a"], m.programs["c"]
     before = m.snapshot()
     m.run(50)
     assert m.shares(before)["b"] == pytest.approx(0.5, abs=0.05)
 
 
-def test_counter_that_starts_again_at_zero_is_no_error():
+def test_usage_counter_that_restarts_at_zero_is_no_error():
     m = Machine(a=Program(50), b=Program(50))
     m.run(100)
     m.programs["a"].used = 0.0

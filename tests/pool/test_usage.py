@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What users and groups have used: device-seconds, decay, daily budgets, restarts."""
+"""Usage of users and groups: device-seconds, decay, daily budgets, restarts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_usage_counts_half_after_its_half_life(make):
     assert used(lab, "ann").dominant < 1e-5
 
 
-def test_usage_of_endless_work_goes_to_its_limit(make):
+def test_usage_of_endless_work_approaches_a_limit(make):
     lab = make(device(0), half_life=HALF)
     lab.running("a", 16, owner="ann")
     lab.after(30 * HALF)
@@ -108,7 +108,7 @@ def test_memory_of_a_lease_counts_while_no_broker_runs(make):
     assert used(other, "ann").today == pytest.approx(10 + 4 * 8 / 16 + 1)
 
 
-def test_usage_before_the_last_commit_does_not_count_twice(make):
+def test_usage_saved_before_a_restart_counts_once(make):
     other = make(device(0), half_life=HALF)
     lab = make(device(0), half_life=HALF)
     lab.now = 7200.0
@@ -120,7 +120,7 @@ def test_usage_before_the_last_commit_does_not_count_twice(make):
     assert used(other, "ann").today == pytest.approx(3 + 2)
 
 
-def test_recent_usage_is_of_those_that_used_anything(make):
+def test_recent_usage_lists_only_users_with_usage(make):
     lab = make(device(0), half_life=HALF)
     lab.running("a", 8, owner="ann")
     lab.end("a")
@@ -132,7 +132,7 @@ def test_recent_usage_is_of_those_that_used_anything(make):
     assert set(lab.pool.usage(lab.now, lab.now).users) == {"bob"}, "it has a lease"
 
 
-def test_usage_goes_on_by_other_rules(make):
+def test_usage_continues_after_a_change_of_settings(make):
     lab = make(device(0), half_life=1e12)
     open_in(lab, "a", "ann", "bio", 16)
     lab.after(10)
@@ -176,12 +176,12 @@ def test_portion_of_a_machine(portion, size):
         lambda: {"devices": math.inf},
     ],
 )
-def test_portion_that_makes_no_sense_is_refused(wrong):
+def test_invalid_portion_is_refused(wrong):
     with pytest.raises(ValueError, match=r"\."):
         Portion(**wrong())
 
 
-def test_values_that_make_no_sense_are_refused():
+def test_invalid_weights_and_budgets_are_refused():
     for wrong in (
         lambda: Group(weight=0.0),
         lambda: Group(weight=math.nan),
@@ -264,7 +264,7 @@ def test_refusal_names_when_a_budget_in_use_can_be_back(make, group):
 
 @pytest.mark.parametrize("group", ["", "bio"])
 @pytest.mark.parametrize("rule", ["window", "refill"])
-def test_budget_of_nothing_promises_no_renewal(make, rule, group):
+def test_refusal_for_a_budget_of_zero_names_no_renewal(make, rule, group):
     daily = Daily(0.0, rule=rule, then="refuse")
     lab = make(device(0), **budget_of(group, daily))
     lab.open("a", 8, owner=Owner("ann", group))
@@ -281,7 +281,7 @@ def test_budget_of_nothing_promises_no_renewal(make, rule, group):
     assert lines[-1].endswith(f"no GPU-seconds: {kernels} get no new slice.")
 
 
-def test_session_that_may_never_run_learns_why(make):
+def test_session_with_a_budget_of_zero_has_a_reason(make):
     lab = make(device(0), **budget(0.0, then="stop"))
     lab.open("a", 8, owner="ann")
     refusal = got(lab.hold("a"), ev.HoldRefused).refusal
@@ -307,7 +307,7 @@ def test_session_without_budget_borrows_what_is_free(make):
     got(lab.past[-8:], ev.Suspend, session="b")
 
 
-def test_victim_of_a_spent_budget_learns_that_reason(make):
+def test_victim_of_a_spent_budget_has_that_reason(make):
     lab = make(device(0), **budget(100.0), preempt=frozenset({"guarantee"}))
     lab.running("a", 16, owner="ann")
     lab.after(150)
@@ -317,7 +317,7 @@ def test_victim_of_a_spent_budget_learns_that_reason(make):
     assert lab.pool.record("a").preempted.startswith("its GPU-seconds of today are used up")
 
 
-def test_standing_tells_what_is_left_of_the_budget(make):
+def test_standing_names_the_rest_of_the_budget(make):
     lab = make(device(0), **budget(100.0))
     lab.running("a", 16, owner="ann")
     found, lines = lab.pool.standing(Owner("ann"), lab.now + 30)
@@ -333,7 +333,7 @@ def test_standing_tells_what_is_left_of_the_budget(make):
     ("then", "consequence"),
     [("refuse", "get no new slice"), ("borrow", "get only what no other kernel wants")],
 )
-def test_spent_budget_that_cannot_refill_says_what_follows(make, then, consequence):
+def test_spent_budget_without_refill_names_the_consequence(make, then, consequence):
     lab = make(device(0), **budget(100.0, then=then, rule="refill"))
     lab.running("a", 16, owner="ann")
     lab.after(150)
@@ -358,7 +358,7 @@ def test_lone_session_stops_at_the_end_of_its_budget(make):
     got(lab.after(DAY - lab.now + 1), ev.Attach, session="a")
 
 
-def test_refilled_budget_is_back_as_soon_as_a_part_is_refilled(make):
+def test_session_runs_again_when_a_part_of_its_budget_is_back(make):
     lab = make(device(0), **budget(8640.0, rule="refill", then="stop"))
     lab.running("a", 16, owner="ann")
     lab.after(10000)
@@ -404,7 +404,7 @@ def test_group_has_no_more_than_its_cap_at_once(make):
     assert lab.state("c") == "attaching"
 
 
-def test_request_above_the_cap_is_refused_by_its_name(make):
+def test_refusal_of_a_request_above_the_cap_names_the_group(make):
     lab = make(groups={"lab": Group(cap=Portion(percent=25)), "bio": Group(parent="lab")})
     actions = lab.open("a", 10, owner=Owner("ann", "bio"), rid="r")
     refusal = got(actions, ev.Answer).refusal
@@ -423,7 +423,7 @@ def test_growth_stops_at_the_cap(make):
     assert "group bio" in refusal.message
 
 
-def test_rates_follow_the_leases_and_leave_no_rest():
+def test_usage_rates_are_zero_after_the_last_lease():
     rng, rules, meters = random.Random(3), PoolSettings(), Meters()
     leases: dict[str, LeaseInUse] = {}
     for now in range(1, 2000):
@@ -476,7 +476,7 @@ def left(lab: Lab) -> float:
     return budget.daily.seconds - budget.used
 
 
-def test_window_begins_when_the_clock_is_set_past_it(make):
+def test_budget_renews_when_the_clock_is_set_past_midnight(make):
     lab = spender(make, Daily(1000.0))
     assert used(lab, "ann").spent
     lab.send(ev.ClockSet, ahead=3600.0)
@@ -488,7 +488,7 @@ def test_window_begins_when_the_clock_is_set_past_it(make):
     assert left(lab) == pytest.approx(500)
 
 
-def test_budget_is_there_again_at_the_time_of_day_that_is_set(make):
+def test_budget_renews_at_midnight_of_the_corrected_clock(make):
     lab = spender(make, Daily(1000.0))
     lab.send(ev.ClockSet, ahead=3600.0)
     midnight = LATE + 3600
@@ -499,19 +499,19 @@ def test_budget_is_there_again_at_the_time_of_day_that_is_set(make):
     assert not used(lab, "ann").spent
 
 
-def test_clock_that_is_set_back_returns_no_budget(make):
+def test_clock_that_is_set_back_renews_no_budget(make):
     lab = spender(make, Daily(1000.0))
     for back in (-3600.0, -30 * 3600.0, -3000 * DAY):
         lab.send(ev.ClockSet, ahead=back)
         assert left(lab) == pytest.approx(0)
-    # The next midnight by the new time of day.
+    # Midnight by the new time of day is one hour later.
     lab.now = LATE + 2 * 3600 - 1
     assert left(lab) == pytest.approx(0)
     lab.now += 1
     assert left(lab) == pytest.approx(1000)
 
 
-def test_time_that_the_machine_slept_refills_and_decays(make):
+def test_sleep_of_the_machine_refills_budgets_and_decays_usage(make):
     lab = spender(make, Daily(2000.0, rule="refill"))
     before, had = used(lab, "ann"), left(lab)
     lab.send(ev.ClockSet, ahead=HALF)
@@ -524,7 +524,7 @@ def test_time_that_the_machine_slept_refills_and_decays(make):
     assert left(lab) == pytest.approx(2000)
 
 
-def test_step_of_the_clock_charges_no_user(make):
+def test_clock_correction_charges_no_usage(make):
     lab = make(device(0), half_life=1e12, groups={"bio": Group(daily=Daily(DAY))})
     open_in(lab, "a", "ann", "bio", 16)
     lab.after(10)

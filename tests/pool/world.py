@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A pool, the naive model, and a simulated runner; and what random tests do to them.
+"""A pool, the naive model and a simulated runner, and the random steps that tests take.
 
 Every step makes its choices with a ``Chooser``: ``random.Random`` in the soak, Hypothesis's draws
 in the property test.
@@ -45,7 +45,7 @@ CLASSES = ("interactive", "notebook", "notebook", "notebook", "batch")
 
 
 def random_groups(c: Chooser) -> dict[str, Group]:
-    """Two groups, one in the other or beside it; guarantees may be more than the machine has."""
+    """Return two groups, perhaps one inside the other; guarantees may exceed the machine."""
     return {
         "lab": Group(
             guarantee=c.choice([None, Portion(percent=50), Portion(bytes=12)]),
@@ -76,7 +76,7 @@ def random_preempt(c: Chooser) -> frozenset[PreemptRule]:
 
 
 def random_settings(c: Chooser, *, shares: bool = False) -> PoolSettings:
-    """Return rules at random; ``shares``: with groups, budgets and preemption of running work."""
+    """Return random settings; ``shares`` adds groups, budgets and preemption of running work."""
     settings = _random_settings(c)
     if not shares:
         return settings
@@ -125,7 +125,7 @@ def _random_settings(c: Chooser) -> PoolSettings:
 
 
 class World:
-    """One machine with up to ``most`` sessions."""
+    """A machine with up to ``most`` sessions."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class World:
         self.shares = shares
         self.most = most
         self.deep = deep
-        #: After so many events, explanations are checked one by one.
+        #: Number of events after which the test checks explanations one by one.
         self.every = every
         self.now = 1000.0
         self.settings = random_settings(c, shares=shares)
@@ -150,7 +150,7 @@ class World:
         self.count = 0
         self.events = 0
         self.kinds: dict[str, int] = {}
-        #: What the plan said about each session after the last event.
+        #: Explanation of each session after the last event.
         self.plans: dict[str, Explanation] = {}
         for index in range(devices):
             self.send(
@@ -209,7 +209,7 @@ class World:
     # ------------------------------------------------------------------ steps
 
     def step(self) -> None:
-        """Do one random thing."""
+        """Take one random step."""
         name = self.c.choice(WEIGHTED)
         getattr(self, name)()
 
@@ -287,7 +287,7 @@ class World:
             )
 
     def complete(self) -> None:
-        """End one effect, in most cases with success."""
+        """Complete one effect, in most cases with success."""
         names = [n for n, s in self.naive.sessions.items() if s.effect]
         if not names:
             return
@@ -297,7 +297,7 @@ class World:
         common: dict[str, Any] = {"now": self.now, "session": name, "epoch": s.epoch}
         if s.effect == "attach":
             if how <= 17:
-                # Some of the later ones waited for other moves.
+                # Some attaches with a later epoch also waited for other moves.
                 waited = 40.0 if s.epoch % 4 == 3 else 0.0
                 seconds = self.c.choice([0.0, 1.5])
                 self.send(ev.AttachDone(**common, seconds=seconds, waited=waited))
@@ -323,7 +323,7 @@ class World:
             self.send(ev.SuspendFailed(**common, message="hung"))
 
     def settle(self) -> None:
-        """Processes of a session without a lease call cuInit."""
+        """Let processes of a session without a lease call cuInit."""
         names = [n for n in self._sessions("detached", "queued") if not self._suspended(n)]
         if names:
             name = self.c.choice(names)
@@ -331,7 +331,7 @@ class World:
             self.send(ev.DevicesSettled(now=self.now, session=name, bound=bound))
 
     def land(self) -> None:
-        """The guard could not move a process to the slice of its session."""
+        """Report that the guard could not move a process to its session's slice."""
         active = [n for n in self._sessions("active") if self.naive.sessions[n].lands]
         if active:
             name = self.c.choice(active)
@@ -348,7 +348,7 @@ class World:
             )
 
     def aside(self) -> None:
-        """A pause suspends processes that have only called cuInit, or lets them run again."""
+        """As a pause does, set aside processes that have only called cuInit, or restore them."""
         names = self._sessions("detached", "queued")
         fresh = [n for n in names if self.naive.sessions[n].bound and not self._suspended(n)]
         back = [n for n in names if self.naive.sessions[n].aside]
@@ -369,7 +369,7 @@ class World:
         return tuple(devices[-count:] if self.c.choice([True, False]) else devices[:count])
 
     def stale(self) -> None:
-        """A completion that comes too late, or for an unknown session."""
+        """Send a completion that is too late, or for an unknown session."""
         name = self.c.choice([*self._sessions(), "nobody"])
         epoch = self.c.randint(0, 3)
         s = self.naive.sessions.get(name)
@@ -405,7 +405,7 @@ class World:
         )
 
     def grow(self) -> None:
-        """Report an allocation that does not fit, mostly for a session with a slice."""
+        """Report an allocation that does not fit, usually for a session with a slice."""
         self.count += 1
         attached = self._sessions("active", "idle")
         if not attached or self.c.choice([False] * 9 + [True]):
@@ -414,7 +414,7 @@ class World:
         s = self.naive.sessions.get(name)
         uuid = self.c.choice(sorted((s and s.lease) or self.naive.devices))
         more, rid = self.c.randint(0, 4), f"g{self.count}"
-        # The pool first does what is due by the clock; the growth does not cause it.
+        # The tick does the work that is already due, so that the growth does not cause it.
         self.send(ev.Tick(now=self.now))
         before = dict(s.lease) if s else {}
         planned = self._promised()
@@ -464,7 +464,7 @@ class World:
         assert name == "nobody" or not self.pool.record(name).recall_at
 
     def prioritise(self) -> None:
-        """Let an admin give a session another priority class; its request is the same otherwise."""
+        """Let an admin change only the priority class of a session's request."""
         names = self._sessions()
         if not names:
             return
@@ -559,7 +559,7 @@ class World:
             if r.state == "ended":
                 del self.naive.sessions[r.id]
                 continue
-            # As a broker does: first finish or undo the effects under way.
+            # Like a broker, first finish or undo the effects under way.
             state = {"queued": "detached", "attaching": "detached", "detaching": "idle"}.get(
                 r.state, r.state
             )
@@ -581,7 +581,7 @@ class World:
             if not attached:
                 s.lease, s.recall_at = {}, None
             s.holds = {h.id: True for h in r.holds}
-            s.immovable = False  # a restarted broker asks the driver once more
+            s.immovable = False  # a restarted broker lets the driver try again
             s.charge = self.naive.due(s)
             s.refused = True
             found.append(r)

@@ -3,8 +3,8 @@
 """NVIDIA's GPUs: NVML, and the driver's checkpoint calls, each in child processes.
 
 ``service`` is the entry; it imports the others, and none of them imports it. No module here imports
-``pynvml`` or ``cuda`` at its top: only child processes load a vendor library, if that
-hangs or crashes, only a replaceable child is lost.
+``pynvml`` or ``cuda`` at its top: only child processes load a vendor library. If the library hangs
+or crashes, only a replaceable child is lost.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Driver calls on the processes of one session, through a worker that may be lost at any time.
+"""Driver calls on the processes of one session, through a worker that may die at any time.
 
-A worker that dies or hangs in a call is replaced, and the driver's state then decides the result:
-the driver completes a checkpoint whose caller died, and leaves the process locked after a restore
-whose caller died.
+The service replaces a worker that dies or hangs in a call, and reads the driver's state to learn
+the result: the driver completes a checkpoint whose caller died, and leaves the process locked after
+a restore whose caller died.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from .checkpoint import DriverAnswer
 #: Seconds beyond the lock's own time-out before its worker counts as hung.
 LOCK_GRACE = 5.0
 
-#: Seconds for a question about a process before the operation has changed anything. The driver
-#: answers at once unless a copy is in flight. A frozen process never answers, while other sessions
-#: wait for the device.
+#: Time-out in seconds for a query about a process before the operation has changed anything. The
+#: driver answers at once unless a copy is in flight. For a frozen process it never answers, and
+#: other sessions wait for the device meanwhile.
 PATIENCE = 10.0
 
 #: Bytes per second below which a copy counts as hung; half of the slowest copy seen in the field.
 SLOWEST_COPY = 0.5e9
 
-#: A slow copy makes progress if, in the time for the whole copy, the process's host memory, or its
-#: shared part, passes its highest or lowest value so far by these bytes.
+#: A slow copy counts as making progress if, within the time for the whole copy, the process's host
+#: memory (in all, or its shared part) goes above its highest or below its lowest value so far by at
+#: least these bytes.
 PROGRESS = 16 << 20
 
-#: state before and after a call that worked.
+#: the states before and after a successful call.
 _STATES = {
     "lock": ("running", "locked"),
     "checkpoint": ("locked", "checkpointed"),
@@ -47,7 +48,7 @@ _STATES = {
 #: States in which a transfer is under way.
 _COPYING = ("checkpointing", "restoring")
 
-#: Code of the parent's own answer when the worker was lost and the call had no effect.
+#: The code that this module itself returns when the worker was lost and the call had no effect.
 LOST = "WORKER_LOST"
 
 #: Refusals that mean "this process has no CUDA context". If another refusal counted, the pool
@@ -63,7 +64,7 @@ _NO_CONTEXT = {
 
 
 class Refused(Exception):
-    """The operation cannot go on, and its steps must be undone."""
+    """The operation cannot continue, and its steps must be undone."""
 
     def __init__(self, status: SuspendStatus, message: str) -> None:
         super().__init__(message)
@@ -81,7 +82,7 @@ class SessionCalls:
     call_timeout:
         Seconds for any other driver call, without the time for copying.
     alone:
-        Whether to call for ``root`` alone, not for the session's other processes.
+        Whether to call the driver for ``root`` only, not for the session's other processes.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class SessionCalls:
         self.pids: set[int] = set()
         #: Answers of :meth:`bring_back` that :meth:`call` has not returned yet.
         self._made: dict[tuple[str, ProcessId], DriverAnswer] = {}
-        #: The error that lost the worker in the middle of :meth:`bring_back`.
+        #: The error by which the worker was lost during :meth:`bring_back`.
         self._lost: ChildLost | DriverError | None = None
 
     @property
@@ -124,7 +125,7 @@ class SessionCalls:
         self._copy_timeout = self._call_timeout + size / SLOWEST_COPY
 
     def limit_patience(self, seconds: float) -> None:
-        """Let :meth:`probe` wait only so long from now on."""
+        """Set the seconds that :meth:`probe` waits from now on."""
         self._patience = seconds
 
     def refusal(self, process: ProcessId, answer: DriverAnswer) -> Refused:
@@ -147,7 +148,7 @@ class SessionCalls:
     async def members(self, *, again: bool = False) -> list[ProcessId]:
         """Return the processes that may have a CUDA context, children first.
 
-        ``again``: this operation has asked before.
+        ``again``: this operation has called this method before.
         """
         if self._alone:
             self.pids.add(self._root.pid)
@@ -186,9 +187,9 @@ class SessionCalls:
     async def look(self, known: Sequence[ProcessId] = ()) -> dict[ProcessId, str]:
         """Return the result of :meth:`probe` for each process of :meth:`members`, in that order.
 
-        While all of ``known`` are suspended, it returns only these. One message asks the worker for
-        all. If that loses the worker, one message for each process finds the process that does not
-        answer.
+        While all of ``known`` are suspended, it returns only these. One message to the worker
+        covers all processes. If the worker dies or hangs on that message, one message for each
+        process finds the process that does not answer.
         """
         patience = min(self._patience, self._call_timeout)
         try:
@@ -207,7 +208,7 @@ class SessionCalls:
         return {process: await self.probe(process) for process in await self.members()}
 
     async def _probed(self, process: ProcessId, member: Mapping[str, Any]) -> str:
-        if "state" not in member:  # it was continued or has ended since
+        if "state" not in member:  # the process was continued or has ended since
             return await self.probe(process)
         return await self.probe(
             process, thread=self._count(member["thread"]), state=self._count(member["state"])
@@ -253,8 +254,8 @@ class SessionCalls:
     async def state(self, process: ProcessId, patience: float | None = None) -> DriverAnswer:
         """Return the driver's state, after a transfer that is under way has ended.
 
-        The driver answers only after it, so this waits ``patience`` seconds (None: enough for a
-        copy).
+        The driver answers only after the transfer, so this waits ``patience`` seconds (None: enough
+        for a copy).
         """
         patience = self._copy_timeout if patience is None else patience
         deadline = time.monotonic() + patience
@@ -272,7 +273,7 @@ class SessionCalls:
         except (ChildLost, DriverError) as error:
             message = str(error)
         there = procfs.presence(process)
-        if there != "alive":  # it was stopped since, so it does not answer
+        if there != "alive":  # the process was stopped meanwhile, so it does not answer
             return DriverAnswer(there, message=checkpoint.absent(process, there))
         return DriverAnswer("hung", message=f"Process {process.pid} does not answer: {message}")
 
@@ -305,7 +306,9 @@ class SessionCalls:
             self._made[key] = self._count(made["answer"])
 
     async def call(self, op: str, process: ProcessId, **fields: Any) -> DriverAnswer:
-        """Make a call that changes the process; if its worker is lost, find the call's result."""
+        """Make a call that changes the process; if the worker is lost, find out the result of the
+        call.
+        """
         if (op, process) in self._made:
             return self._made.pop((op, process))
         timeout = self._copy_timeout
@@ -339,17 +342,18 @@ class SessionCalls:
     async def _outcome(self, op: str, process: ProcessId) -> DriverAnswer:
         """Return the state after a call whose worker is lost, as soon as the driver answers.
 
-        The driver may not answer during a copy, which loses nothing however long it takes.
+        The driver may not answer during a copy. Waiting for the end of the copy loses nothing,
+        however long it takes.
         """
         if op == "lock":
-            # A lock copies nothing, but may wait for GPU work without limit.
+            # A lock copies nothing, but may wait for work on the GPU without a time limit.
             return await self.state(process, min(self._patience, LOCK_GRACE))
         least = most = procfs.resident(process)
         while True:
             now = await self.state(process)
             seen = procfs.resident(process)
             # Compare with all values so far: otherwise a thread that keeps allocating and freeing
-            # memory would look like a copy, and hold the device without end.
+            # memory would look like a copy, and the operation would wait without end.
             moved = max(*(a - b for a, b in zip(seen, most, strict=True)),
                         *(b - a for a, b in zip(seen, least, strict=True)))  # fmt: skip
             if now.outcome != "hung" or moved < PROGRESS:

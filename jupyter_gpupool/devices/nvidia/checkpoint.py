@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspend and resume of one process: a thin typed layer on ``cuda.core.checkpoint``.
 
-Runs in a worker child. cuda.core's failures differ only in their text; here, and only here, the
-text becomes a code. Each call first checks by the start time that the number still names the same
-process, and that this is not stopped: every call on a stopped process hangs.
+Runs in a worker child. cuda.core's failures differ only in their text; only this module turns the
+text into a code. Each call first checks, by the start time, that the number still names the same
+process, and that this process is not stopped: every call on a stopped process hangs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from ...errors import DriverError
 from ...procfs import ProcessId
 from . import interpreter
 
-#: ``ok``; the process has ended (or its number names another); it is stopped; the driver refused;
-#: (set by the parent) not even its state could be read.
+#: The codes mean, in this order: success; the process has ended (or its number names another
+#: process); it is stopped; the driver refused; not even its state could be read (set by the
+#: parent).
 Outcome = Literal["ok", "gone", "stopped", "refused", "hung"]
 
 NOT_SUPPORTED = "CUDA_ERROR_NOT_SUPPORTED"
@@ -87,7 +88,7 @@ def initialise() -> str:
             next_step=f"Run: {interpreter.INSTALL}",
         )
     try:
-        # The slow import happens now, not within the time-out of the first call.
+        # Make the slow import now, so that it does not count in the time-out of the first call.
         import cuda.core.checkpoint  # noqa: F401
         from cuda.bindings import driver
 
@@ -108,9 +109,9 @@ def initialise() -> str:
 
 
 def _ends(process: ProcessId, tries: int) -> bool:
-    """Tell whether a call failed because its process is dying.
+    """Return whether a call failed because its process is dying.
 
-    The driver may notice first: its thread in the process ends before the process.
+    The driver may notice that before Linux does: its thread in the process ends before the process.
     """
     for turn in range(tries):
         if turn:
@@ -184,7 +185,7 @@ def restore(process: ProcessId, mapping: Mapping[str, str] | None) -> DriverAnsw
 
 
 def unlock(process: ProcessId) -> DriverAnswer:
-    """Let a locked process go on."""
+    """Unlock a locked process, so that it continues."""
     return _call(process, lambda target: target.unlock())
 
 

@@ -66,10 +66,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def be_nice() -> None:
-    """Let the broker and the kernels go first: a sample can wait, a kernel that asks for a GPU not.
+    """Lower this process's priority: a sample can wait, but a kernel that requests a GPU cannot.
 
-    Where Linux groups processes by session, the niceness of this one's group counts. As a batch
-    process it never interrupts another one when it wakes.
+    Where Linux groups processes by session, only the niceness of the group counts. A batch process
+    never interrupts another process when it wakes.
     """
     os.nice(NICE)
     with contextlib.suppress(OSError):
@@ -176,8 +176,8 @@ def worker(_out: int) -> dict[str, Handler]:
     def look(root: dict[str, int], session: str, known: list[dict[str, int]]) -> dict[str, Any]:
         """Return the result of ``find``, with the driver's thread and state of each process.
 
-        ``known`` are processes that were suspended. If all of them still are, no other process
-        of the session can have state, and this does not read /proc.
+        ``known`` are processes that were suspended. If all of them are still suspended, no other
+        process of the session can have state, and this does not read /proc.
         """
         top = procfs.presence(ProcessId(**root))
         suspended = [
