@@ -147,6 +147,29 @@ def test_calls_inside_are_counted(make_session, until):
     assert session.broker.messages == []
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cuMemcpyHtoDAsync_v2(u64(p), data, size(32 << 20), None)",
+        "cuMemcpyAsync(u64(p), u64(ctypes.addressof(data)), size(32 << 20), None)",
+        "cuMemsetD8Async(u64(p), 7, size(32 << 20), None)",
+    ],
+)
+def test_asynchronous_copies_are_counted(session, until, call):
+    """From pageable memory they return when they have read all bytes, maybe seconds later."""
+    child = session.child()
+    assert child.do("_ = context()") == 0
+    child.do(
+        "p, data = alloc(32 << 20), ctypes.create_string_buffer(32 << 20)\n"
+        "u64, size, stop, results = ctypes.c_uint64, ctypes.c_size_t, [], set()\n"
+        f"def work():\n    context()\n    while not stop: results.add(C.{call})\n"
+        "thread = threading.Thread(target=work); thread.start()"
+    )
+    until(lambda: session.page.read().inflight == 1)
+    assert child.do("stop.append(1); thread.join(); _ = results") == {0}
+    assert session.page.read().inflight == 0
+
+
 def test_device_queries_need_no_lease_while_suspended(session):
     """The guard answers by itself, because the driver could block."""
     child = session.child()

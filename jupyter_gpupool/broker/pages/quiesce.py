@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """Wait until no thread that found the gate open is still on its way into the driver.
 
-A launch or an asynchronous copy is not counted (counting both ends of each would cost more than
-the test of the gate), so a thread may have found the gate open, lost its processor, and enter the
-driver long after the gate was shut. If it enters before the driver's lock, the lock drains it like
-any other; later it would block inside the driver, where nothing asks for a lease for it.
+A launch is not counted (counting both of its ends would cost more than the test of the gate), nor
+is any other call that only passes the gate. So a thread may have found the gate open, lost its
+processor, and enter the driver long after the gate was shut. If it enters before the driver's lock,
+the lock drains it like any other; later it would block inside the driver, where nothing asks for a
+lease for it.
 
 So the broker gives each thread the time to get there, by the reasoning of RCU's grace periods: the
 way is a few instructions and never sleeps. A thread that was asleep after the gate was shut is not
