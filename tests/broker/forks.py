@@ -12,9 +12,13 @@ Other programs of tests are forked in the same way (:func:`run`).
 Other servers fork kernels (:func:`kernels`). They have imported ipykernel, the agent, numpy and
 cuda.bindings. One was started with the guard preloaded, as kernels are: the guard reads a process's
 variables at its first CUDA call.
-Two more (:func:`programs`) fork processes like kernels, see ``child.py``. They have imported
+Two more (:func:`program`) fork processes like kernels, see ``child.py``. They have imported
 cuda.core, which does not load the driver yet. One more forks Jupyter Servers, and one the commands
 of ``jupyter gpupool`` (:func:`command`).
+
+The workers of a test run share the servers, through sockets in the folder that the variable
+``TESTS_FORKS`` names (``tests/conftest.py`` makes it). Without this variable, a process has servers
+of its own.
 
 A forked broker forks its children as well, instead of executing them, if they use the emulated
 driver. The dynamic loader reads its variables at the start of a process only: the server starts
@@ -26,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
+import fcntl
 import importlib
 import importlib.util
 import json
@@ -40,6 +45,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import zlib
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from inspect import signature
@@ -155,20 +161,19 @@ class Forked:
 
 
 class _Server:
-    """The process that forks, and the socket to it. It ends when the socket closes."""
+    """A connection to a process that forks, which the first user of its name starts."""
 
-    def __init__(self, modules, loader, python=sys.executable):
-        self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._errors = os.memfd_create("errors")
-        room = "-" * _ROOM["arguments"]
-        with its:
-            self._process = subprocess.Popen(
-                [python, "-m", __name__, str(its.fileno()), modules, room],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
-                pass_fds=(its.fileno(),), env={**_environment(), **loader}, cwd=ROOT,
-            )  # fmt: skip
-        self.pid = self._process.pid
-        atexit.register(self._end)
+    def __init__(self, name, modules, loader=(), python=sys.executable):
+        self._name = name
+        path = _folder() / name
+        with _alone(path):
+            self._socket = _connected(path)
+            if self._socket is None:
+                _started.append(_launch(path, modules, dict(loader), python))
+                self._socket = _connected(path)
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        self.pid = int.from_bytes(credentials[:4], sys.byteorder)
+        self._errors = path.with_suffix(".errors")
 
     def fork(self, request, descriptors):
         """Send a request. It is one message, so that two threads may send at once."""
@@ -179,52 +184,117 @@ class _Server:
 
     def fail(self):
         """Say why the server ended. The next test starts another, so that one test fails only."""
-        _server.cache_clear()
-        _kernel_server.cache_clear()
-        _program_server.cache_clear()
-        _jupyter_server.cache_clear()
-        _command_server.cache_clear()
-        code = self._process.wait(60)
-        said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace")
-        raise EOFError(f"the process that forks brokers has ended with {code}: {said}")
+        if _servers.get(self._name) is self:
+            del _servers[self._name]
+        self.close()
+        said = self._errors.read_text(errors="replace")
+        raise EOFError(f"the process {self.pid} that forks {self._name} has ended: {said}")
 
-    def _end(self):
+    def close(self):
+        """Ask nothing more: the server ends with the last connection to it."""
         self._socket.close()
-        self._process.wait(60)
+
+
+#: The servers that this process uses, by name.
+_servers: dict[str, _Server] = {}
+
+#: The servers that this process has started. They may serve others after its end.
+_started: list[subprocess.Popen] = []
+
+
+def _server(name, modules, loader=dict, python=sys.executable):
+    found = _servers.get(name)
+    if found is None:
+        found = _servers.setdefault(name, _Server(name, modules, loader(), python))
+    return found
+
+
+def _brokers():
+    return _server("brokers", "brokers", _emulated)
+
+
+def _kernels(python, guarded):
+    number = f"{zlib.crc32(python.encode()):x}"
+    if guarded:
+        return _server(f"guarded-kernels-{number}", "kernels", _guard_loader, python)
+    return _server(f"kernels-{number}", "kernels", python=python)
+
+
+def _programs(guarded):
+    if guarded:
+        return _server("guarded-programs", "programs", _guard_loader)
+    return _server("programs", "programs", _emulated)
+
+
+def _folder():
+    """Return the folder of the servers' sockets: the test run's, or this process's own."""
+    return Path(os.environ.get("TESTS_FORKS") or _own_folder())
 
 
 @lru_cache(maxsize=1)
-def _server():
-    return _Server("brokers", {"LD_LIBRARY_PATH": EMULATED})
+def _own_folder():
+    return tempfile.mkdtemp(prefix="gpupool-")
 
 
-@lru_cache
-def _kernel_server(python, guarded):
-    return _Server("kernels", _guard_loader() if guarded else {}, python)
+@atexit.register
+def _leave():
+    """Leave the servers to others, and wait for the end of those that only this process used."""
+    for server in _servers.values():
+        server.close()
+    for process in _started:
+        if os.environ.get("TESTS_FORKS"):
+            process.returncode = process.poll() or 0  # else Python warns that it still runs
+        else:
+            process.wait(60)
+    if _own_folder.cache_info().currsize:
+        shutil.rmtree(_own_folder(), ignore_errors=True)
 
 
-@lru_cache(maxsize=2)
-def _program_server(guarded):
-    return _Server("programs", _guard_loader() if guarded else {"LD_LIBRARY_PATH": EMULATED})
+@contextmanager
+def _alone(path):
+    """Hold the lock of a server's name: nobody else starts it, and it does not end meanwhile."""
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
-@lru_cache(maxsize=1)
-def _jupyter_server():
-    return _Server("servers", {})
+def _connected(path):
+    """Return a connection to the server that listens at ``path``, or None."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(str(path))
+    except (FileNotFoundError, ConnectionRefusedError):
+        connection.close()
+        return None
+    return connection
 
 
-@lru_cache(maxsize=1)
-def _command_server():
-    return _Server("commands", {})
+def _launch(path, modules, loader, python):
+    """Start a server, and wait until it listens."""
+    path.unlink(missing_ok=True)
+    ready, its = os.pipe()
+    room = "-" * _ROOM["arguments"]
+    with path.with_suffix(".errors").open("wb") as errors:
+        process = subprocess.Popen(
+            [python, "-m", __name__, str(path), str(its), modules, room],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
+            pass_fds=(its,), env={**_environment(), **loader}, cwd=ROOT,
+        )  # fmt: skip
+    os.close(its)
+    with os.fdopen(ready, "rb") as pipe:
+        assert pipe.read() == b"1", path.with_suffix(".errors").read_text(errors="replace")
+    return process
 
 
-@lru_cache(maxsize=1)
+def _emulated():
+    return {"LD_LIBRARY_PATH": EMULATED}
+
+
 def _guard_loader():
     """Return the variables with which a process starts under the guard."""
-    folder = Path(tempfile.mkdtemp(prefix="gpupool-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    folder = install.guard_directory(folder)
-    return install.session_environment(folder, Path(), {"LD_LIBRARY_PATH": EMULATED})
+    folder = _folder() / "guard"
+    folder.mkdir(exist_ok=True)
+    return install.session_environment(install.guard_directory(folder), Path(), _emulated())
 
 
 def _environment():
@@ -259,13 +329,13 @@ def start(module, arguments, *, env, stdout, descriptor, folder=str(ROOT)):
     """Start ``python -m module arguments...`` as :class:`subprocess.Popen` would."""
     command = [sys.executable, "-m", module, *arguments]
     request = {"command": command, "env": {**env}, "cwd": folder, "standard": [1, 2]}
-    return _fork(_server(), request, [stdout, stdout, descriptor])
+    return _fork(_brokers(), request, [stdout, stdout, descriptor])
 
 
 def run(command, *, env, standard, folder=str(ROOT)):
     """Start a Python program, with these three standard streams."""
     request = {"command": [*command], "env": {**env}, "cwd": folder, "standard": [0, 1, 2]}
-    return _fork(_server(), request, [*standard])
+    return _fork(_brokers(), request, [*standard])
 
 
 def kernels(command, *, env, stdin=None, stdout=None, stderr=None, cwd=None, **options):
@@ -282,7 +352,7 @@ def kernels(command, *, env, stdin=None, stdout=None, stderr=None, cwd=None, **o
     nothing = open(os.devnull, "rb")  # noqa: SIM115
     outputs = [number if given is None else given for number, given in ((1, stdout), (2, stderr))]
     try:
-        process = _fork(_kernel_server(python, guarded), request, [nothing.fileno(), *outputs])
+        process = _fork(_kernels(python, guarded), request, [nothing.fileno(), *outputs])
     except BaseException:
         nothing.close()
         raise
@@ -299,7 +369,8 @@ def jupyter_server(command, *, env, log, folder=str(ROOT)):
         )
     request = {"command": command, "env": {**env}, "cwd": folder, "standard": [0, 1, 2]}
     with open(os.devnull, "rb") as nothing:
-        return _fork(_jupyter_server(), request, [nothing.fileno(), log.fileno(), log.fileno()])
+        streams = [nothing.fileno(), log.fileno(), log.fileno()]
+        return _fork(_server("servers", "servers"), request, streams)
 
 
 def command(words, *, env, standard, folder=str(ROOT)):
@@ -307,7 +378,7 @@ def command(words, *, env, standard, folder=str(ROOT)):
     assert all(env.get(name) == os.environ.get(name) for name in _LOADER), "read at the start only"
     line = [sys.executable, "-m", "jupyter_gpupool.cli", *words]
     request = {"command": line, "env": {**env}, "cwd": folder, "standard": [0, 1, 2]}
-    return _fork(_command_server(), request, [*standard])
+    return _fork(_server("commands", "commands"), request, [*standard])
 
 
 def program(module, *, env):
@@ -323,7 +394,7 @@ def program(module, *, env):
     read, stdout = os.pipe()
     streams = open(ours, "w"), open(read)  # noqa: SIM115
     try:
-        process = _fork(_program_server(guarded), request, [stdin, stdout, 2])
+        process = _fork(_programs(guarded), request, [stdin, stdout, 2])
     except BaseException:
         for stream in streams:
             stream.close()
@@ -357,7 +428,7 @@ def can_run(command, env):
 
 def parent():
     """Return the number of the process that will be the parent of those that are forked."""
-    return _server().pid
+    return _brokers().pid
 
 
 def _fork(server, request, descriptors):
@@ -377,46 +448,83 @@ def _fork(server, request, descriptors):
 # ---------------------------------------------------------------------- the server
 
 
-def _serve(connection):
-    """Fork a broker for each request; return in the broker, with its request."""
-    statuses = {}  # the pid of each broker: where its exit status is written
+def _listen(path, ready):
+    """Return the socket at which others ask this server; tell its starter that it listens."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    listener.bind(str(path))
+    listener.listen(64)
+    os.write(ready, b"1")
+    os.close(ready)
+    return listener
+
+
+def _serve(path, listener):
+    """Fork a process for each request; return in the process, with its request.
+
+    The server ends when the last of those that asked it has ended.
+    """
+    statuses = {}  # the pid of each process: where its exit status is written
+    clients = []
     wake, waker = socket.socketpair()
     for end in (wake, waker):
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker.fileno())
     while True:
-        readable, _, _ = select.select([connection, wake], [], [])
+        readable, _, _ = select.select([listener, wake, *clients], [], [])
         if wake in readable:
             with suppress(BlockingIOError):
                 wake.recv(4096)
             _report(statuses)
-        if connection not in readable:
-            continue
-        data, given, flags, _ = socket.recv_fds(connection, _LONGEST, _DESCRIPTORS)
-        if not data:
-            os._exit(0)
-        assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC), flags
-        request = json.loads(data)
-        ready, its = os.pipe()
-        pid = os.fork()
-        if not pid:
-            os.setsid()  # before anybody knows its number, and may ask for its group
+        if listener in readable:
+            clients.append(listener.accept()[0])
+        for client in [client for client in clients if client in readable]:
+            data, given, flags, _ = socket.recv_fds(client, _LONGEST, _DESCRIPTORS)
+            if not data:
+                clients.remove(client)
+                client.close()
+                if not clients:
+                    clients += _last(path, listener)
+                continue
+            assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC), flags
+            request = json.loads(data)
+            ready, its = os.pipe()
+            pid = os.fork()
+            if not pid:
+                os.setsid()  # before anybody knows its number, and may ask for its group
+                os.close(its)
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for end in (listener, wake, waker, *clients):
+                    end.close()
+                for status in (*statuses.values(), ready, given.pop()):
+                    os.close(status)
+                return request, given
             os.close(its)
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for end in (connection, wake, waker):
-                end.close()
-            for status in (*statuses.values(), ready, given.pop()):
-                os.close(status)
-            return request, given
-        os.close(its)
-        os.read(ready, 1)
-        *others, status = given
-        for descriptor in (ready, *others):
-            os.close(descriptor)
-        statuses[pid] = status
-        _tell(status, pid.to_bytes(_PID, "big"))
+            os.read(ready, 1)
+            *others, status = given
+            for descriptor in (ready, *others):
+                os.close(descriptor)
+            statuses[pid] = status
+            _tell(status, pid.to_bytes(_PID, "big"))
+
+
+def _last(path, listener):
+    """Return the connections of those that ask just now; end this process if there are none."""
+    with path.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # somebody connects
+            return [_accepted(listener)]
+        with suppress(BlockingIOError):
+            return [listener.accept()[0]]
+        path.unlink()
+        os._exit(0)
+
+
+def _accepted(listener):
+    select.select([listener], [], [])
+    return listener.accept()[0]
 
 
 def _report(statuses):
@@ -442,7 +550,7 @@ def _become(request, given):
         os.dup2(descriptor, number)
         os.close(descriptor)
     command = request["command"]
-    if sys.argv[2] in ("kernels", "servers", "commands"):
+    if sys.argv[3] in ("kernels", "servers", "commands"):
         _search(request["cwd"], request["env"])
     for descriptor in given:
         os.set_inheritable(descriptor, True)
@@ -571,12 +679,14 @@ def _run_child(command, env, folder, stdin, stdout):
 if __name__ == "__main__":
     import gc
 
-    for name in _IMPORTS[sys.argv[2]]:
+    place = Path(sys.argv[1])
+    heard = _listen(place, int(sys.argv[2]))
+    for name in _IMPORTS[sys.argv[3]]:
         with suppress(ImportError):  # a broker reports the absence of NVIDIA's packages
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection would copy the pages that all brokers share
-    line = _become(*_serve(socket.socket(fileno=int(sys.argv[1]))))
+    line = _become(*_serve(place, heard))
     code = 0
     try:
         _run(line)

@@ -1,13 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The process that forks the tests' brokers serves all tests of a worker: nothing may end it."""
+"""The process that forks the tests' brokers serves all tests of a run: nothing may end it."""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
+import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -82,9 +84,38 @@ def test_forked_process_ends_as_python_does(tmp_path, code, said):
     assert words.startswith("a reason") == (said == 1)
 
 
-def test_end_of_the_server_fails_one_test_and_is_explained(tmp_path):
+@pytest.fixture
+def alone(monkeypatch):
+    """Give the test servers that no other test uses."""
+    monkeypatch.setattr(forks, "_servers", {})
+    started = len(forks._started)
+    with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:  # short enough for a socket
+        monkeypatch.setenv("TESTS_FORKS", folder)
+        yield
+        for server in forks._servers.values():
+            server.close()
+        for process in forks._started[started:]:
+            process.wait(60)
+
+
+def test_end_of_the_server_fails_one_test_and_is_explained(tmp_path, alone):
     run(tmp_path, "pass").wait(60)
-    os.kill(forks._server().pid, signal.SIGKILL)
-    with pytest.raises(EOFError, match="has ended with -9"):
+    os.kill(forks.parent(), signal.SIGKILL)
+    with pytest.raises(EOFError, match="has ended"):
         run(tmp_path, "pass")
+    assert run(tmp_path, "pass").wait(60) == 0
+
+
+def test_processes_share_a_server_until_the_last_has_ended(tmp_path, alone):
+    run(tmp_path, "pass").wait(60)
+    ended = os.pidfd_open(forks.parent())
+    shown = subprocess.run(
+        [sys.executable, "-c", "from tests.broker import forks; print(forks.parent())"],
+        capture_output=True, check=True, text=True, timeout=60, cwd=forks.ROOT,
+    ).stdout  # fmt: skip
+    assert int(shown) == forks.parent()
+    assert run(tmp_path, "pass").wait(60) == 0
+    forks._servers.pop("brokers").close()
+    assert select.select([ended], [], [], 60)[0]
+    os.close(ended)
     assert run(tmp_path, "pass").wait(60) == 0
