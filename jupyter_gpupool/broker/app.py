@@ -366,7 +366,7 @@ class BrokerApp:
         if not self.configuration.settings.emulate or self.configuration.machine_wide:
             return
         if journal.records() or journal.set_aside or journal.problem:
-            return  # sessions use them, or may: a lost journal does not show that they ended
+            return  # sessions may use them: a lost journal does not show that they ended
         remove_emulated(self.path, journal.path)
 
     async def _end(self, broker: Broker) -> None:

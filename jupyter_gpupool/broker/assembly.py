@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """All parts of one broker, constructed in order of dependence: each part gets those that it uses.
 
-There is one circle, closed here: parts give the pool events (``core.handle``), and the runner
-behind it calls parts to perform what the pool decides.
+The parts form one cycle, which this module closes: parts give the pool events (``core.handle``),
+and the runner calls parts to perform what the pool decides.
 """
 
 from __future__ import annotations
@@ -279,9 +279,10 @@ def _page_folder(configuration: Configuration) -> tuple[Path, str]:
 def _links(configuration: Configuration, pages: Path, journal: Path) -> Path:
     """Return the folder for the links to the guard's library.
 
-    A new process without them runs without the guard, so a user's broker has them beside its
-    journal, where a logout does not delete them. The others are in the folder of pages: of a
-    broker for all users, who must enter it, or if the path has a space or colon (LD_PRELOAD).
+    Without the links a new process would run without the guard. So a user's own broker keeps them
+    beside its journal, where a logout does not delete them. The machine's broker keeps them in the
+    folder of pages, which all users may enter; so does a broker whose path has a space or colon,
+    which LD_PRELOAD cannot have.
     """
     lasting = journal.with_suffix(".guard")
     plain = not set(str(lasting)) & set(": \t\n")

@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """What all machines of the cluster have, for people who ask this broker.
 
-Only the ledger knows that. The next report asks it, and its answer comes as any other one, so no
-user needs a way to Ray. Without an answer this machine still shows its own part.
+Only the ledger knows that. The broker's next report asks for it, and the ledger's answer to the
+report has it, so no user needs access to Ray. Without an answer this machine still shows its own
+part.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def summary_of(core: Core, data: tuple[str, ...]) -> Summary:
 
 
 def keys_for(user: str, core: Core, settings: PoolSettings) -> set[tuple[str, ...]]:
-    """Return the limits that count a user's sessions here; the users' own in any case."""
+    """Return the limits that count a user's sessions here, and always the user's own."""
     owners = {s.owner for s in core.sessions if s.owner.name == user}
     found: set[tuple[str, ...]] = {("user", user)}
     found.update(key[:2] for owner in owners for key in keys_of(settings, owner))
@@ -56,7 +57,7 @@ class ClusterViews:
     Parameters
     ----------
     ask:
-        Has a report go out soon.
+        Sends a report soon.
     """
 
     def __init__(self, ask: Callable[[], None]) -> None:

@@ -128,7 +128,7 @@ class Configuration:
     def stands_aside(self) -> bool:
         """Return whether the machine's service has taken the place of this user's own broker.
 
-        A broker whose place is configured, or is none of the usual ones, is another pool.
+        A broker with a configured or unusual socket serves another pool, and does not stand aside.
         """
         usual = not self.settings.socket and is_usual_socket(self.socket)
         return usual and self.socket != MACHINE_SOCKET and machine_service()

@@ -28,7 +28,8 @@ from .store.records import journaled, slices_to_json
 #: pool takes no slice before the session's agent has had time to reconnect (see ``recovery``).
 FLUSH_AFTER = 0.25
 
-#: Seconds of a step of the time of day that counts; it is never exactly as fast as the other clock.
+#: The least step of the time of day that counts, in seconds: the two clocks never run at exactly
+#: the same speed.
 CLOCK_STEP = 1.0
 
 #: Receives an answer: (refusal or None, note for people).
@@ -83,7 +84,8 @@ class Core:
         #: By how much the time of day is ahead of :attr:`now`, as the pool knows it.
         self.ahead = 0.0
         self.handle = handle
-        #: Changes on each device so far: a sample that began before the last one is stale.
+        #: The number of changes on each device: a sample that began before the last change is
+        #: stale.
         self.changes: dict[str, int] = {}
         #: Set whenever ``changes`` grows.
         self.changed = asyncio.Event()
@@ -113,8 +115,8 @@ class Core:
     def follow_clock(self) -> None:
         """Tell the pool by how much the time of day is ahead, if that has changed.
 
-        Also before a request: no timer rings at once when a machine wakes up, and a budget of the
-        day before must not refuse what that of the new day allows.
+        Parts call this before each request, too: after a machine has woken up, no timer fires at
+        once, and yesterday's budget must not refuse what today's allows.
         """
         ahead = self._clock.ahead()
         step = ahead - self.ahead

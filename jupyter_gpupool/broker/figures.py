@@ -379,8 +379,9 @@ MetricsPage = Callable[[bool], Awaitable[tuple[bytes, str]]]
 class Endpoint:
     """Serves ``page`` at ``port`` of 127.0.0.1, from the broker's event loop, and nothing else.
 
-    Any local user may connect, so one request per connection, no body, a few connections at a time,
-    and none for longer than a healthy scrape can take. Nothing here waits for a client.
+    Any local user may connect. So a connection has one request without a body, few connections are
+    open at once, and none stays open for longer than a healthy scrape takes. Nothing here waits for
+    a client.
 
     Raises
     ------

@@ -63,7 +63,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A user of this machine, and the variables of a kernel that starts anew."""
+    """A user of this machine, and the environment variables of the user's new kernels."""
 
     uid: int
     gid: int
@@ -96,7 +96,7 @@ def check_rights(node: str, status: Path = Path("/proc/self/status")) -> None:
 
 
 def talk(link: socket.socket, line: bytes, deadline: float) -> bytes:
-    """Send a line; return the one that comes back until ``deadline``, else what came of it."""
+    """Send a line; return the answering line, or the part of it that came before ``deadline``."""
     found = b""
     with suppress(OSError):
         link.settimeout(max(0.01, deadline - time.monotonic()))
@@ -113,7 +113,7 @@ def talk(link: socket.socket, line: bytes, deadline: float) -> bytes:
 def end(process: subprocess.Popen[bytes]) -> None:
     """Kill a program that was not reaped, and all in its process group; wait a short time.
 
-    It is its user's process, which can be stopped, ignore the end of its input, and have children
+    The program runs as its user: it may be stopped, ignore the end of its input, and have children
     that keep its output open.
     """
     with suppress(ProcessLookupError, PermissionError):
@@ -193,7 +193,7 @@ class Hosting:
         raise RefusedError(f"There is no order {str(do)[:40]!r}.", code=Code.UNKNOWN_TYPE)
 
     def close(self) -> None:
-        """Watch no kernel any more; all go on."""
+        """Stop watching the kernels, which continue to run."""
         for death in self._deaths.values():
             death.close()
         self._deaths.clear()
@@ -247,7 +247,7 @@ class Hosting:
         return {**answer, "pid": process.pid}
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Reap a kernel when it ends: nobody may ask for it again."""
+        """Reap a kernel when it ends, even if no order asks for it again."""
 
         def reap() -> None:
             self._deaths.pop(process.pid, None)

@@ -78,7 +78,9 @@ class Lifecycle:
             self.start_grace(session)
 
     def member_gone(self, session: LiveSession, connection: Connection) -> None:
-        """End the holds of a member whose connection has ended: the program has, or is done."""
+        """End the holds of a member whose connection has ended, because the program ended or needs
+        no GPU now.
+        """
         for hold in session.members.pop(connection, ()):
             self.cancel(session, hold)
 

@@ -72,7 +72,7 @@ class Memberships:
         self._threads = asyncio.Semaphore(MOST_THREADS)
 
     def forget(self) -> None:
-        """Ask again from now on: the configuration was read again."""
+        """Ask for each user's groups again: the configuration was read again."""
         self._known = {uid: replace(known, until=0.0) for uid, known in self._known.items()}
 
     def is_known(self, uid: User) -> bool:
@@ -103,7 +103,8 @@ class Memberships:
         found = _KnownGroups(hub_groups=before.hub_groups if hub else frozenset(), sure=True)
         async with self._threads:
             try:
-                # Hub users need no account: the account of the same name may be somebody else.
+                # A Hub user needs no account here, so an account of the same name may be another
+                # person's.
                 unix = (
                     await nss.ask(lambda: self._unix_groups(uid))
                     if isinstance(uid, int)

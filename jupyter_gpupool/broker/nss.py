@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Questions to NSS, which may ask the network and hang there: in threads that nothing waits for.
+"""Ask NSS in threads that nothing waits for: NSS may ask the network, and hang there.
 
-Also for orders of users, whose files and processes may hang.
+Orders of users run in such threads, too, because a user's files and processes may hang.
 """
 
 from __future__ import annotations

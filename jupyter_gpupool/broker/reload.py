@@ -37,7 +37,7 @@ KEPT = "guarantees"
 
 
 class Reload:
-    """Applies settings that are others than before.
+    """Applies changed settings.
 
     Parameters
     ----------
@@ -202,7 +202,7 @@ def _named(group: str) -> str:
 
 
 def _guarantees(timetable: Timetable) -> str:
-    """Return the sizes of all groups, at all times, as text."""
+    """Return the guarantees of all groups under every combination of schedules, as text."""
     found = [
         [name, group.parent, str(group.guarantee), str(group.cap)]
         for rules in ((), *timetable.combinations(time.time()))

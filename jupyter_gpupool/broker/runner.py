@@ -28,7 +28,7 @@ from .sessions import LiveSession
 from .store.records import slices_to_json
 from .store.usage import UsageBook
 
-#: Events after which no session has, or waits for, more or less than before by itself.
+#: Events that by themselves change nothing that a session has or waits for.
 _SAMPLES = (e.DeviceMemorySeen, e.HostMemorySeen)
 
 

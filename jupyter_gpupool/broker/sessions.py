@@ -61,7 +61,7 @@ class Use:
     #: Streams that record a graph, and the loop time of their last CUDA call.
     captures: int = 0
     captured_at: float = float("-inf")
-    #: Whether it has the hold of its CUDA activity: a copy, as asking the pool costs more.
+    #: Whether it has the hold of its CUDA activity; a copy, because asking the pool costs more.
     held: bool = False
     #: Why it cannot be suspended; empty if nothing is known.
     pins: str = ""
@@ -155,7 +155,9 @@ class LiveSession:
         return hmac.compare_digest(self.token_digest, digest(token))
 
     def may_have(self, pid: int) -> bool:
-        """Return whether a process that names this session, and no child of its, may be its own."""
+        """Return whether a process that names this session may belong to it without being its
+        child.
+        """
         if isinstance(self.uid, int) and procfs.real_uid(pid) != self.uid:
             return False
         if self.process is None:

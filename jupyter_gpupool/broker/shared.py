@@ -196,7 +196,7 @@ class SharedLimits:
     # ------------------------------------------------------------------ the agent
 
     def account(self, connection: Connection, message: Message) -> None:
-        """Loan with a report: once something is due, or after the time that the agent gives."""
+        """Answer with a report: as soon as one is due, or after the time that the agent gives."""
         self.check_agent(connection)
         if self._pending is not None and self._pending[0] is not connection:
             other, request = self._pending

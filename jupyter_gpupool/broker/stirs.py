@@ -3,13 +3,14 @@
 """Changes of a session that the journal does not have, for readers of the status.
 
 The end of a cell, its beginning, and news of a wait write no row: there are too many, and nothing
-is lost with them. But a page that shows the session should look again soon. So each such change is
-told once, when the session has been quiet for ``SETTLED`` seconds: cells that follow each other at
-once are no news.
+is lost with them. But a page that shows the session should look again soon. So the broker tells
+readers of such a change once, when the session has been quiet for ``SETTLED`` seconds: cells in
+quick succession are one change.
 
-A change of the queue may concern every idle session, because others may wait for its slice now, or
-no more. Readers that show idle sessions are told of it once, however many they show. Each of them
-then asks for a status, so a change among many readers is told again only after a pause.
+A change of the queue may concern every idle session, because others may now begin or cease to wait
+for its slice. The broker tells each reader that shows idle sessions once, however many it shows.
+Each of them then asks for a status, so with many readers the broker pauses before it tells them of
+the next change.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What systemd and its like hand to a service, and what the service tells them.
+"""What a service manager such as systemd passes to the broker, and what the broker tells it.
 
 Sockets that are bound already (``LISTEN_FDS``, sd_listen_fds(3)), and messages that the broker is
 ready, lives or ends (``NOTIFY_SOCKET``, sd_notify(3)). Without these variables nothing happens.
@@ -22,7 +22,7 @@ FIRST = 3
 #: Seconds after which a lost READY is sent again.
 AGAIN = 1.0
 
-#: All that a child of the broker must not take for its own.
+#: The variables that a child of the broker must not take for its own.
 VARIABLES = (
     "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID",
 )  # fmt: skip
@@ -39,7 +39,7 @@ class Supervisor:
         mine = str(os.getpid())
         self._address = found["NOTIFY_SOCKET"]
         self._watchdog = 0.0
-        #: What the service manager must hear and has not: READY.
+        #: A message that the service manager has not received yet: READY.
         self._owed: tuple[str, ...] = ()
         if found["WATCHDOG_PID"] in ("", mine):
             with suppress(ValueError):

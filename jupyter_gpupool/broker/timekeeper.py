@@ -20,7 +20,7 @@ from .core import Core
 #: machine is awake: a sleep, or a clock that is set, shows only in the time of day.
 LOOK = 15.0
 
-#: A timer may ring a little early; then it is set again, for this long at least.
+#: A timer may fire a little early; then it is set again, for at least this long.
 LEAST = 0.01
 
 #: In the journal's metadata: the schedules that were last in force.
@@ -33,7 +33,7 @@ class Timekeeper:
     Parameters
     ----------
     apply:
-        Tells the rest of the broker that ``configuration.settings`` are others now.
+        Tells the rest of the broker that ``configuration.settings`` have changed.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Timekeeper:
     def _look(self) -> None:
         """Apply what has come into force, and look again when the next change is due."""
         self._timer = None
-        self._core.follow_clock()  # first: the pool tells the times of new rules by it
+        self._core.follow_clock()  # first: the pool computes the times of new rules from it
         now = self._clock()
         if self._configuration.follow_calendar(now):
             self._note()

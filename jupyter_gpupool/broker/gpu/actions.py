@@ -305,7 +305,7 @@ class DeviceActions:
         self._start("", work())
 
     def _kept(self, session: LiveSession, message: str) -> None:
-        """Note that a refused suspend left part of a session in host memory."""
+        """Record that a refused suspend left part of a session in host memory."""
         self._core.note("kept", session, reason=message)
         session.send({"type": "notice", "message": f"CUDA calls wait. {message}"})
 

@@ -1,6 +1,7 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Processes that initialised CUDA on one device and have their slice on another of the model.
+"""Processes that initialised CUDA on one device and have their slice on another device of the same
+model.
 
 CUDA binds a process to the devices that it sees at cuInit, which needs no lease. At its first
 context such a process asks to *land*: it makes a context on the device that it sees, in the memory
@@ -258,7 +259,7 @@ class Landings:
             await room.aclose()
 
     def _look_again(self, session: LiveSession, way: _Move) -> None:
-        """Raise RefusedError if a process no longer needs to wait for room, or waits in vain."""
+        """Raise RefusedError if a process need not wait for room any more, or will never get it."""
         now = self._way(session, self._record(session), way.slot.pid)
         if now.problem:
             raise RefusedError(now.problem, code=Code.NOT_MOVED)

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """When a suspended state that the driver refuses to restore counts as lost.
 
-After a restore without room driver 580.159.04 says CHECKPOINTED still, and refuses each later
-restore, with room too (see ``docs/driver-facts.md``). A refusal may also pass: another program took
-the memory, or the GPU or a service that it needs fails. So only refusals in a row count, on the
-same GPUs, which passed their test after each.
+After a restore that failed for lack of room, driver 580.159.04 still reports CHECKPOINTED, and
+refuses each later restore even with room (see ``docs/driver-facts.md``). A refusal may also pass:
+another program took the memory, or the GPU or a service that it needs fails. So only refusals in a
+row count, on the same GPUs, which passed their test after each.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-#: So many refusals in a row, and so many seconds from the first to the last, are a loss.
+#: The state counts as lost after this many refusals in a row, and this many seconds from the first
+#: to the last.
 MOST, PATIENCE = 5, 120.0
-#: After so many seconds without a try the count begins again.
+#: After this many seconds without a try the count starts again.
 STALE = 600.0
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What an admin does to the session of anybody: recall its slice, change its class, end it.
+"""What an admin may do to any session: recall its slice, change its class, end it.
 
 Each order is checked against the peer's credentials, written to the log and to the journal with the
 admin's name, and told to the session's owner.

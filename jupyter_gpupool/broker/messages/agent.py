@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Messages of a kernel's agent: its identity, its holds, what it gives back."""
+"""Messages of a kernel's agent: who it is, what it holds, and whether it gives its lease up."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What other machines of the cluster have to do with the wait of a kernel here."""
+"""How other machines of the cluster affect the wait of a kernel here."""
 
 from __future__ import annotations
 

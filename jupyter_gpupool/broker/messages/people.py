@@ -229,9 +229,11 @@ class PeopleMessages:
                 connection.send_line(line)
 
     def _show_queue(self) -> int:
-        """Tell the connections that see an idle session of a change of the queue, by one of them.
+        """Tell each connection that sees idle sessions of a change of the queue, by naming one of
+        these.
 
-        Others may wait for an idle slice now, or no more. Returns how many were told.
+        Others may now begin or cease to wait for an idle slice. Returns how many connections were
+        told.
         """
         owners: dict[str, str] = {}
         for name, (_, idle_since) in self._core.pool.leases().items() if self._watchers else ():

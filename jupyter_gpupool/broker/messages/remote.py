@@ -45,7 +45,7 @@ class _SentOrder:
 
 
 def result_text(result: Message) -> str:
-    """Return the result of an order as text for the agents; the refusal of one that is too long.
+    """Return the result of an order as text for the agents; if it is too long, a refusal.
 
     The text of a log is a user's, and JSON can make it six times as long.
     """

@@ -302,7 +302,7 @@ class Snapshots:
 
 
 class Standings:
-    """What users and their groups have used, and what of it is due to them; found once for each.
+    """What users and their groups have used, and their shares; computed once for each.
 
     Shares and budgets are found for the sessions of the user ``viewer`` alone: a share is a part
     of all that others have used.
@@ -317,7 +317,7 @@ class Standings:
         self._known: dict[Owner, dict[str, Any]] = {}
 
     def of(self, owner: Owner) -> dict[str, Any]:
-        """Return ``usage`` and ``group_usage`` (null without a group), and of the viewer more.
+        """Return ``usage`` and ``group_usage`` (null without a group), and more for the viewer.
 
         That is ``share``, ``budgets`` and the same in lines (``standing``).
         """
@@ -348,7 +348,7 @@ _NO_USAGE = Usage()
 
 
 def _figures(usage: Usage, daily: Daily | None) -> dict[str, Any]:
-    """Return GPU-seconds: what still counts, what was used today, and what a day may have."""
+    """Return GPU-seconds: the decayed usage, the usage of today, and the daily budget."""
     return {
         "counts": round(usage.dominant, 1),
         "today": round(usage.today, 1),

@@ -97,8 +97,9 @@ class Activity:
     def _watch_for_calls(self, session: LiveSession) -> None:
         """A session in use has lost its slice: see whether it still wants one.
 
-        No round looks at it. If no call of it comes to the gate for as long as an attached session
-        has until it counts as idle, it is idle, and must not be brought back for nothing.
+        No round reads its page. If none of its calls comes to the gate within the time after which
+        an attached session counts as idle, it is idle too, and the pool must not restore it for
+        nothing.
         """
         asyncio.get_running_loop().call_later(self.quiet_after, self._still_wanted, session)
 
