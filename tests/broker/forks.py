@@ -251,6 +251,23 @@ def _leave():
 
 
 @contextmanager
+def own():
+    """Use servers that this process starts and ends: its own descendants fork then."""
+    started = len(_started)
+    with (
+        tempfile.TemporaryDirectory(prefix="gpupool-") as folder,  # short enough for a socket
+        patch.dict(os.environ, TESTS_FORKS=folder),
+        patch.dict(_servers, clear=True),
+    ):
+        yield
+        for server in _servers.values():
+            server.close()
+        for process in _started[started:]:
+            process.wait(60)
+        del _started[started:]
+
+
+@contextmanager
 def _alone(path):
     """Hold the lock of a server's name: nobody else starts it, and it does not end meanwhile."""
     with path.with_suffix(".lock").open("w") as lock:

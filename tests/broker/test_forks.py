@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -85,17 +84,10 @@ def test_forked_process_ends_as_python_does(tmp_path, code, said):
 
 
 @pytest.fixture
-def alone(monkeypatch):
+def alone():
     """Give the test servers that no other test uses."""
-    monkeypatch.setattr(forks, "_servers", {})
-    started = len(forks._started)
-    with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:  # short enough for a socket
-        monkeypatch.setenv("TESTS_FORKS", folder)
+    with forks.own():
         yield
-        for server in forks._servers.values():
-            server.close()
-        for process in forks._started[started:]:
-            process.wait(60)
 
 
 def test_end_of_the_server_fails_one_test_and_is_explained(tmp_path, alone):

@@ -11,8 +11,15 @@ import pytest
 
 from jupyter_gpupool.errors import Code, RefusedError
 
-from . import kit
+from . import forks, kit
 from .kit import wait_until
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ancestor():
+    """Make this process an ancestor of the kernels, as a program that starts one is."""
+    with forks.own():
+        yield
 
 
 @pytest.fixture
