@@ -96,7 +96,7 @@ class Attack:
                         self.received += len(data)
                         state[1] = self._look_at(state[1] + data)
                     if events & selectors.EVENT_WRITE:
-                        # Continue a partly sent payload: half a line is another attack.
+                        # Continue a partly sent payload: half a line would be a different attack.
                         rest = state[0] or payload
                         count = connection.send(rest)
                         self.sent += count

@@ -3,8 +3,9 @@
 """What a user reads in a crowded pool, against what then happens: three scenes, second by second.
 
 The pool itself runs on a simulated clock; the words are those of the cell and the chip. A row is
-wrong if what it says turns out not to be true: a range that does not hold the rest of the wait, or
-a countdown that ends otherwise than at its end. ``python -m benchmarks.contended`` prints all rows.
+wrong if what it says turns out not to be true: a range that does not contain the rest of the wait,
+or a countdown whose end is not the end of the slice. ``python -m benchmarks.contended`` prints all
+rows.
 """
 
 from __future__ import annotations

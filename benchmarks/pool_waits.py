@@ -41,7 +41,7 @@ class Workload:
         self.asked: dict[str, float] = {}
         self.waited = 0.0
         self.cells = self.suspends = self.moves = 0
-        #: By session: when its cell began or went on and which of its turns that is, and the
+        #: By session: when its cell last began or continued, the number of that turn, and the
         #: seconds of computing that are left.
         self.running: dict[str, tuple[float, int]] = {}
         self.left: dict[str, float] = {}

@@ -1,6 +1,7 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How often the range that a waiting kernel is told holds its real wait: a day of random load.
+"""How often the range that the pool gives a waiting kernel contains the real wait: a day of random
+load.
 
 The pool itself runs on a simulated clock, under the kernels of :mod:`.pool_waits`: cells of 20 s in
 the middle, some of many minutes, thinking of a minute in the middle, sizes from 2 to 40 GiB, some
@@ -32,7 +33,7 @@ DAY = 86400.0
 #: Seconds between two looks at a wait.
 LOOK = 10.0
 
-#: The end of the shortest range that is told, in seconds.
+#: The end of the shortest range that the pool gives, in seconds.
 SHORT = 5.0
 
 #: The least part of told ranges that must hold the real wait.

@@ -36,7 +36,7 @@ class Watch(threading.Thread):
                         continue
                     name, today = session["group"], session["group_usage"]["today"]
                     more = today - last.get(name, today)
-                    # Less than before: another day of budgets has begun.
+                    # Less than before: a new day of the budgets has begun.
                     total[name] = total.get(name, 0.0) + (more if more >= 0 else today)
                     last[name] = today
                 self.samples.append((time.time(), dict(total)))

@@ -72,7 +72,9 @@ def serve(path: str, size: int) -> None:
 
 
 def answer(work: Work, request: dict[str, Any]) -> dict[str, Any]:
-    """Serve one request: compute, and check the state by samples or, with ``check``, all of it."""
+    """Serve one request: compute, and check samples of the state, or with ``check`` the whole
+    state.
+    """
     work.compute(request.get("seconds", 0.0))
     if request.get("check"):
         return {"wrong": work.lost()}

@@ -205,7 +205,9 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
 
 @pytest.fixture
 def quick_compiler(tmp_path_factory) -> str:
-    """A C compiler for tests of what is compiled when: it writes an empty library at once."""
+    """Return a C compiler that writes an empty library at once, for tests of when a library is
+    compiled.
+    """
     path = tmp_path_factory.mktemp("compiler") / "cc"
     path.write_text(
         "#!/bin/sh\n"

@@ -156,7 +156,7 @@ def test_broker_of_a_notebook_is_not_in_its_session(spawn):
     root, broker, _ = pids
     members = session_members(procfs.identify(root), "mine", broker)
     assert [member.process.pid for member in members] == [root]
-    # Nor if its parent has ended and the environment has the session's id.
+    # The same holds if its parent has ended and the environment has the session's id.
     _, (other,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
     members = session_members(procfs.identify(other), "mine", root)
     assert [member.process.pid for member in members] == [other]

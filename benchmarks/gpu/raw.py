@@ -99,7 +99,7 @@ class Raw:
         self.launch("emucuda_add_u32", (address, size // 4, step % _WORDS), types)
 
     def spin(self, seconds: float) -> None:
-        """Begin to occupy the device for so long (one thread of it)."""
+        """Begin to occupy one thread of the device for so long."""
         self.launch("emucuda_spin_ns", (int(seconds * 1e9),), (ctypes.c_uint64,))
 
     def right(self, address: int, size: int, first: int) -> bool:

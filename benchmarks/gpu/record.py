@@ -91,7 +91,7 @@ class Record:
 
     @contextmanager
     def claimed(self) -> Iterator[bool]:
-        """Prevent other runs of the plan meanwhile; yield False if one is under way.
+        """Prevent other runs of the plan during this one; yield False if another is under way.
 
         Two runs at once would disturb each other's figures.
         """

@@ -54,7 +54,7 @@ class Call:
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
-        #: Each tensor of the host, and the one of the device that it stands for.
+        #: Each host tensor, and the device tensor for which it stands.
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def there(self, value: Any) -> Any:
@@ -75,7 +75,7 @@ class Call:
         return value
 
     def copied(self) -> dict[int, torch.Tensor]:
-        """Return a copy of each tensor of the host, by the id of the one that it copies."""
+        """Return a copy of each host tensor, by the id of the original."""
         return {id(on_host): on_host.clone() for on_host, _ in self.pairs}
 
     def here(self, value: Any, device: torch.device, new: list[Any]) -> Any:
@@ -101,7 +101,8 @@ def _dense(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.empty(value.size(), device="meta").stride()) if expanded else strides
 
 
-#: Random numbers of a CUDA generator are a function of its seed and offset. So they are here.
+#: Random numbers of a CUDA generator are a function of its seed and offset, and so are those
+#: computed here.
 _STEP = 4
 
 

@@ -33,7 +33,7 @@ NATIVE = frozenset({
 })  # fmt: skip
 #: Operators that choose among the device's libraries before they look a kernel up.
 CHOOSING = ("convolution", "convolution_backward", "linalg_solve")
-#: Of the ways to compute attention, the one that calls operators only.
+#: The only way to compute attention that consists of other operators.
 _PLAIN_ATTENTION = 0
 
 #: Keeps the kernels registered.
@@ -213,7 +213,8 @@ def install() -> None:
         "copy_": _copier(launcher),
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # each says that it takes the place of another kernel
+        # PyTorch warns of each registration that it replaces another kernel.
+        warnings.simplefilter("ignore")
         for full in _names():
             name, _, overload = full.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)

@@ -127,8 +127,8 @@ EXPORT CUresult cuInit(unsigned flags)
     if (driver_alive && !*driver_alive)
         return driver.initialised ? CUDA_ERROR_NOT_INITIALIZED : CUDA_ERROR_OPERATING_SYSTEM;
     pthread_mutex_lock(&once);
-    /* "No device" is no last word: 580.159.04 looks again, also at CUDA_VISIBLE_DEVICES. Nor is a conflict with
-     * another machine in the state directory. */
+    /* The answer "no device" is not final: 580.159.04 looks again, also at CUDA_VISIBLE_DEVICES. A conflict with
+     * another machine in the state directory is not final either. */
     if (init_result < 0 || init_result == CUDA_ERROR_SYSTEM_DRIVER_MISMATCH || init_result == CUDA_ERROR_NO_DEVICE)
         init_result = initialise();
     CUresult result = init_result;

@@ -81,7 +81,7 @@ enum fault_kind {
 struct fault {
     uint32_t kind;
     uint32_t used;     /* times it struck */
-    uint64_t id;       /* identity of its line; `used` survives a rewrite of other lines */
+    uint64_t id;       /* identity of its line; `used` is kept when other lines are rewritten */
     int64_t pid;       /* -1: any */
     int64_t device;    /* machine index, -1: any */
     int64_t count;     /* how often it may strike, -1: always */

@@ -58,8 +58,8 @@ bool slot_alive(const struct slot *slot)
         return machine_holder((unsigned)(slot - machine->slot)) >= 0;
     if (process_start(slot->pid) != slot->start)
         return false;
-    /* execve() keeps the pid and the start time but ends the driver's thread, and with it the
-     * device memory. */
+    /* execve() keeps the pid and the start time but ends the driver's thread and
+     * frees the device memory. */
     int tid = slot->service_tid;
     return !tid || !syscall(SYS_tgkill, slot->pid, tid, 0) || errno != ESRCH;
 }

@@ -6,7 +6,7 @@ The imports are most of the CPU time of a start, and the tests start hundreds of
 several children each. The process that forks brokers, the server, has no thread, no event loop and
 no configuration. A forked broker gets its own arguments, environment, working folder and standard
 streams before any of the broker's code runs. It runs its module as ``python -m`` does, and
-``/proc`` shows its own command line and environment. Only its parent, the server, is another.
+``/proc`` shows its own command line and environment. Only its parent is different: the server.
 Other programs of tests are forked in the same way (:func:`run`).
 
 Other servers fork kernels (:func:`kernels`). They have imported ipykernel, the agent, numpy and
@@ -686,7 +686,7 @@ def _run_child(command, env, folder, stdin, stdout):
         sys.modules.pop(command[2], None)
         child.main()
         code = 0
-    except BaseException:  # whatever it is, it must not reach the broker's code above
+    except BaseException:  # no exception may reach the broker's code above
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """A broker whose pool preempts a session in use when a test says so, whatever its rules are.
 
-The test writes a session's id into ``preempt`` beside the socket. So that what the broker does with
-the decision is tested apart from the rules that lead to it.
+The test writes a session's id into ``preempt`` beside the socket. So tests of what the broker does
+with the decision do not depend on the rules that lead to it.
 """
 
 from __future__ import annotations

@@ -251,7 +251,7 @@ def test_watchers_hear_of_the_end_of_a_cell(broker, kernel):
 
 
 def test_watchers_hear_that_others_wait_for_an_idle_slice(broker, kernel):
-    """One push stands for all idle sessions of the watcher, however many there are."""
+    """The broker pushes once for all idle sessions of the watcher, however many there are."""
     one, other, heir = (kernel(name, memory=400 * MiB) for name in ("v", "o", "h"))
     idle = {each.session for each in (one, other)}
     for each in (one, other):

@@ -94,7 +94,7 @@ def at_work(program, **request):
 
 
 def further(p, rounds=3):
-    """It goes on: its rounds since now."""
+    """Wait until the program has done so many more rounds of its work."""
     before = p.do("rounds")["rounds"]
 
     def gone_on():
@@ -118,7 +118,9 @@ def whole(p):
 
 
 def displaced(broker, program):
-    """A program whose GPU was given to another one in its middle; and that other one."""
+    """A program whose GPU was given to another program in the middle of its work, and that other
+    program.
+    """
     worker = at_work(program)
     urgent = program("urgent", priority="interactive")
     urgent.tell("context")

@@ -13,7 +13,7 @@ from jupyter_gpupool.kernel.holds import BRIEF
 
 
 def told(*, forget=""):
-    """Return what a reader hears of three changes of ``a`` in a row and one of ``b``."""
+    """Return what a reader is told after three changes of ``a`` in a row and one of ``b``."""
     heard = []
 
     async def main():

@@ -77,7 +77,7 @@ def test_killed_broker_loses_a_second_of_a_lease_that(make_broker, goes_on):
 
 
 def stored(broker):
-    """What another broker would count of this user's day."""
+    """Return what another broker would count for this user today."""
     import sqlite3
 
     with broker.client() as client:

@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose users can run this interpreter, although it may be below a folder of root's."""
+"""A broker whose users can run this interpreter, even if it is in a folder that only root may
+enter.
+"""
 
 from __future__ import annotations
 

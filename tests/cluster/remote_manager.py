@@ -112,7 +112,7 @@ class Manager:
             self.manager.provisioner.memory = 0
 
     async def timed(self, remote, memory, beside):
-        """Return what another kernel's start takes until its first answer, and its machine.
+        """Return how long another kernel takes from its start to its first answer, and its machine.
 
         That is seconds by the clock, and processor seconds of the kernel, of this process and of
         the processes ``beside``.

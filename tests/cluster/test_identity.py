@@ -264,7 +264,7 @@ def test_two_threads_do_not_both_use_a_credential(tokens):
     both = Barrier(2)
 
     class Slow(dict):
-        """Lets another thread look before this one has written."""
+        """Lets another thread look between this thread's look and its write."""
 
         def get(self, *arguments):
             found = super().get(*arguments)

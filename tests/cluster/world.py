@@ -154,7 +154,7 @@ class World:
                 self.wires.append((name, action.answer))
             if isinstance(action, ev.Stop):
                 del self.ledgers[name]
-                # Only the one that took over goes on; if it died, somebody starts another.
+                # Only the ledger that took over continues; if it died, the test starts another.
                 found = action.by.ledger
                 self.current = found if found in self.ledgers else self.start_ledger()
 
@@ -192,7 +192,7 @@ class World:
             for name in self.nodes:
                 if name not in silent:
                     self.report(name)
-            most = 500  # messages that a round may take; each of them could lead to another
+            most = 500  # messages that a round may take; each could cause another message
             while self.wires:
                 most -= 1
                 assert most, "the messages have no end"

@@ -193,7 +193,7 @@ def test_container_cannot_touch_what_is_anothers(machine):
         "seen": [], "rows": [], "broker.sock.pages": False, "users": False, "proc": False,
         "written": "Read-only file system",
     }  # fmt: skip
-    # Nor is a process of another container, which names the session, one of it.
+    # A process of another container that names the session does not belong to it either.
     liar = bob.start("-c", "input()", env={"GPUPOOL_SESSION": mine})
     wait_until(lambda: _named(liar, mine), "the process that names another's session")
     root = procfs.identify(before["pid"])

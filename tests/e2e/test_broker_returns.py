@@ -37,7 +37,7 @@ def pid_of_broker(pool):
 
 
 async def killed_and_back(pool):
-    """Kill the broker; return when another one, which no test started, answers."""
+    """Kill the broker; return when a broker that no test started answers."""
     old = pool.status()["pid"]
     os.kill(old, signal.SIGKILL)
     await until(lambda: (reap(old), pid_of_broker(pool) not in (None, old))[1], "the next broker")

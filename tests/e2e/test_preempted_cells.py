@@ -122,7 +122,9 @@ def test_interrupted_cell_keeps_its_data(pool, attach):
 
 
 def test_work_without_the_gpu_goes_on_meanwhile(pool):
-    """A cell that computes on the host does not notice; %gpu of another request says what is."""
+    """A cell that computes on the host does not notice the preemption; %gpu then says where the
+    state is.
+    """
     pool = pool(ONE, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"
 

@@ -28,7 +28,7 @@ FIRST = 5
 async def fill(found: Bench, process: Target, part: float, cap: int) -> tuple[int, int]:
     """Give a process this part of the device; return its size and the number of known bytes.
 
-    An emulated device never touches most of it, so it costs nothing.
+    An emulated device never touches most of this memory, so it costs nothing.
     """
     size = share(found.device, part, cap=cap)
     known = size if found.machine.real else min(size, 64 * MiB)

@@ -218,8 +218,8 @@ int main(int argc, char **argv)
     page.gate = GATE_UNUSED;
     CHECK(guard_enter_free() == 0 && page.gate == GATE_UNUSED && counted() == 1);
     guard_leave();
-    /* Another thread owes the driver a context and sleeps: this thread counts no call because
-     * of that, and makes no call for the other. */
+    /* Another thread sleeps and owes the driver a context: this thread counts no call because
+     * of that, and makes no call for the other thread. */
     page.gate = GATE_OPEN;
     gate_arrears(ARREARS_CONTEXTS, true);
     made = steps = 0;

@@ -161,7 +161,7 @@ def test_named_driver_is_used(session):
 
 
 def test_facade_does_not_find_itself(session, tmp_path):
-    """It finds neither its file under another name nor a copy."""
+    """The search finds neither the facade's own file under another name nor a copy of it."""
     folder = tmp_path / "copies"
     folder.mkdir()
     (folder / "libnvidia-ml.so.1").write_bytes(

@@ -189,7 +189,7 @@ def test_waiting_command_says_why_and_goes_on_in_its_turn(broker, program):
     second = program("--attach", "hold", "--name", "second", command=["echo", "its turn"])
     wait_until(lambda: state_of(broker, "second") == "queued", "the wait")
     wait_until(lambda: "position 1 of 1" in second.stderr, "the line")
-    # Where the news of its place is late, a line without it comes first.
+    # If its place in the queue is reported late, a line without the place comes first.
     line = next(line for line in second.stderr.splitlines() if "position" in line)
     assert line.startswith("jupyter gpupool run: Waiting for a GPU slice of 300 MiB: position 1")
     assert first.end() == 0
@@ -382,7 +382,7 @@ def test_computing_program_is_preempted_and_goes_on(make_broker, attach):
         assert high.end() == 0
         wait_until(lambda: low.do("calls") > calls, "its calls go on")
         assert "It was preempted: a kernel of a higher priority class needs the GPU" in low.stderr
-        # Its calls may go on before its line is written.
+        # Its calls may continue before its line is written.
         wait_until(lambda: "It has its GPU slice, after" in low.stderr, "the end of the wait")
         assert low.do("calm")["error"] == 0
         assert low.do("check") == 200 * MiB

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Trainings of common shapes, as cells: a notebook runs them on a device, a program on the host.
 
-Each cell prints the exact bits of its losses. Random numbers come from the host's generator, which
-both have: a device's own are others. ``DEVICE`` is defined before the first cell.
+Each cell prints the exact bits of its losses. Random numbers come from the host's generator,
+because a device's own generator gives different ones. ``DEVICE`` is defined before the first cell.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def test_users_do_not_see_kernels_of_each_other(two_users):
             path = path.replace("KERNEL", name)
             answer = bobs.request(method, f"/gpupool/api{path}", json=body)
             assert answer.status_code == 404, answer.text
-    # Nor is he an admin, although his server knows the ids of her session and of the GPUs.
+    # Bob is no admin either, although his server knows the ids of her session and of the GPUs.
     assert bobs.api("/pool")["admin"] is False
     assert bobs.api("/admin", status=403)["code"] == "not-allowed"
     order = f"/admin/sessions/{anonymous['id']}"

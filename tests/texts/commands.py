@@ -162,7 +162,7 @@ def _only(folder: str) -> Iterator[None]:
 
 
 def programs(sheet: Sheet) -> None:
-    """Write what is said of programs that wait, run detached, or have ended."""
+    """Write the texts about programs that wait, run detached, or have ended."""
 
     def link(**changes: Any) -> Any:
         fields = {"request": {}, "state": "queued", "queue": None, "path": "/run/b.sock",

@@ -98,7 +98,7 @@ def waits(sheet: Sheet) -> set[str]:
 
 
 def refusals(sheet: Sheet) -> None:
-    """Write what is refused because of a group, or of a budget."""
+    """Write the refusals because of a group or a budget."""
 
     def put(situation: str, actions: list[ev.Action]) -> None:
         found = [a.refusal for a in actions if isinstance(a, (ev.Answer, ev.HoldRefused))]
@@ -164,7 +164,7 @@ def why(sheet: Sheet) -> None:
 
 
 def warnings(sheet: Sheet) -> None:
-    """Write what a kernel is told that cannot be suspended while others wait."""
+    """Write the texts for a kernel that cannot be suspended while others wait."""
     pool = lab(gpu(0, can_suspend=False), preempt=PREEMPT_ALL, unsuspendable="end")
     run(pool, "a", 16, priority="batch")
     pool.after(60)

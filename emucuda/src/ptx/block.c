@@ -10,8 +10,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* Instructions until the next warp has its turn, and until other lanes of the warp have theirs: a program
- * may wait for what another one writes. */
+/* Instructions until the next warp has its turn, and until other lanes of the warp have theirs: a warp
+ * or lane may wait for what another one writes. */
 enum { TURN = 1 << 20, LANES_TURN = 1 << 14 };
 
 void fail(struct warp *w, CUresult error, const char *format, ...)
@@ -152,7 +152,7 @@ static uint32_t next_lanes(const struct warp *w, uint32_t may, uint32_t after, u
     return lanes;
 }
 
-/* May these lanes execute the instruction now? Others of its mask may be on their way. */
+/* May these lanes execute the instruction now? Other lanes of its mask may not have reached it yet. */
 static bool all_met(struct warp *w, const struct instruction *i, uint32_t *lanes, uint32_t pc)
 {
     FOR_LANES(l, w->held)

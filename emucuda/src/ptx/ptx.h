@@ -75,7 +75,7 @@ struct instruction {
     execute *run;
     int32_t predicate; /* slot, or NO_SLOT */
     bool negated;
-    bool branches; /* may change where lanes go on: control.c */
+    bool branches; /* may change where lanes continue: control.c */
     int32_t meets; /* slot of the mask of lanes that execute it together, or NO_SLOT */
     struct type type, from;
     uint16_t how, flags; /* of the group */

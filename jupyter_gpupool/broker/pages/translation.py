@@ -17,9 +17,9 @@ from ...procfs import ProcessId
 from ..ratelimit import TokenBucket
 from ..sessions import LiveSession
 
-#: Looks at all processes of the machine that one session may cause: per second, and in one burst.
-#: A page may name other false processes at each read, and each look holds up the event loop for
-#: 20 to 60 us per process. A program may start a process for each of eight GPUs at once.
+#: Scans of all processes of the machine that one session may cause: per second, and in one burst. A
+#: page may name other false processes at each read, and each look holds up the event loop for 20 to
+#: 60 us per process. A program may start a process for each of eight GPUs at once.
 LOOKS = 1.0, 8.0
 
 

@@ -7,7 +7,7 @@ the usage of those that have used anything since, written every second. The next
 memory of the leases that have outlived this one from its last commit on (their compute is not
 known). So a broker that is killed loses about a second. No write is synced to the disk.
 
-The times in them are times of day: the clock of the next broker need not go on where this one's is.
+Their times are times of day, because the next broker's clock need not continue this one's.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ class Dispatcher:
             self._timers[account.uid] = self._loop.call_later(LOOK, self._look, account)
 
     def _look(self, account: UserAccount) -> None:
-        """Let requests go on that the budgets now cover; refuse reads that waited too long."""
+        """Continue requests that the budgets now cover; refuse reads that waited too long."""
         del self._timers[account.uid]
         now = self._loop.time()
         for connection in self._covered(account.acts, account.waiting_acts, now):
