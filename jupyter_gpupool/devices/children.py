@@ -150,17 +150,19 @@ class Child:
         timeout: float,
         *,
         latest: Callable[[], Mapping[str, Any]] = dict,
+        more: Callable[[], float] = float,
         **fields: Any,
     ) -> dict[str, Any]:
         """Return the child's answer to ``op``.
 
         ``latest`` returns the fields that may change while a process starts. This method calls it
-        just before it sends the request.
+        just before it sends the request. When ``timeout`` seconds are over, ``more`` returns how
+        many more seconds the child has, and is asked again after them; 0 is the end.
 
         Raises
         ------
         ChildLost
-            If the child dies, or has not answered in ``timeout`` seconds and was killed for that.
+            If the child dies, or has not answered in time and was killed for that.
         DriverError
             If the child answered with an error.
         """
@@ -176,7 +178,13 @@ class Child:
             line = json.dumps({"id": request_id, "op": op, **fields, **latest()}) + "\n"
             process.stdin.write(line.encode())
             self.current = op
-            answer = await within(future, timeout)
+            left = timeout
+            while not future.done() and left > 0:
+                await asyncio.wait({future}, timeout=left)
+                left = more()
+            if not future.done():
+                raise asyncio.TimeoutError
+            answer = future.result()
         except (asyncio.TimeoutError, TimeoutError):
             self._log.warning(
                 "The %s process %d did not answer %r in %g s and is killed.",
@@ -187,6 +195,8 @@ class Child:
         finally:
             self.current = ""
             self._waiting.pop(request_id, None)
+            if future.done():
+                future.exception()  # retrieve it, or asyncio logs it if this call was cancelled
         if "error" in answer:
             raise DriverError(str(answer["error"]), code=Code.of(answer.get("code"), Code.DRIVER))
         return answer
@@ -197,6 +207,7 @@ class Child:
         timeout: float,
         *,
         latest: Callable[[], Mapping[str, Any]] = dict,
+        more: Callable[[], float] = float,
         **fields: Any,
     ) -> dict[str, Any]:
         """Make a :meth:`call` that changes nothing; if the child dies during it, repeat it with a
@@ -209,7 +220,7 @@ class Child:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                return await self.call(op, timeout, latest=latest, **fields)
+                return await self.call(op, timeout, latest=latest, more=more, **fields)
             except ChildLost as lost:
                 if lost.hung or self._closed or time.monotonic() >= deadline:
                     raise

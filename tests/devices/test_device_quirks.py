@@ -205,10 +205,29 @@ async def test_sample_waits_for_an_nvml_that_waits_for_a_copy(emulated):
         assert await target.do("digest", 1) == digest
 
 
+async def test_sample_asked_for_before_a_copy_may_outlast_the_copy(emulated, monkeypatch):
+    machine = emulated(ONE)
+    async with machine.started(sample_timeout=0.3) as (service, _):
+        sampler, late = service._sampler, asyncio.Event()
+        more = sampler._more
+        monkeypatch.setattr(sampler, "_more", lambda: (late.set(), more())[1])
+        monitor = sampler.child.pid
+        os.kill(monitor, signal.SIGSTOP)
+        samples = asyncio.create_task(service.sample())
+        while sampler.child.current != "sample":
+            await asyncio.sleep(0)
+        with sampler.copying():
+            await late.wait()
+        late.clear()
+        os.kill(monitor, signal.SIGCONT)
+        assert [s.lost for s in await samples] == [""]
+        assert sampler.child.pid == monitor
+
+
 async def test_nvml_that_hangs_without_a_copy_is_replaced(emulated):
     machine = emulated(ONE)
     async with machine.started(sample_timeout=1.0) as (service, _):
-        with service._sampler.copying(3600.0):
+        with service._sampler.copying():
             pass
         first = service._sampler.child.pid
         os.kill(first, signal.SIGSTOP)

@@ -15,7 +15,9 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
@@ -80,8 +82,9 @@ class Sampler:
         self.child = children.make("monitor", on_event=self._take)
         self.numbers = Numbers(log, numbers)
         self._timeout = timeout
-        #: Allowed seconds of each copy under way.
-        self._copies: list[float] = []
+        #: Number of copies under way, and when the last one ended.
+        self._copies = 0
+        self._copied = -math.inf
         self._on_lost = on_lost
         self._uuids: tuple[str, ...] = ()
         self._watching = 0
@@ -116,16 +119,18 @@ class Sampler:
         await self.child.replace()
 
     @contextlib.contextmanager
-    def copying(self, seconds: float) -> Iterator[None]:
-        """Allow ``seconds`` more for samples while a checkpoint or restore is copying.
+    def copying(self) -> Iterator[None]:
+        """Let samples wait for a checkpoint or restore that is copying, which must end by itself.
 
-        Some drivers answer NVML only after the copy, so a late sample is no failure then.
+        Some drivers answer NVML only after the copy, so a late sample is no failure then. This
+        holds for samples that were asked for before the copy, too.
         """
-        self._copies.append(seconds)
+        self._copies += 1
         try:
             yield
         finally:
-            self._copies.remove(seconds)
+            self._copies -= 1
+            self._copied = time.monotonic()
 
     async def sample_soon(self, uuids: Sequence[str]) -> list[DeviceSample]:
         """Return or raise the same as :meth:`sample`, but do not wait for a copy."""
@@ -151,7 +156,6 @@ class Sampler:
             If NVML does not answer in time; its process has been killed.
         """
         await self._rewatch()
-        timeout = self._timeout + max(self._copies, default=0.0)
 
         def fields() -> dict[str, Any]:
             # A process that replaces a lost one is asked this first: it must find the devices
@@ -159,7 +163,7 @@ class Sampler:
             wanted = self._uuids if uuids is None else uuids
             return {"uuids": wanted, "lost": self._xids, "places": self._places}
 
-        answer = await self._call("sample", timeout, fields)
+        answer = await self._call("sample", self._timeout, fields)
         samples = []
         for row in answer["samples"]:
             processes = tuple(ProcessMemory(**process) for process in row["processes"])
@@ -221,13 +225,18 @@ class Sampler:
         self, op: str, timeout: float, fields: Callable[[], Mapping[str, Any]] = dict
     ) -> dict[str, Any]:
         try:
-            return await self.child.ask(op, timeout, latest=fields)
+            return await self.child.ask(op, timeout, latest=fields, more=self._more)
         except ChildLost as error:
             raise DriverError(
                 f"NVML did not answer: {error}",
                 code=Code.NVML,
                 next_step="A new process asks again; nvidia-smi shows whether the driver hangs.",
             ) from None
+
+    def _more(self) -> float:
+        """Return how many more seconds a question may take that has used up its time-out."""
+        now = time.monotonic()
+        return max(0.0, (now if self._copies else self._copied) + self._timeout - now)
 
     def _take(self, message: dict[str, Any]) -> None:
         if message["event"] == "lost" and message["uuid"]:
