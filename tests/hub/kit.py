@@ -1,12 +1,16 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A real JupyterHub with its proxy, real accounts, and the broker under the service's rules."""
+"""A real JupyterHub with its proxy, real accounts, and the broker under the service's rules.
+
+The long form has an environment of its own and accounts that it makes; the short one has neither.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import pwd
+import random
 import select
 import signal
 import socket
@@ -14,6 +18,7 @@ import subprocess
 import sys
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import requests
 import websocket
@@ -27,6 +32,22 @@ from tests.server.kit import Cells
 HUB = kit.ROOT / ".venv-hub"
 EXAMPLES = kit.ROOT / "examples"
 TOKEN, OURS = "token-of-the-test", "token-of-the-broker"
+
+
+class Installed(NamedTuple):
+    """An environment with JupyterHub: where its programs are, and which is the proxy."""
+
+    bin: Path
+    proxy: Path
+
+
+#: Any account can read its files; its proxy is the program of Node.js that sites have.
+OWN = Installed(HUB / "bin", HUB / "chp" / "node_modules" / ".bin" / "configurable-http-proxy")
+
+#: That of the tests; its proxy is a package of PyPI, so that it needs no other package registry.
+TESTS = Installed(
+    Path(sys.executable).parent, Path(sys.executable).with_name("configurable-http-proxy")
+)
 
 
 class Account:
@@ -79,16 +100,22 @@ class MachineBroker(kit.Broker):
 
 
 def free_port():
-    with closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """Return a free port below those that Linux gives to a program that asks for any port."""
+    while True:
+        with closing(socket.socket()) as found, suppress(OSError):
+            found.bind(("127.0.0.1", random.randrange(20_000, 32_768)))
+            return found.getsockname()[1]
 
 
 class Hub:
-    """JupyterHub with the example's configuration, and what a test must choose itself."""
+    """JupyterHub with the example's configuration, and what a test must choose itself.
 
-    def __init__(self, folder, pool_socket, *, course):
+    ``course``: who has the example's role; ``environment`` and ``arguments``: more for the servers.
+    """
+
+    def __init__(self, folder, pool_socket, *, course, installed=OWN, environment=(), arguments=()):
         self.folder = Path(folder)
+        self.installed = installed
         self.log = self.folder / "hub.log"
         self.process = None
         self._cells = []
@@ -102,10 +129,10 @@ class Hub:
             text = text.replace("http://127.0.0.1:8081", f"http://127.0.0.1:{self.ports['hub']}")
             target = "pool.py" if name == "hub_groups.py" else "example.py"
             (self.folder / target).write_text(text)
-        proxy = HUB / "chp" / "node_modules" / ".bin" / "configurable-http-proxy"
         environment = {
             "GPUPOOL_SOCKET": str(pool_socket),
             "JUPYTERHUB_SINGLEUSER_APP": "jupyter_server.serverapp.ServerApp",
+            **dict(environment),
         }  # fmt: skip
         scopes = ["admin:users", "admin:servers", "access:servers", "admin:groups"]
         (self.folder / "hub.py").write_text(f"""
@@ -117,7 +144,7 @@ c.JupyterHub.load_groups["research"]["users"] = []
 c.JupyterHub.bind_url = "http://127.0.0.1:{self.ports["public"]}"
 c.JupyterHub.hub_bind_url = "http://127.0.0.1:{self.ports["hub"]}"
 c.ConfigurableHTTPProxy.api_url = "http://127.0.0.1:{self.ports["api"]}"
-c.ConfigurableHTTPProxy.command = [{str(proxy)!r}]
+c.ConfigurableHTTPProxy.command = [{str(installed.proxy)!r}]
 c.JupyterHub.authenticator_class = "dummy"
 c.Authenticator.allow_all = True
 c.DummyAuthenticator.password = "unused by the test"
@@ -126,20 +153,21 @@ c.JupyterHub.load_roles.append(
     {{"name": "test", "scopes": {scopes!r}, "services": ["test"]}}
 )
 c.Spawner.environment = {environment!r}
-c.Spawner.cmd = [{str(HUB / "bin" / "jupyterhub-singleuser")!r}]
+c.Spawner.cmd = [{str(installed.bin / "jupyterhub-singleuser")!r}]
+c.Spawner.args = {[*arguments]!r}
 c.Spawner.start_timeout = c.Spawner.http_timeout = 240
 c.Spawner.default_url = "/tree"
 """)
 
     def start(self):
-        path = f"{HUB / 'bin'}:{os.environ['PATH']}"
+        path = f"{self.installed.bin}:{os.environ['PATH']}"
         environment = {**kit.environment(self.folder), "PATH": path}
         # As an installed one reads it: with the environment's own kernels and extensions.
         for name in ("JUPYTER_NO_CONFIG", "JUPYTER_PREFER_ENV_PATH"):
             environment.pop(name)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [str(HUB / "bin" / "jupyterhub"), "-f", str(self.folder / "hub.py")],
+                [str(self.installed.bin / "jupyterhub"), "-f", str(self.folder / "hub.py")],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder,
                 env=environment, start_new_session=True,
             )  # fmt: skip
@@ -158,6 +186,7 @@ c.Spawner.default_url = "/tree"
         self.process = None
 
     def close(self):
+        """End the Hub, its proxy and its servers, which outlive it."""
         for cells in self._cells:
             cells.close()
         if self.process is not None:
@@ -167,6 +196,18 @@ c.Spawner.default_url = "/tree"
             if proxy.exists():  # it has a session of its own
                 with suppress(ProcessLookupError):
                     os.kill(int(proxy.read_text()), signal.SIGKILL)
+        wait_until(lambda: not self._end_servers(), "the end of the Hub's servers and kernels")
+
+    def _end_servers(self):
+        """Kill the servers that are left, with their kernels; return their numbers."""
+        mark = f"JUPYTERHUB_API_URL=http://127.0.0.1:{self.ports['hub']}/".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if mark in (folder / "environ").read_bytes():
+                    os.kill(int(folder.name), signal.SIGKILL)
+                    found.append(folder.name)
+        return found
 
     def call(self, method, path, body=None, *, bare=False):
         """Call the Hub's REST API; fail unless it agrees."""
