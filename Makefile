@@ -9,6 +9,8 @@
 # make torch  PyTorch on emulated GPUs: sets it up (1.1 GB to load), runs its tests and the example
 # make cluster  three machines in a Ray cluster on this host, on emulated GPUs, until Ctrl-C
 # make test-cluster  three machines in a Ray cluster on this host, in an environment of its own
+# make test-containers  kernels in Podman's containers of four Debian releases (root)
+# make test-service  the service and JupyterHub's servers under a real systemd (root)
 # make test-hub  a real JupyterHub with two accounts of this machine (root), in an environment of its own
 # make docs   build the documentation; make bench: the benchmarks
 # make test-long  the long forms of tests (docs/long-tests.md); LONG="tests/guard" for a part
@@ -21,6 +23,8 @@ GPU_VENV ?= .venv-gpu
 TORCH_VENV ?= .venv-torch
 CLUSTER_VENV ?= .venv-cluster
 HUB_VENV := .venv-hub
+# bullseye's C library is too old for the guard.
+IMAGES ?= bullseye bookworm trixie sid
 # Users' servers run it: not below a folder that only root may enter.
 HUB_PYTHON ?= /usr/bin/python3
 BIN := $(VENV)/bin
@@ -34,7 +38,7 @@ TORCH_UI_HOME := $(TORCH_VENV)/share/jupyter/labextensions/@jupyter-gpupool/labe
 JLPM := cd labextension && PATH="$(abspath $(BIN)):$$PATH" PYTHON="$(abspath $(BIN))/python" jlpm
 
 .PHONY: run test quick test-python test-beside test-ui test-long lint lint-ui lab docs bench lock clean
-.PHONY: ui screenshots chromium munge redis gpu torch cluster test-cluster test-hub
+.PHONY: ui screenshots chromium munge redis gpu torch cluster test-cluster test-hub podman test-containers test-service
 
 # Python compiles a package when it is first imported: pip would compile all of them, most in vain.
 $(VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) $(wildcard share/jupyter/kernels/*/*)
@@ -205,12 +209,38 @@ test-cluster: $(CLUSTER_VENV)/.ready munge redis
 $(HUB_VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) | $(VENV)/.lab
 	test -x $(HUB_VENV)/bin/python || $(HUB_PYTHON) -m venv --without-pip $(HUB_VENV)
 	GPUPOOL_NO_LABEXTENSION=1 $(BIN)/python -m pip --python $(HUB_VENV)/bin/python install -q \
-	  --disable-pip-version-check -c requirements/lock.txt -e ".[emulator]" "jupyterhub>=6,<7"
+	  --disable-pip-version-check -c requirements/lock.txt -e ".[emulator]" "jupyterhub>=6,<7" \
+	  jupyterhub-systemdspawner
 	PATH="$(abspath $(BIN)):$$PATH" npm install --silent --prefix $(HUB_VENV)/chp configurable-http-proxy@5.3
 	touch $@
 
 test-hub: $(HUB_VENV)/.ready
 	$(BIN)/python -m pytest tests/hub
+
+test-service: podman $(HUB_VENV)/.ready
+	$(BIN)/python -m pytest tests/service
+
+# For the tests in Podman's containers: Podman, and images of Debian's own packages.
+podman:
+	@command -v podman >/dev/null && command -v debootstrap >/dev/null || { [ "$$(id -u)" = 0 ] && \
+	  command -v apt-get >/dev/null && echo "Installing Podman for the tests in its containers" && \
+	  { apt-get update -qq; apt-get install -y -qq --no-install-recommends podman runc debootstrap; } >/dev/null; } || \
+	  { echo "Podman is missing: apt-get install podman runc debootstrap"; exit 1; }
+
+# The wheels are for the image's Python, not for this one; bullseye's is too old for them.
+.images/%.ready: | $(VENV)/.lab podman
+	@echo "Making an image of $* (some minutes)"
+	mkdir -p .images && rm -rf .images/$*
+	debootstrap --variant=minbase --include=$(if $(filter bullseye,$*),python3-ipykernel,python3) $* .images/$* >.images/$*.log
+	$(if $(filter bullseye,$*),,version=$$(chroot .images/$* python3 -c 'import sys; print("{}.{}".format(*sys.version_info))') && \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile --only-binary=:all: \
+	  --python-version $$version --target .images/$*/usr/local/lib/python$$version/dist-packages \
+	  ipykernel numpy cuda-core cuda-bindings)
+	tar -C .images/$* -c . | podman import -q - localhost/gpupool-test:$*
+	rm -rf .images/$* && touch $@
+
+test-containers: $(foreach image,$(IMAGES),.images/$(image).ready)
+	$(BIN)/python -m pytest tests/containers
 
 lock:
 	$(BIN)/python -m pip install -q uv
@@ -222,5 +252,5 @@ lock:
 	  -c requirements/lock.txt -o jupyter_gpupool/devices/nvidia/requirements.txt
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) $(TORCH_VENV) $(CLUSTER_VENV) $(HUB_VENV) build dist docs/_build emucuda/lib jupyter_gpupool/guard/lib \
+	rm -rf $(VENV) $(GPU_VENV) $(TORCH_VENV) $(CLUSTER_VENV) $(HUB_VENV) .images build dist docs/_build emucuda/lib jupyter_gpupool/guard/lib \
 	  jupyter_gpupool/labextension labextension/lib labextension/node_modules

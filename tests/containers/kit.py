@@ -18,8 +18,10 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from jupyter_client import BlockingKernelClient
 
+from jupyter_gpupool import cgroups
 from tests import namespaces
 from tests.broker import kit
 from tests.broker.kit import wait_until
@@ -39,6 +41,8 @@ class Machine(kit.Broker):
         super().__init__(folder, user_sockets=True, **config)
         self.socket = self.place / "broker.sock"
         self.boxes = []
+        #: The class of its containers.
+        self.kind = Box
 
     def user(self, name):
         """Make the folder of a user, as Docker does for a volume; return it when it is served."""
@@ -48,7 +52,7 @@ class Machine(kit.Broker):
         return folder
 
     def box(self, user="", **options):
-        box = Box(self, user, **options)
+        box = self.kind(self, user, **options)
         self.boxes.append(box)
         return box
 
@@ -75,17 +79,17 @@ class Box:
     """One container: of ``user`` by the folder mounted there, or of nobody.
 
     ``users_from``: the user id of the machine that is the container's root, in a user namespace.
-    ``wrapper``: a command that starts it. ``writable``: the folder is, which it must not be.
+    ``memory``: most bytes of its control group. ``writable``: the folder is, which it must not be.
     """
 
-    def __init__(self, machine, user="", *, uid=1000, users_from=0, wrapper=(), writable=False):
+    def __init__(self, machine, user="", *, uid=1000, users_from=0, memory=0, writable=False):
         self.machine = machine
         self.user = user
         self.shared = machine.folder / f"box-{secrets.token_hex(4)}"
         self.shared.mkdir()
         os.chown(self.shared, uid + users_from, uid + users_from)
         self._spec = {"uid": uid, "users_from": users_from}
-        self._wrapper = wrapper
+        self._group = control_group(memory) if memory else None
         self._writable = writable
         self._processes, self._kernels = [], []
 
@@ -119,7 +123,7 @@ class Box:
             },
         }  # fmt: skip
         process = subprocess.Popen(
-            [*self._wrapper, "unshare", "--mount", "--ipc", "--net", "--uts",
+            [*_inside(self._group), "unshare", "--mount", "--ipc", "--net", "--uts",
              *namespaces.OWN_NUMBERS[1:], sys.executable, str(BOX)],
             stdin=subprocess.PIPE, text=True, start_new_session=True, **options,
         )  # fmt: skip
@@ -147,10 +151,38 @@ class Box:
         for kernel in self._kernels:
             kernel.close()
         for process in self._processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(60)
+            self.kill(process)
             process.stdin.close()
+        if self._group is not None:
+            wait_until(lambda: not (self._group / "cgroup.procs").read_text(), "an empty group")
+            self._group.rmdir()
+
+    def kill(self, process):
+        """Kill what :meth:`start` has returned, with all of its container."""
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(60)
+
+
+def control_group(limit):
+    """Return a new control group with a memory limit in bytes."""
+    for base, file in ((cgroups.ROOT, "memory.max"),
+                       (cgroups.ROOT / "memory", "memory.limit_in_bytes")):  # fmt: skip
+        group = base / f"gpb-{secrets.token_hex(4)}"
+        with suppress(OSError):
+            group.mkdir()
+            if (group / file).exists():
+                (group / file).write_text(str(limit))
+                return group
+            group.rmdir()
+    pytest.skip("this process may not make a control group with a memory limit")
+
+
+def _inside(group):
+    """Return words before a command that run it in a control group, or none."""
+    if group is None:
+        return []
+    return ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
 
 
 class BoxKernel:
@@ -211,8 +243,7 @@ class BoxKernel:
         return self.box.machine.session(found.splitlines()[-1])
 
     def kill(self):
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(60)
+        self.box.kill(self.process)
 
     def close(self):
         self.client.stop_channels()

@@ -233,16 +233,18 @@ c.Spawner.default_url = "/tree"
         wait_until(ready, f"the server of {user}: {self.tail()}", 300)
         return f"/user/{user}/{server}/" if server else f"/user/{user}/"
 
-    def kernel(self, path):
-        """Start a pooled kernel of a server; return its cells."""
+    def kernel(self, path, running=""):
+        """Start a pooled kernel of a server, or take the ``running`` one; return its cells."""
         base, headers = f"127.0.0.1:{self.ports['public']}{path}api/kernels", {
             "Authorization": f"token {TOKEN}"
         }  # fmt: skip
-        answer = requests.post(
-            f"http://{base}", json={"name": "gpupool-python3"}, headers=headers, timeout=240
-        )
-        assert answer.status_code == 201, (answer.text, self.tail())
-        channels = f"ws://{base}/{answer.json()['id']}/channels"
+        if not running:
+            answer = requests.post(
+                f"http://{base}", json={"name": "gpupool-python3"}, headers=headers, timeout=240
+            )
+            assert answer.status_code == 201, (answer.text, self.tail())
+            running = answer.json()["id"]
+        channels = f"ws://{base}/{running}/channels"
         cells = Cells(websocket.create_connection(channels, header=headers, timeout=240))
         self._cells.append(cells)
         return cells

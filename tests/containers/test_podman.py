@@ -1,0 +1,73 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Kernels in Podman's containers, of images with different Pythons and C libraries."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from tests.broker import kit
+
+from .kit import Machine
+from .podman import PodmanBox, images
+from .test_containers import (  # noqa: F401  - the same tests, with the fixtures of this module
+    test_container_cannot_touch_what_is_anothers,
+    test_container_in_a_user_namespace_is_served,
+    test_containers_with_one_user_id_share_gpus,
+    test_doctor_says_what_a_container_lacks,
+    test_memory_limit_of_a_container_is_seen_through,
+    test_user_without_a_folder_is_served_no_more,
+)
+
+#: The line in the log of a kernel for which an image is too old.
+TOO_OLD = {
+    "bullseye": "Pooled GPU kernels need Python 3.10 or newer, and this image has 3.9",
+}
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root runs the machine's broker"),
+    pytest.mark.skipif(
+        not (images() and shutil.which("podman")),
+        reason="run make test-containers, which installs Podman and makes images",
+    ),
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.fixture(scope="module")
+def site():
+    folder = kit.short_folder()
+    folder.chmod(0o755)
+    found = Machine(folder, reclaim_after=0, max_sessions_per_user=3)
+    try:
+        yield found.started
+    finally:
+        print(found.tail())
+        found.close()
+        kit.remove(folder)
+
+
+def of_image(name):
+    """Return the class of containers of an image."""
+    return type("ImageBox", (PodmanBox,), {"image": name})
+
+
+@pytest.fixture(params=[name for name in images() if name not in TOO_OLD])
+def machine(site, request):
+    """The machine without a container and a user; each test runs with each image."""
+    site.kind = of_image(request.param)
+    yield site
+    site.clear()
+
+
+@pytest.mark.parametrize("image", [name for name in images() if name in TOO_OLD])
+def test_kernel_of_an_old_image_runs_without_a_gpu_and_says_why(site, image):
+    site.kind = of_image(image)
+    site.user("ada")
+    kernel = site.box("ada").kernel()
+    assert kernel.run("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])") == "-1"
+    assert f"GPU pool: this kernel runs without a GPU: {TOO_OLD[image]}." in kernel.said()
+    site.clear()

@@ -1,0 +1,35 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A notebook's client in a program: reads a cell's code from each line, as JSON, and runs it.
+
+It prints one line for each: whether the cell succeeded, and what it printed.
+"""
+
+import json
+import sys
+
+from jupyter_client.manager import start_new_kernel
+
+
+def main():
+    manager, client = start_new_kernel(startup_timeout=240, kernel_name="gpupool-python3")
+    try:
+        for line in sys.stdin:
+            text = []
+
+            def hook(message, text=text):
+                content = message["content"]
+                text.append(content.get("text") or content.get("data", {}).get("text/plain", ""))
+                text.append("\n".join(content.get("traceback", [])))
+
+            reply = client.execute_interactive(
+                json.loads(line), timeout=240, allow_stdin=False, output_hook=hook
+            )
+            done = reply["content"]["status"] == "ok", "".join(text).strip()
+            print(json.dumps(done), flush=True)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel()
+
+
+main()

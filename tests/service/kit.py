@@ -1,0 +1,221 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""A machine with a running systemd, and JupyterHub on it.
+
+It is a Podman container over this machine's own files. What it writes is in memory and goes with
+it. Network and processors are this machine's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import requests
+
+from jupyter_gpupool.endpoint import MACHINE_SOCKET
+from tests.broker import kit
+from tests.broker.kit import wait_until
+from tests.containers.podman import LIMITS, PODMAN
+from tests.hub.kit import HUB, Hub
+
+SYSTEMD = Path("/lib/systemd/systemd")
+
+#: Which every account may run.
+PYTHON = HUB / "bin" / "python"
+
+#: Of systemd's own services.
+MASKED = ("udevd", "udev-trigger", "sysctl", "modules-load", "binfmt", "timesyncd")
+
+
+def refusal():
+    """Return what this machine lacks for the tests, or ""."""
+    if not SYSTEMD.exists():
+        return "systemd is not installed"
+    if not (shutil.which("podman") and (HUB / ".ready").exists()):
+        return "run make test-service, which installs what is needed"
+    return ""
+
+
+class Systemd:
+    """The machine. Call :meth:`start` first."""
+
+    def __init__(self):
+        self.name = f"gpupool-test-{secrets.token_hex(4)}"
+        self.folder = Path("/dev/shm") / self.name
+        self.root = self.folder / "root"
+        #: A folder that has the same path there.
+        self.shared = kit.short_folder()
+        self._cells = []
+
+    def start(self):
+        above, work, temporary = (self.folder / name for name in ("above", "work", "tmp"))
+        for path in (self.root, above, work, temporary):
+            path.mkdir(parents=True)
+        temporary.chmod(0o1777)
+        layers = f"lowerdir=/,upperdir={above},workdir={work}"
+        subprocess.run(
+            ["mount", "-t", "overlay", "overlay", "-o", layers, self.root], check=True, timeout=60
+        )
+        for path in (self.root / "run").iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        # None of this machine's own services, and nothing that would change its devices and kernel.
+        units = self.root / "etc/systemd/system"
+        for path in units.glob("*.wants"):
+            shutil.rmtree(path)
+        for name in MASKED:
+            (units / f"systemd-{name}.service").symlink_to("/dev/null")
+        subprocess.run(
+            [
+                *PODMAN, "run", "--detach", "--name", self.name, *LIMITS, "--privileged",
+                "--systemd=always", "--network=host", f"--volume={temporary}:/tmp",
+                f"--volume={self.shared}:{self.shared}",
+                "--rootfs", self.root, SYSTEMD,
+            ],
+            check=True, timeout=120, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        wait_until(
+            lambda: self.call("systemctl", "is-system-running").stdout.strip()
+            in ("running", "degraded"),
+            "systemd to have started", 120,
+        )  # fmt: skip
+
+    def command(self, *words, user="root"):
+        """Return the command that runs another one there."""
+        become = (
+            [] if user == "root" else ["runuser", "-u", user, "--", "env", f"HOME=/home/{user}"]
+        )
+        return [*PODMAN, "exec", "--interactive", "--workdir=/", self.name, *become, *words]
+
+    def call(self, *words, user="root", timeout=300):
+        return subprocess.run(
+            self.command(*map(str, words), user=user), capture_output=True, text=True,
+            timeout=timeout, check=False,
+        )  # fmt: skip
+
+    def run(self, *words, user="root", timeout=300):
+        """Run a command to its end there; return what it printed, and fail if it fails."""
+        done = self.call(*words, user=user, timeout=timeout)
+        assert done.returncode == 0, (words, done.stdout, done.stderr, self.tail())
+        return done.stdout.strip()
+
+    def gpupool(self, *words, user="root"):
+        return self.run(PYTHON, "-m", "jupyter_gpupool.cli", *words, user=user)
+
+    def show(self, name, unit="gpupool.service"):
+        """Return a property of a unit."""
+        return self.run("systemctl", "show", "--value", f"--property={name}", unit)
+
+    def sessions(self):
+        return json.loads(self.gpupool("status", "--json"))["sessions"]
+
+    def cells(self, user):
+        cells = UserCells(self, user)
+        self._cells.append(cells)
+        return cells
+
+    def log(self):
+        """Return what systemd has logged of the units that the tests start, and what they have."""
+        return self.call(
+            "journalctl", "--no-pager", "--output=short-monotonic", "--unit=gpupool*",
+            "--unit=jupyter*",
+        ).stdout  # fmt: skip
+
+    def tail(self, size=6000):
+        return self.log()[-size:]
+
+    def close(self):
+        for cells in self._cells:
+            cells.close()
+        subprocess.run(
+            [*PODMAN, "rm", "--force", "--time=0", "--ignore", self.name],
+            check=False, timeout=120, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        with suppress(subprocess.CalledProcessError):
+            subprocess.run(["umount", "--lazy", self.root], check=True, timeout=60)
+        for folder in (self.folder, self.shared):
+            kit.remove(folder)
+
+
+class UserCells:
+    """A Pooled GPU kernel of a user's program there, see ``cells.py``."""
+
+    def __init__(self, machine, user):
+        self._machine = machine
+        self._process = subprocess.Popen(
+            machine.command(str(PYTHON), str(Path(__file__).with_name("cells.py")), user=user),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True,
+        )  # fmt: skip
+
+    def run(self, code):
+        """Run a cell; return what it printed, and fail if it fails."""
+        self.send(code)
+        return self.answer()
+
+    def send(self, code):
+        self._process.stdin.write(json.dumps(code) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self):
+        line = self._process.stdout.readline()
+        assert line, ("the program has ended", self._machine.tail())
+        done, text = json.loads(line)
+        assert done, (text, self._machine.tail())
+        return text
+
+    def close(self):
+        """End the kernel; idempotent."""
+        if not self._process.stdin.closed:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+            self._process.wait(120)
+            self._process.stdout.close()
+
+
+class SystemdHub(Hub):
+    """JupyterHub as a unit of the machine; each server of a user is one, too."""
+
+    UNIT = "jupyterhub.service"
+
+    def __init__(self, machine, **options):
+        self.machine = machine
+        super().__init__(machine.shared, MACHINE_SOCKET, **options)
+        with (self.folder / "hub.py").open("a") as file:
+            file.write(
+                'c.JupyterHub.spawner_class = "systemdspawner.SystemdSpawner"\n'
+                "c.SystemdSpawner.isolate_tmp = True\n"
+                'c.SystemdSpawner.mem_limit = "4G"\n'
+            )
+
+    def start(self):
+        programs = self.installed.bin
+        self.machine.run(
+            "systemd-run", f"--unit={self.UNIT}", f"--working-directory={self.folder}",
+            f"--setenv=PATH={programs}:{os.environ['PATH']}", programs / "jupyterhub",
+            "-f", self.folder / "hub.py",
+        )  # fmt: skip
+        wait_until(self._answers, "the Hub to answer", 240)
+
+    def _answers(self):
+        assert self.machine.show("ActiveState", self.UNIT) == "active", self.tail()
+        try:
+            return self.call("GET", "/", bare=True).ok
+        except requests.ConnectionError:
+            return False
+
+    def stop(self):
+        self.machine.run("systemctl", "stop", self.UNIT)
+
+    def close(self):
+        for cells in self._cells:
+            cells.close()
+        self.machine.call("systemctl", "stop", "jupyter*")
+
+    def tail(self, size=6000):
+        return self.machine.tail(size)
