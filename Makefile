@@ -9,7 +9,7 @@
 # make torch  PyTorch on emulated GPUs: sets it up (1.1 GB to load), runs its tests and the example
 # make cluster  three machines in a Ray cluster on this host, on emulated GPUs, until Ctrl-C
 # make test-cluster  three machines in a Ray cluster on this host, in an environment of its own
-# make test-containers  kernels in Podman's containers of four Debian releases (root)
+# make test-containers  kernels in Podman's and Docker's containers of Debian's releases (root)
 # make test-service  the service and JupyterHub's servers under a real systemd (root)
 # make test-hub  a real JupyterHub with two accounts of this machine (root), in an environment of its own
 # make docs   build the documentation; make bench: the benchmarks
@@ -210,7 +210,7 @@ $(HUB_VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCE
 	test -x $(HUB_VENV)/bin/python || $(HUB_PYTHON) -m venv --without-pip $(HUB_VENV)
 	GPUPOOL_NO_LABEXTENSION=1 $(BIN)/python -m pip --python $(HUB_VENV)/bin/python install -q \
 	  --disable-pip-version-check -c requirements/lock.txt -e ".[emulator]" "jupyterhub>=6,<7" \
-	  jupyterhub-systemdspawner
+	  jupyterhub-systemdspawner dockerspawner
 	PATH="$(abspath $(BIN)):$$PATH" npm install --silent --prefix $(HUB_VENV)/chp configurable-http-proxy@5.3
 	touch $@
 
@@ -220,12 +220,12 @@ test-hub: $(HUB_VENV)/.ready
 test-service: podman $(HUB_VENV)/.ready
 	$(BIN)/python -m pytest tests/service
 
-# For the tests in Podman's containers: Podman, and images of Debian's own packages.
+# For the tests in containers: Podman, Docker, and images of Debian's own packages.
 podman:
-	@command -v podman >/dev/null && command -v debootstrap >/dev/null || { [ "$$(id -u)" = 0 ] && \
-	  command -v apt-get >/dev/null && echo "Installing Podman for the tests in its containers" && \
-	  { apt-get update -qq; apt-get install -y -qq --no-install-recommends podman runc debootstrap; } >/dev/null; } || \
-	  { echo "Podman is missing: apt-get install podman runc debootstrap"; exit 1; }
+	@command -v podman >/dev/null && command -v dockerd >/dev/null && command -v debootstrap >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "Installing Podman and Docker for the tests in containers" && \
+	  { apt-get update -qq; apt-get install -y -qq --no-install-recommends podman runc docker.io debootstrap; } >/dev/null; } || \
+	  { echo "Podman or Docker is missing: apt-get install podman runc docker.io debootstrap"; exit 1; }
 
 # The wheels are for the image's Python, not for this one; bullseye's is too old for them.
 .images/%.ready: | $(VENV)/.lab podman
@@ -235,11 +235,11 @@ podman:
 	$(if $(filter bullseye,$*),,version=$$(chroot .images/$* python3 -c 'import sys; print("{}.{}".format(*sys.version_info))') && \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile --only-binary=:all: \
 	  --python-version $$version --target .images/$*/usr/local/lib/python$$version/dist-packages \
-	  ipykernel numpy cuda-core cuda-bindings)
+	  ipykernel numpy cuda-core cuda-bindings jupyter_server "jupyterhub>=6,<7")
 	tar -C .images/$* -c . | podman import -q - localhost/gpupool-test:$*
 	rm -rf .images/$* && touch $@
 
-test-containers: $(foreach image,$(IMAGES),.images/$(image).ready)
+test-containers: $(foreach image,$(IMAGES),.images/$(image).ready) $(HUB_VENV)/.ready
 	$(BIN)/python -m pytest tests/containers
 
 lock:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``examples/containers`` against the code. Docker does not run here."""
+"""``examples/containers`` against the code; ``test_docker.py`` runs them."""
 
 from __future__ import annotations
 

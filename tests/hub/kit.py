@@ -118,6 +118,8 @@ class Hub:
         self.installed = installed
         self.log = self.folder / "hub.log"
         self.process = None
+        #: Further environment variables of the Hub.
+        self.variables = {}
         self._cells = []
         self.ports = {name: free_port() for name in ("public", "api", "hub")}
         token = self.folder / "hub-token"
@@ -161,7 +163,7 @@ c.Spawner.default_url = "/tree"
 
     def start(self):
         path = f"{self.installed.bin}:{os.environ['PATH']}"
-        environment = {**kit.environment(self.folder), "PATH": path}
+        environment = {**kit.environment(self.folder), "PATH": path, **self.variables}
         # As an installed one reads it: with the environment's own kernels and extensions.
         for name in ("JUPYTER_NO_CONFIG", "JUPYTER_PREFER_ENV_PATH"):
             environment.pop(name)

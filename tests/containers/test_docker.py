@@ -1,0 +1,84 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Servers of JupyterHub in Docker's containers, by the files of ``examples``."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.broker import kit
+from tests.broker.kit import wait_until
+from tests.hub.kit import HUB
+from tests.hub.test_hub import CHECK, FILL
+
+from .docker import IMAGE, Docker, DockerHub, refusal
+from .kit import Machine
+from .podman import images
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root runs the machine's broker"),
+    pytest.mark.skipif(
+        bool(refusal()) or IMAGE.partition(":")[2] not in images() or not (HUB / ".ready").exists(),
+        reason="run make test-containers, which installs what is needed",
+    ),
+    pytest.mark.timeout(1800),
+]
+
+
+@pytest.fixture
+def site():
+    """A Hub, Docker, and a machine with one GPU that has room for one of two kernels."""
+    folder = kit.short_folder()
+    folder.chmod(0o755)
+    machine = Machine(folder, emulate=kit.ONE, reclaim_after=0, default_memory=250 * kit.MiB)
+    docker = hub = None
+    try:
+        docker = Docker()
+        hub = DockerHub(machine, docker, course=["bob@example.org"])
+        hub.start()
+        yield hub, docker, machine.started
+    finally:
+        if hub is not None:
+            hub.close()
+            print(hub.tail())
+        if docker is not None:
+            docker.close()
+        print(machine.tail())
+        machine.close()
+        kit.remove(folder)
+
+
+def owners(machine):
+    return {session["owner"]: session for session in machine.status()["sessions"]}
+
+
+def test_users_of_docker_spawner_share_one_gpu_through_restarts(site):
+    hub, docker, machine = site
+    ada, bob = "ada", "bob@example.org"
+    path = hub.spawn(ada)
+    mine, theirs = hub.kernel(path), hub.kernel(hub.spawn(bob))
+    mine.run("%gpu 300MiB")
+    mine.run(FILL % 7)
+    theirs.run(FILL % 9)  # one GPU, and room for one: the first kernel is suspended
+    found = owners(machine)
+    assert found.keys() == {ada, bob}  # by the folder: both have user id 1000
+    assert found[ada]["suspended_bytes"] > 0
+    mine.run(CHECK % 7)
+
+    # The broker is killed, and the Hub starts anew: no server, no kernel and no byte is lost.
+    machine.kill()
+    assert machine.started
+    theirs.run(CHECK % 9)
+    hub.stop()
+    hub.start()
+    hub.kernel(path, found[ada]["kernel_id"]).run(CHECK % 7)
+    assert set(owners(machine)) == {ada, bob}
+
+    # A container that Docker kills, and a server that the Hub stops, end their sessions.
+    (name,) = docker.run("ps", "--quiet", "--filter", f"name=jupyter-{ada}").split()
+    docker.run("kill", name)
+    wait_until(lambda: set(owners(machine)) == {bob}, "the end of the killed container's session")
+    hub.call("DELETE", f"/users/{bob}/server")
+    wait_until(lambda: not owners(machine), "the end of the stopped server's session")
