@@ -57,7 +57,7 @@ test('devices, queue, kernels, host memory; names for root; accessible', async (
   const queue = panel.getByRole('region', { name: 'Queue' });
   await expect(queue.getByRole('listitem')).toHaveCount(1);
   await expect(queue).toContainText('mine.ipynb');
-  await expect(queue).toContainText(/6 GiB · (no estimate yet|.* left)/);
+  await expect(queue).toContainText(/6 GiB · (.*, )?(no estimate yet|.* left)/);
   await ask('leave', { name: 'batch' });
   await expect(queue).toContainText('Nobody waits for a GPU.');
   await expect(on(/mine\.ipynb1\.\d of 6 GiB used · idle$/)).toHaveCount(1);
