@@ -208,7 +208,11 @@ class Attack:
         connection = self.connect()
         if connection is None:
             return
-        opened = self.ask(connection, "open", kernel_id="x")
+        opened: dict[str, Any] = {}
+        while "session" not in opened:  # another attack may have all sessions of the user
+            if self.over:
+                return
+            opened = self.ask(connection, "open", kernel_id="x")
         who = {"session": opened["session"], "token": opened["token"]}
         holds = [{"id": f"{n:0200}", "kind": "cell"} for n in range(900)]
         self.flood(line("hello", holds=holds, junk="j" * 20_000, **who), connections=100)
@@ -217,9 +221,11 @@ class Attack:
     def unread(self) -> None:
         """Ask for the largest answers and read none."""
         made = [one for _ in range(300) if (one := self.connect())]
+        asked = line("journal", id=1, limit=9000) + line("status", id=2) * 50
         for one in made:
             with contextlib.suppress(OSError):
-                one.sendall(line("journal", id=1, limit=9000) + line("status", id=2) * 50)
+                one.sendall(asked)
+                self.sent += len(asked)
         time.sleep(max(0.0, self.ends - time.monotonic()))
         for one in made:
             one.close()

@@ -232,7 +232,7 @@ def test_numbers_of_another_namespace_are_translated():
         assert procfs.apart(first.pid, os.getpid())
         assert not procfs.apart(os.getppid(), os.getpid())
 
-        session = SimpleNamespace(id="s", process=first)
+        session = SimpleNamespace(id="s", uid="ada", process=first)
         there = ProcessId(1, first.start_time)
         false = ProcessId(1, first.start_time + 1)
         translation, named = Translation(), {there, false, second, procfs.identify(os.getpid())}
@@ -249,7 +249,8 @@ def test_page_of_false_processes_causes_few_looks(monkeypatch):
     child = ProcessId(7, own.start_time)
     monkeypatch.setattr(procfs, "other_space", lambda _: 1)
     monkeypatch.setattr(procfs, "insiders", lambda _: looks.append(1) or {child: own})
-    session, translation = SimpleNamespace(id="s", process=own), Translation(lambda: now[0])
+    session = SimpleNamespace(id="s", uid="ada", process=own)
+    translation = Translation(lambda: now[0])
     kernel = ProcessId(procfs.number_inside(own.pid), own.start_time)
     assert translation.here(session, {kernel}) == {kernel: own}
     assert not looks  # a kernel without children needs none
@@ -260,3 +261,18 @@ def test_page_of_false_processes_causes_few_looks(monkeypatch):
     assert translation.here(session, {child}) == {}
     now[0] = 1.0
     assert translation.here(session, {child}) == {child: own}
+
+    # Many sessions of one user share a limit, and leave another user's looks alone.
+    many = [SimpleNamespace(id=f"{n}", uid="mallory", process=own) for n in range(100)]
+    looks.clear()
+    for one in many * 2:
+        translation.here(one, {kernel, ProcessId(9, id(one))})
+    assert len(looks) == 32
+    translation.number(many[0], 1 << 22, own.pid)  # asked for by a message, which has a price
+    assert len(looks) == 33
+    now[0] = 2.0
+    assert translation.here(session, {child, ProcessId(9, 1)}) == {child: own}
+    for one in many:
+        translation.forget(one)
+    assert translation.here(many[0], {child}) == {child: own}  # the ended ones still count
+    assert len(looks) == 35

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import logging
 import os
 import signal
@@ -270,6 +271,40 @@ def test_flags_of_a_passed_page_are_not_the_brokers(kernel):
         assert os.fstat(passed).st_size == layout.SIZE
     finally:
         os.close(passed)
+
+
+def test_connection_that_reads_nothing_gets_its_page_once(kernel):
+    """Each copy that nobody takes is one of the open files that Linux lets the broker's user send.
+
+    With so many that Linux refused more, new kernels of all containers ran without their page.
+    """
+    k = kernel(memory=BIG)
+    who = {"session": k.session, "token": k.token}
+
+    def heard():
+        return k.broker.status()["broker"]["counters"]["messages"]
+
+    with kit.Raw(k.broker.socket) as raw:
+        before, looks = heard(), itertools.count(1)  # each look is a message, too
+        for number in range(1, 41):
+            raw.say(type="page", id=number, **who)
+        wait_until(lambda: heard() - before - next(looks) == 40, "the broker has heard all")
+        assert len(taken(raw, 40)) == 1
+        raw.say(type="page", id=41, **who)
+        assert len(taken(raw, 1)) == 1
+
+
+def taken(raw, answers):
+    """Read so many answers that agree; close the descriptors that come with them, return these."""
+    found, text = [], b""
+    while text.count(b"\n") < answers:
+        data, new, _, _ = socket.recv_fds(raw.socket, 1 << 16, 64)
+        text += data
+        found += new
+    for descriptor in found:
+        os.close(descriptor)
+    assert text.count(b'"ok"') == answers
+    return found
 
 
 def test_lease_of_a_page_does_not_delay_a_new_broker(tmp_path):

@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Containers by the operating system's own means, and the machine's broker outside of them.
 
-Each has process numbers, mounts, a network, shared memory of 64 KiB and a root file system of its
-own: Python and ipykernel, but no jupyter_gpupool. The broker reaches it by the mounted folder only.
+Each has process numbers, mounts, a network, control groups, shared memory of 64 KiB and a root file
+system of its own: Python and ipykernel, but no jupyter_gpupool. The broker reaches it by the
+mounted folder only.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Box:
             },
         }  # fmt: skip
         process = subprocess.Popen(
-            [*_inside(self._group), "unshare", "--mount", "--ipc", "--net", "--uts",
+            [*_inside(self._group), "unshare", "--mount", "--ipc", "--net", "--uts", "--cgroup",
              *namespaces.OWN_NUMBERS[1:], sys.executable, str(BOX)],
             stdin=subprocess.PIPE, text=True, start_new_session=True, **options,
         )  # fmt: skip
@@ -153,6 +154,8 @@ class Box:
         for process in self._processes:
             self.kill(process)
             process.stdin.close()
+            if process.stdout is not None:
+                process.stdout.close()
         if self._group is not None:
             wait_until(lambda: not (self._group / "cgroup.procs").read_text(), "an empty group")
             self._group.rmdir()

@@ -441,7 +441,10 @@ class ControlPages:
                         session.page.set_landing(slot, LANDING_NONE)
 
     def _damaged(self, session: LiveSession, error: Exception) -> None:
-        self._log.error("The page of session %s is given up: %s", session.id, error)
+        self._log.error(
+            "The page of session %s is given up: %s", session.id, error,
+            extra={"cause": session.uid},
+        )  # fmt: skip
         if session.page is not None:
             session.page.close()
             session.page = None

@@ -16,11 +16,17 @@ from ... import procfs
 from ...procfs import ProcessId
 from ..ratelimit import TokenBucket
 from ..sessions import LiveSession
+from ..transport.auth import User
 
 #: Scans of all processes of the machine that one session may cause: per second, and in one burst. A
 #: page may name other false processes at each read, and each look holds up the event loop for 20 to
 #: 60 us per process. A program may start a process for each of eight GPUs at once.
 LOOKS = 1.0, 8.0
+
+#: The same for the pages of all sessions of one user: with a false page in each of 20 sessions, a
+#: user would keep the event loop busy on a machine with 1,000 processes. A look for a message is in
+#: the message's price.
+LOOKS_OF_USER = 4.0, 32.0
 
 
 class Translation:
@@ -31,8 +37,9 @@ class Translation:
         #: By session: its PID namespace, and a map from process ids there to ids here (None: no
         #: process).
         self._known: dict[str, tuple[int, dict[ProcessId, ProcessId | None]]] = {}
-        #: By session: the looks that it may cause.
+        #: The looks that a session may cause, by its id, and those that a user may, by user.
         self._looks: dict[str, TokenBucket] = {}
+        self._looks_of_user: dict[User, TokenBucket] = {}
 
     def here(
         self, session: LiveSession, processes: Collection[ProcessId]
@@ -44,7 +51,7 @@ class Translation:
         space, known = self._of(session)
         if not space:
             return {process: process for process in processes if procfs.alive(process)}
-        if not known.keys() >= {*processes} and self._may_look(session):
+        if not known.keys() >= {*processes} and self._may_look(session, user=True):
             # A process is there before it writes its number, so the look need not be repeated.
             found = procfs.insiders(space)
             names = {p: found.get(p) for p in processes if p not in known}
@@ -64,13 +71,20 @@ class Translation:
         """Forget a session that has ended."""
         self._known.pop(session.id, None)
         self._looks.pop(session.id, None)
+        users = self._looks_of_user
+        if session.uid in users and users[session.uid].full(self._clock()):
+            del users[session.uid]  # a new bucket would be the same
 
-    def _may_look(self, session: LiveSession) -> bool:
-        now = self._clock()
-        bucket = self._looks.setdefault(session.id, TokenBucket(*LOOKS, now))
-        if bucket.left(now) < 1:
+    def _may_look(self, session: LiveSession, *, user: bool = False) -> bool:
+        """Pay for a look, from the session's budget and with ``user`` also from its user's."""
+        now, users = self._clock(), self._looks_of_user
+        buckets = [self._looks.setdefault(session.id, TokenBucket(*LOOKS, now))]
+        if user:
+            buckets.append(users.setdefault(session.uid, TokenBucket(*LOOKS_OF_USER, now)))
+        if min(bucket.left(now) for bucket in buckets) < 1:
             return False
-        bucket.pay(1, now)
+        for bucket in buckets:
+            bucket.pay(1, now)
         return True
 
     def _of(self, session: LiveSession) -> tuple[int, dict[ProcessId, ProcessId | None]]:

@@ -10,10 +10,12 @@ them for its answer. A peer with a further request behind that, or unread answer
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import socket
-from contextlib import suppress
+import sys
+import termios
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Callable, Literal, Mapping, Protocol
 
@@ -170,21 +172,25 @@ class Connection(asyncio.BufferedProtocol):
         """Answer a request with ``ok`` and a descriptor, which the peer gets a copy of.
 
         The descriptor goes around the transport, so this fits only a connection without other
-        unread answers. Any other peer gets none, and may ask again on a connection of its own.
+        unread answers. Any other peer gets none, and may ask again on a connection of its own. A
+        peer that never reads holds one descriptor for each connection: Linux counts these for all
+        processes of the broker's user, and then passes no more to anybody.
         """
         if not self.open or self._transport is None or request_id is None:
             return
-        if self._transport.get_write_buffer_size():
+        own = self._transport.get_extra_info("socket").fileno()
+        if self._transport.get_write_buffer_size() or _unread(own):
             self.answer(request_id)
             return
         line = encode({"type": "ok", "id": request_id})
-        self._sent += len(line)
-        with (
-            suppress(OSError),
-            socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as own,
-        ):
-            # A line of this length goes whole or not at all: the buffer is empty.
-            socket.send_fds(own, [line], [descriptor])
+        try:
+            with socket.socket(fileno=os.dup(own)) as ours:
+                # A line of this length goes whole or not at all: the buffer is empty.
+                socket.send_fds(ours, [line], [descriptor])
+        except OSError:
+            self.answer(request_id)
+        else:
+            self._sent += len(line)
 
     def refuse(self, request_id: int | None, error: GPUPoolError) -> None:
         """Answer a request with ``error``, even without an id: the error must not be lost."""
@@ -520,3 +526,12 @@ class Connection(asyncio.BufferedProtocol):
             )
         )
         transport.close()
+
+
+def _unread(descriptor: int) -> int:
+    """Return the memory of what a socket has sent and its peer has not received; 0 if unknown."""
+    try:
+        size = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4))
+    except OSError:
+        return 0
+    return int.from_bytes(size, sys.byteorder)

@@ -1,0 +1,237 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Attacks from inside containers, and what they may cost a kernel in another user's container.
+
+An attacker is root in its container, and knows the number, the session and the token of the other
+kernel. The short form makes most attacks at the same time, the long form each of them alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from benchmarks import attack
+from jupyter_gpupool.procfs import identify
+from tests import namespaces
+from tests.broker import kit
+from tests.broker.kit import LATE, wait_until
+from tests.broker.test_neighbours import MOST, MOST_LOG, descriptors, resident
+
+from .kit import Machine
+from .test_containers import CHECK, FILL
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root runs the machine's broker"),
+    pytest.mark.skipif(bool(namespaces.refusal()), reason=namespaces.refusal() or "none"),
+]
+
+#: The attacks: what each one does is in ``attacks.py`` and ``benchmarks/attack.py``. With each, the
+#: broker's answers that are right; `busy` is right in every case. What must hold for the victim,
+#: for the broker and for what the attacker reaches is the same for all: see :func:`attacked`.
+ATTACKS = {
+    # Floods of connections.
+    "churn": "",
+    "slow": "",
+    "descriptors": "",
+    # Floods of requests, read and not read.
+    "ping": "ok",
+    "status": "ok",
+    "journal": "ok",
+    "journal_of_nobody": "ok",
+    "acts": "unknown-session",
+    "open_close": "ok too-many",
+    "opens": "ok too-many",
+    "unread": "",
+    "unread_pages": "ok",
+    "early": "ok abuse not-launched duplicate unknown-session too-many",
+    # Malformed lines, and those whose refusals could fill log and journal.
+    "rubbish": "bad-request protocol too-long abuse",
+    "unfinished": "",
+    "refused": "over-device",
+    # A damaged page, and one that names others' processes.
+    "damage": "ok limit no-memory no-page unknown-session",
+    "false_processes": "ok",
+    # Forged names and tokens.
+    "guesses": "bad-token abuse",
+    "stolen": "not-yours not-allowed abuse",
+    "names_victim": "",
+    # Another user's folder, page and notebook.
+    "reads": "ok",
+}
+
+#: The short form: seconds and attacks of each user. Attacks of one user share its budget, so those
+#: that need many answers are apart.
+TEAMS = {
+    "mallory": (1.0, ["status", "journal_of_nobody", "rubbish", "refused"]),
+    "trudy": (1.0, ["churn", "open_close", "opens"]),
+    "eve": (1.5, ["damage", "false_processes", "unread_pages", "descriptors"]),
+    "oscar": (1.0, ["guesses", "stolen", "names_victim", "reads"]),
+}
+
+#: The name of the victim's notebook.
+SECRET = "secret-notebook.ipynb"
+
+#: Most seconds of a release and of the return of the state, 0.3 s without an attack.
+WAIT = 3.0
+
+#: Most bytes that the journal may grow by in an attack of seconds: it empties its log at 16 MiB.
+MOST_JOURNAL = 20_000_000
+
+#: What the victim keeps.
+KEPT = ("owner", "label", "group", "request", "pid", "guard", "agent", "priority")
+
+
+@pytest.fixture(scope="module")
+def site():
+    folder = kit.short_folder()
+    folder.chmod(0o755)
+    found = Machine(
+        folder, reclaim_after=0, max_sessions_per_user=20, default_memory=64 * kit.MiB
+    ).started
+    try:
+        for name in ("ada", *TEAMS):
+            found.user(name)
+        yield found
+    finally:
+        print(found.tail())
+        found.close()
+        kit.remove(folder)
+
+
+class Victim:
+    """A kernel in a container, with bytes on the device."""
+
+    def __init__(self, machine):
+        self.machine = machine
+        self.kernel = machine.box("ada").kernel(JPY_SESSION_NAME=SECRET)
+        self.kernel.run(FILL.replace("250 << 20", "16 << 20") % 7)
+        self.session, token = self.kernel.run(
+            "import os; print(*(os.environ[f'GPUPOOL_{n}'] for n in ('SESSION', 'TOKEN')))"
+        ).split()[-2:]
+        self.before = machine.session(self.session)
+        pid = self.before["pid"]
+        self.known = {"session": self.session, "token": token, "secret": SECRET, "pid": pid,
+                      "start_time": identify(pid).start_time}  # fmt: skip
+
+    def live(self):
+        """Give the slice back, take it again and check each byte; return the seconds."""
+        begun = time.monotonic()
+        self.kernel.run("%gpu release")
+        self.kernel.run(CHECK % 7)
+        return time.monotonic() - begun
+
+
+@pytest.fixture(scope="module")
+def victim(site):
+    return Victim(site)
+
+
+@pytest.fixture
+def machine(site):
+    """The machine, without the attackers' containers when the test has ended."""
+    kept = [*site.boxes]
+    yield site
+    for box in site.boxes:
+        if box not in kept:
+            box.close()
+
+
+def begin(machine, user, seconds, kinds, victim):
+    """Start attacks in a container."""
+    box = machine.box(user, uid=0)
+    for file in (Path(attack.__file__), Path(__file__).with_name("attacks.py")):
+        shutil.copy(file, box.shared)
+    process = box.start(
+        str(box.shared / "attacks.py"), str(seconds), *kinds,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert process.stdout.readline() == "ready\n"
+    process.stdin.write(json.dumps(victim.known) + "\n")
+    process.stdin.flush()
+    return process
+
+
+def journal(machine):
+    return sum(file.stat().st_size for file in (machine.folder / "state").glob("journal*"))
+
+
+def attacked(machine, victim, teams):
+    """Attack; assert what must hold for the victim, for the broker and for the attackers."""
+    victim.live()
+    quiet, log, rows = resident(machine), machine.log.stat().st_size, journal(machine)
+    open_files = descriptors(machine)
+    attacks = [begin(machine, user, *team, victim) for user, team in teams.items()]
+    most, waits = quiet, []
+    while any(process.poll() is None for process in attacks):
+        waits.append(victim.live())  # its bytes are right
+        most = max(most, resident(machine))
+        with suppress(subprocess.TimeoutExpired):
+            attacks[0].wait(0.1)
+    said = [process.communicate(timeout=60)[0] for process in attacks]
+    assert [process.returncode for process in attacks] == [0] * len(attacks), said
+    seen = {one["kind"]: one for text in said for one in map(json.loads, text.splitlines())}
+    assert seen.keys() == {kind for _, kinds in teams.values() for kind in kinds}
+
+    assert [kind for kind, one in seen.items() if not one["sent"] and not one["codes"]] == []
+
+    # The attackers reached nothing, and each of their requests had a right answer.
+    assert {kind: one["reached"] for kind, one in seen.items() if one["reached"]} == {}
+    wrong = {kind: {*one["codes"]} - {*ATTACKS[kind].split(), "busy"} for kind, one in seen.items()}
+    assert {kind: codes for kind, codes in wrong.items() if codes} == {}
+    # The victim waited little (LATE: for a slow machine), and is what it was.
+    assert 0 < max(waits) < WAIT + LATE, waits
+    after = machine.session(victim.session)
+    assert {name: after[name] for name in KEPT} == {name: victim.before[name] for name in KEPT}
+    assert [s["granted_bytes"] for s in after["slices"]] == [64 * kit.MiB]
+    # The broker took little memory, log and disk, and has freed what the attackers had.
+    assert most < MOST
+    assert machine.log.stat().st_size - log < MOST_LOG * len(seen)
+    assert journal(machine) - rows < MOST_JOURNAL
+    assert "Traceback" not in machine.log.read_text()
+    wait_until(lambda: descriptors(machine) <= open_files + 5, "the attackers' files are closed")
+    wait_until(
+        lambda: [s["owner"] for s in machine.status()["sessions"]] == ["ada"],
+        "the end of the attackers' sessions",
+    )
+    assert resident(machine) < quiet + 20_000_000
+
+
+def test_all_attacks_at_once_do_not_harm_another_container(machine, victim):
+    attacked(machine, victim, TEAMS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_no_attack_harms_another_container(machine, victim, kind):
+    attacked(machine, victim, {"mallory": (5.0, [kind])})
+
+
+def test_long_queue_of_one_container_is_behind_the_others(machine, victim):
+    """Both GPUs are in use, and six kernels of another user wait already when the victim asks."""
+    attackers = begin(machine, "mallory", 600, ["queue"], victim)
+    said = attackers.stdout.readline()
+    assert said == "holds\n", said
+    client = victim.kernel.client
+    cell = client.execute(CHECK % 7)
+    wait_until(lambda: queue(machine) == ["ada", *["mallory"] * 6], "the victim is the first")
+    (last,) = machine.rows()[-1:]
+    attackers.stdin.write("give one back\n")
+    attackers.stdin.flush()
+    reply = client.get_shell_msg(timeout=120)
+    assert (reply["parent_header"]["msg_id"], reply["content"]["status"]) == (cell, "ok")
+    served = [row for row in machine.rows("attach", "resume") if row["seq"] > last["seq"]]
+    assert served[0]["owner"] == "ada"
+
+
+def queue(machine):
+    """Return the owners of the sessions that wait, the first one first."""
+    found = [s for s in machine.status()["sessions"] if s["state"] == "queued"]
+    return [s["owner"] for s in sorted(found, key=lambda s: s["queue_position"])]
