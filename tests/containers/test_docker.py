@@ -57,6 +57,9 @@ def owners(machine):
 def test_users_of_docker_spawner_share_one_gpu_through_restarts(site):
     hub, docker, machine = site
     ada, bob = "ada", "bob@example.org"
+    for name in (ada, bob):
+        # Docker would make it, too, but emulated GPUs are mounted in it, so it must be filled.
+        machine.user(name)
     path = hub.spawn(ada)
     mine, theirs = hub.kernel(path), hub.kernel(hub.spawn(bob))
     mine.run("%gpu 300MiB")
