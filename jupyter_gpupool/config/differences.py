@@ -100,6 +100,9 @@ def notice(
 ) -> str:
     """Return the notice about different configurations; "" if they agree.
 
+    What only a machine-wide broker sets is no difference: its admin may keep it in files of the
+    service, which users' servers do not read.
+
     Parameters
     ----------
     section:
@@ -117,6 +120,8 @@ def notice(
     except ConfigError as error:
         return f"{who} has a mistake in its configuration, which is not in force: {error}"
     found = differences(own, in_force)
+    if (status.get("broker") or {}).get("machine_wide"):
+        found = [difference for difference in found if difference.option in own.options]
     return sentence(found, status, who=who) if found else ""
 
 
