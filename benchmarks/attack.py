@@ -43,6 +43,11 @@ class Attack:
     def over(self) -> bool:
         return time.monotonic() >= self.ends
 
+    def rest(self) -> None:
+        """Wait for the end of the attack."""
+        while not self.over:
+            time.sleep(0.05)
+
     def connect(self, *, wait: bool = True) -> socket.socket | None:
         """Return a connection; with ``wait`` try for as long as the attack lasts."""
         while not self.over:
@@ -183,7 +188,7 @@ class Attack:
             with contextlib.suppress(OSError):
                 one.sendall(b'{"v":1,"x":"' + b"x" * 250_000)
                 self.sent += 250_000
-        time.sleep(max(0.0, self.ends - time.monotonic()))
+        self.rest()
         for one in made:
             one.close()
 
@@ -226,7 +231,7 @@ class Attack:
             with contextlib.suppress(OSError):
                 one.sendall(asked)
                 self.sent += len(asked)
-        time.sleep(max(0.0, self.ends - time.monotonic()))
+        self.rest()
         for one in made:
             one.close()
 
@@ -234,7 +239,7 @@ class Attack:
 KINDS: dict[str, Callable[[Attack], None]] = {
     name: method
     for name, method in vars(Attack).items()
-    if callable(method) and name[0] != "_" and name not in ("connect", "ask", "flood")
+    if callable(method) and name[0] != "_" and name not in ("rest", "connect", "ask", "flood")
 }
 
 

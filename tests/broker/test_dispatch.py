@@ -297,6 +297,29 @@ def test_unfinished_requests_of_one_user_are_bounded(folder, monkeypatch):
     run(folder, monkeypatch, scenario)
 
 
+def test_acts_that_wait_for_the_budget_are_bounded(folder, monkeypatch):
+    """Each waited decoded, in several times its bytes: a hundred connections cost 50 MB."""
+    small_budgets(monkeypatch, acts=(0.001, 1.0))
+    monkeypatch.setattr(module, "MAX_UNFINISHED", 500_000)
+    holds = [{"id": f"{n:0200}", "kind": "cell"} for n in range(700)]
+    hello = line("hello", id=1, session="s", token="t", holds=holds)
+
+    async def scenario(service, connect):
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(await connect(ADA), line("drop", hold="h"))
+        await until(lambda: service.handled)
+        sending = [loop.create_task(loop.sock_sendall(await connect(ADA), hello)) for _ in range(5)]
+        await until(lambda: service.counters.closed_for_abuse and service.counters.throttled >= 2)
+        assert sum(c.buffered for c in service.connections) >= 2 * len(hello)
+        account = service.connections[0].account
+        assert account.buffered <= 500_000 + module.CHUNK
+        assert service.handled == [(ADA, "drop")]
+        account.acts.rate = account.acts.size = 1e6  # those that wait are handled, and end
+        await asyncio.gather(*sending, return_exceptions=True)
+
+    run(folder, monkeypatch, scenario)
+
+
 def test_connection_with_an_unread_answer_gets_no_further_answer(folder, monkeypatch):
     """Further requests wait until the peer reads, so each connection has one unread answer."""
 

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Attacks of a hostile container: runs inside it, with the standard library only.
 
-``python attacks.py SECONDS KIND...``, with ``attack.py`` of the benchmarks beside it; each kind
-runs in a process of its own. After the line "ready" it reads a line of JSON: what the attacker
-knows of another user's session. Each further line is JSON: a kind, the broker's answers by code,
-and what it has reached.
+``python attacks.py KIND...``, with ``attack.py`` of the benchmarks beside it; each kind runs in a
+process of its own. After the line "ready" it reads a line of JSON: what the attacker knows of
+another user's session. At the next line it ends, and writes a line of JSON for each kind: the
+broker's answers by code, and what it has reached.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import signal
 import socket
@@ -30,6 +29,12 @@ import attack
 HEADER, SLOTS, SLOT = 4096, 256, 256
 SIZE = HEADER + SLOTS * SLOT
 
+#: Seconds of an attack that nobody ends.
+LONGEST = 600.0
+
+#: The attack that reads the lines itself.
+QUEUE = "queue"
+
 #: Sessions of an attack that needs several.
 MANY = 8
 
@@ -43,11 +48,13 @@ class Session:
 
     def __init__(self, attacker, **fields):
         self.attacker = attacker
-        self.server = attacker.dial()
-        opened = attacker.ask(self.server, "open", kernel_id="k", attach="lazy", **fields)
+        opened = {}
+        while "session" not in opened:  # its user's other attacks may have used up the budget
+            self.server = attacker.dial()
+            opened = attacker.ask(self.server, "open", kernel_id="k", attach="lazy", **fields)
         self.who = {"session": opened["session"], "token": opened["token"]}
         self.child = os.fork()
-        if not self.child:
+        while not self.child:
             signal.pause()
         attacker.ask(self.server, "launched", session=self.who["session"], pid=self.child)
         with attacker.dial() as connection:
@@ -81,9 +88,11 @@ class Session:
 class Hostile(attack.Attack):
     """The attacks that need a container, or another user's session."""
 
-    def __init__(self, path, seconds, victim):
-        super().__init__(path, seconds)
+    def __init__(self, path, victim):
+        super().__init__(path, LONGEST)
         self.victim = victim
+        #: Whether it shall end; whether it has not made its first round yet, which it ends.
+        self.told = self.first = False
         #: What must stay empty.
         self.reached = []
 
@@ -115,11 +124,21 @@ class Hostile(attack.Attack):
                                "launched": {"pid": os.getpid()}}.items():  # fmt: skip
                 self.try_once(kind, **names, **more)
 
+    @property
+    def over(self):
+        return not self.first and (self.told or super().over)
+
+    def connect(self, *, wait=True):
+        made = super().connect(wait=wait)
+        if made is not None:
+            made.settimeout(60)  # a slow machine answers late
+        return made
+
     def rounds(self):
         """Yield as long as the attack lasts, and once in any case: a slow machine attacks, too."""
-        ends, self.ends = self.ends, math.inf
+        self.first = True
         yield
-        self.ends = ends
+        self.first = False
         while not self.over:
             yield
 
@@ -233,7 +252,7 @@ class Hostile(attack.Attack):
                 os.execve("/bin/sleep", ["sleep", "600"], env)
             children.append(child)
             self.sent += 1
-        time.sleep(max(0.0, self.ends - time.monotonic()))
+        self.rest()
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -278,13 +297,16 @@ KINDS = {
     for name, method in {**vars(attack.Attack), **vars(Hostile)}.items()
     if callable(method)
     and name[0] != "_"
-    and name not in ("connect", "ask", "flood", "ask_once", "try_once", "dial", "rounds")
+    and name
+    not in ("connect", "ask", "flood", "ask_once", "try_once", "dial", "rounds", "rest", "over")
 }
 
 
-def run(kind, victim, seconds):
-    """Attack; print what happened."""
-    one = Hostile(os.environ["GPUPOOL_SOCKET"], seconds, victim)
+def run(kind, victim):
+    """Attack until the signal; print what happened."""
+    one = Hostile(os.environ["GPUPOOL_SOCKET"], victim)
+    signal.signal(signal.SIGUSR1, lambda *_: setattr(one, "told", True))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
     with contextlib.suppress(Over):
         KINDS[kind](one)
     seen = {"kind": kind, "sent": one.sent, "codes": Counter(one.codes),
@@ -293,22 +315,26 @@ def run(kind, victim, seconds):
 
 
 def main():
-    seconds, *kinds = sys.argv[1:]
     print("ready", flush=True)
     victim = json.loads(sys.stdin.readline())
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until a child can take it
     children = []
-    for kind in kinds:
+    for kind in sys.argv[1:]:
         child = os.fork()
         if not child:
             code = 1
             try:
-                run(kind, victim, float(seconds))
+                run(kind, victim)
                 code = 0
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(code)
         children.append(child)
+    if QUEUE not in sys.argv:
+        sys.stdin.readline()
+        for child in children:
+            os.kill(child, signal.SIGUSR1)
     ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     sys.exit(max(map(abs, ended)))
 

@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import closing, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,12 +99,16 @@ class MachineBroker(kit.Broker):
             assert json.loads(pipe.readline() or b"{}").get("ok"), self.tail()
 
 
-def free_port():
-    """Return a free port below those that Linux gives to a program that asks for any port."""
-    while True:
-        with closing(socket.socket()) as found, suppress(OSError):
-            found.bind(("127.0.0.1", random.randrange(20_000, 32_768)))
-            return found.getsockname()[1]
+def free_ports(count):
+    """Return free ports below those that Linux gives to a program that asks for any port."""
+    with ExitStack() as open_ones:
+        found = []
+        while len(found) < count:
+            made = open_ones.enter_context(socket.socket())
+            with suppress(OSError):
+                made.bind(("127.0.0.1", random.randrange(20_000, 32_768)))
+                found.append(made.getsockname()[1])
+        return found
 
 
 class Hub:
@@ -121,7 +125,7 @@ class Hub:
         #: Further environment variables of the Hub.
         self.variables = {}
         self._cells = []
-        self.ports = {name: free_port() for name in ("public", "api", "hub")}
+        self.ports = dict(zip(("public", "api", "hub"), free_ports(3), strict=True))
         token = self.folder / "hub-token"
         token.write_text(OURS)
         for name in ("jupyterhub/jupyterhub_config.py", "hub_groups.py"):

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 #: its user are read: a hundred busy connections would keep the loop reading.
 CHUNK = 16 << 10
 
-#: Bytes of unfinished requests that all connections of one user may leave here.
+#: Bytes of requests that all connections of one user may leave here unfinished, or waiting for the
+#: user's budget.
 MAX_UNFINISHED = 4 << 20
 
 #: Malformed messages before the connection is closed.
@@ -113,9 +114,12 @@ class Connection(asyncio.BufferedProtocol):
         self._scanned = 0
         self._ended = False
         self._bad = 0
-        #: The next request, decoded, if it cannot be handled yet.
+        #: The next request, decoded, if it is a read that waits for the one before.
         self._next: Message | None = None
-        self._next_waits = False
+        #: Whether the next request is an act that waits for its user's budget, and its price. It
+        #: stays in the buffer: decoded, it can take several times as much memory.
+        self._act_waits = False
+        self._act_price = 0.0
         #: A read that waits for its user's budget, may be handled now, or is being answered.
         self._read: Message | None = None
         self._read_state: Literal["", "waits", "due", "answering"] = ""
@@ -265,8 +269,8 @@ class Connection(asyncio.BufferedProtocol):
             return False
         if self._read_state == "due":
             return True
-        if self._next is not None:
-            return not self._next_waits and not self._blocked()
+        if self._next is not None or self._act_waits:
+            return not self._act_waits and not self._blocked()
         return self._has_line() or (self._ended and not self._read_state)
 
     def step(self, now: float) -> tuple[float, bool]:
@@ -281,7 +285,7 @@ class Connection(asyncio.BufferedProtocol):
         if read and self._read_state == "waits":
             self._read_state = "due"
         elif not read:
-            self._next_waits = False
+            self._act_waits = False
         self._go_on()
 
     def give_up_read(self, error: GPUPoolError) -> None:
@@ -293,8 +297,10 @@ class Connection(asyncio.BufferedProtocol):
 
     def next_price(self) -> float:
         """Return the price of the request that waits for the budget."""
+        if not self.open:
+            return 0.0
         message = self._read or self._next
-        return PRICES[message["type"]] if message is not None and self.open else 0.0
+        return PRICES[message["type"]] if message is not None else self._act_price
 
     # ------------------------------------------------------------------ asyncio.BufferedProtocol
 
@@ -388,13 +394,13 @@ class Connection(asyncio.BufferedProtocol):
 
     def _blocked(self) -> bool:
         """Return whether the next request is a read that must wait for another one."""
-        return self._next is not None and self._next["type"] in READS and bool(self._read_state)
+        return self._next is not None and bool(self._read_state)
 
     def _look_at_reading(self) -> None:
         """Read from the peer only while its requests could be handled soon."""
         if self._transport is None or self._transport.is_closing() or self._ended:
             return
-        stuck = self._next is not None or self._choked is not None
+        stuck = self._next is not None or self._act_waits or self._choked is not None
         wanted = not stuck and (len(self._buffer) < CHUNK or self._may_read_on())
         if wanted and not self._reading:
             self._transport.resume_reading()
@@ -437,10 +443,16 @@ class Connection(asyncio.BufferedProtocol):
         if self._next is not None:
             message, self._next = self._next, None
         else:
-            found = self._take_line()
+            found = self._decode_line()
             if isinstance(found, float):
                 return found, False
-            message = found
+            message, size = found
+            if message["type"] not in READS and self.account.acts.left(now) <= 0:
+                self.service.counters.throttled += 1
+                self._act_waits, self._act_price = True, PRICES[message["type"]]
+                self.service.dispatcher.wait_act(self)
+                return 0.0, False
+            self._drop_line(size)
         if message["type"] in READS:
             if self._read_state:
                 self._next = message
@@ -451,34 +463,35 @@ class Connection(asyncio.BufferedProtocol):
                 self.service.dispatcher.wait_read(self)
                 return 0.0, True
             return self._handle(message), True
-        if self.account.acts.left(now) <= 0:
-            self.service.counters.throttled += 1
-            self._next, self._next_waits = message, True
-            self.service.dispatcher.wait_act(self)
-            return 0.0, False
         return self._handle(message), False
 
     def _handle(self, message: Message) -> float:
         self.attempt(message, self.service.received)
         return PRICES[message["type"]]
 
-    def _take_line(self) -> Message | float:
-        """Return the next request, or the price of an invalid line, or 0.0 without a line."""
+    def _decode_line(self) -> tuple[Message, int] | float:
+        """Return the next request, which stays in the buffer, and its size there.
+
+        Without a request, return the price: of an invalid line, which is gone then, or 0.0.
+        """
         end = self._buffer.find(b"\n", self._scanned)
         if end < 0:
             if self._ended and not self._read_state:
                 self._finish()
             return 0.0
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
-        self.account.buffered -= end + 1
-        self._scanned = 0
-        self.service.counters.messages += 1
         try:
-            return decode_request(line)
+            return decode_request(bytes(self._buffer[:end])), end + 1
         except ProtocolError as error:
+            self._drop_line(end + 1)
             self._bad_message(error, error.details.get("id"))
             return BAD_PRICE + end / BYTES_PER_POINT
+
+    def _drop_line(self, size: int) -> None:
+        """Take the first line, of this many bytes, from the buffer."""
+        del self._buffer[:size]
+        self.account.buffered -= size
+        self._scanned = 0
+        self.service.counters.messages += 1
 
     def _finish(self) -> None:
         """Close the connection: the peer will send nothing more."""
