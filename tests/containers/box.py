@@ -87,13 +87,15 @@ def in_user_namespace(first):
 
 
 def main():
-    spec = json.loads(sys.stdin.readline())
+    # Unbuffered: what comes after this line is for the program.
+    spec = json.loads(open(0, "rb", buffering=0, closefd=False).readline())  # noqa: SIM115
     build(spec)
     if spec["users_from"]:
         in_user_namespace(spec["users_from"])
-    os.setgroups([])
-    os.setgid(spec["uid"])
-    os.setuid(spec["uid"])
+    if spec["uid"] is not None:  # a container without root has one user id
+        os.setgroups([])
+        os.setgid(spec["uid"])
+        os.setuid(spec["uid"])
     os.umask(0o022)
     os.execve(spec["command"][0], spec["command"], spec["env"])
 

@@ -30,6 +30,9 @@ SYSTEMD = Path("/lib/systemd/systemd")
 #: Which every account may run.
 PYTHON = HUB / "bin" / "python"
 
+#: The program of a user.
+CELLS = Path(__file__).with_name("cells.py")
+
 #: Of systemd's own services.
 MASKED = ("udevd", "udev-trigger", "sysctl", "modules-load", "binfmt", "timesyncd")
 
@@ -116,7 +119,11 @@ class Systemd:
         return json.loads(self.gpupool("status", "--json"))["sessions"]
 
     def cells(self, user):
-        cells = UserCells(self, user)
+        process = subprocess.Popen(
+            self.command(str(PYTHON), str(CELLS), user=user),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True,
+        )  # fmt: skip
+        cells = UserCells(process, self.tail)
         self._cells.append(cells)
         return cells
 
@@ -144,14 +151,14 @@ class Systemd:
 
 
 class UserCells:
-    """A Pooled GPU kernel of a user's program there, see ``cells.py``."""
+    """A Pooled GPU kernel of a user's program, see ``cells.py``, which ``process`` runs.
 
-    def __init__(self, machine, user):
-        self._machine = machine
-        self._process = subprocess.Popen(
-            machine.command(str(PYTHON), str(Path(__file__).with_name("cells.py")), user=user),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True,
-        )  # fmt: skip
+    ``tail`` returns what explains its end.
+    """
+
+    def __init__(self, process, tail):
+        self._process = process
+        self._tail = tail
 
     def run(self, code):
         """Run a cell; return what it printed, and fail if it fails."""
@@ -164,9 +171,9 @@ class UserCells:
 
     def answer(self):
         line = self._process.stdout.readline()
-        assert line, ("the program has ended", self._machine.tail())
+        assert line, ("the program has ended", self._tail())
         done, text = json.loads(line)
-        assert done, (text, self._machine.tail())
+        assert done, (text, self._tail())
         return text
 
     def close(self):
