@@ -210,7 +210,7 @@ $(HUB_VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCE
 	test -x $(HUB_VENV)/bin/python || $(HUB_PYTHON) -m venv --without-pip $(HUB_VENV)
 	GPUPOOL_NO_LABEXTENSION=1 $(BIN)/python -m pip --python $(HUB_VENV)/bin/python install -q \
 	  --disable-pip-version-check -c requirements/lock.txt -e ".[emulator]" "jupyterhub>=6,<7" \
-	  jupyterhub-systemdspawner dockerspawner
+	  jupyterhub-systemdspawner dockerspawner jupyterhub-idle-culler
 	PATH="$(abspath $(BIN)):$$PATH" npm install --silent --prefix $(HUB_VENV)/chp configurable-http-proxy@5.3
 	touch $@
 

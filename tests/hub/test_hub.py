@@ -8,6 +8,7 @@ The configuration is the one of ``examples/jupyterhub``; ``make test-hub`` makes
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from tests.broker import kit
 from tests.broker.kit import wait_until
 
-from .kit import HUB, Account, Hub, MachineBroker
+from .kit import HUB, OWN, TOKEN, Account, Hub, MachineBroker
 
 pytestmark = [
     pytest.mark.skipif(
@@ -48,13 +49,19 @@ def site():
     folder.chmod(0o755)
     where = Path("/run") / f"gpb-{os.getpid()}"
     names = [f"gpool-{who}-{os.getpid()}" for who in ("ada", "bob")]
-    broker = MachineBroker(folder, emulate=kit.ONE, reclaim_after=0, default_memory=250 * kit.MiB)
+    broker = MachineBroker(
+            folder, emulate=kit.ONE, reclaim_after=0, default_memory=250 * kit.MiB,
+            preempt=["class", "guarantee", "burst"],  # no turns: a slice can be kept
+        )  # fmt: skip
     broker.socket = where / "broker.sock"
     accounts, hub = [], None
     try:
         for name in names:
             accounts.append(Account(name))
-        hub = Hub(folder, broker.socket, course=names[1:])
+        hub = Hub(
+            folder, broker.socket, course=names[1:],
+            environment={"JUPYTERHUB_ACTIVITY_INTERVAL": "1"},  # for the culler
+        )  # fmt: skip
         hub.start()
         broker.start()
         yield hub, broker, *names
@@ -104,3 +111,29 @@ def test_two_users_of_a_hub_share_one_gpu_through_restarts(site):
     assert set(owners(broker)) == {ada, bob}
     hub.call("DELETE", f"/users/{ada}/server")
     wait_until(lambda: set(owners(broker)) == {bob}, "the end of the stopped server's kernels")
+
+
+@pytest.mark.timeout(1800)
+def test_idle_culler_ends_an_idle_server_but_none_that_waits(site):
+    hub, broker, ada, bob = site
+    theirs = hub.kernel(hub.spawn(bob))
+    theirs.run(FILL % 9)
+    theirs.run("%gpu keep 10m")
+    mine = hub.kernel(hub.spawn(ada))
+    mine.run("%gpu 300MiB")
+    cell = mine.begin(FILL % 7)
+    wait_until(lambda: owners(broker)[ada]["state"] == "queued", "a cell that waits")
+    culler = subprocess.Popen(
+        [
+            str(OWN.bin / "python"), "-m", "jupyterhub_idle_culler", "--timeout=15",
+            "--cull-every=1", f"--url=http://127.0.0.1:{hub.ports['hub']}/hub/api",
+        ],
+        env={**os.environ, "JUPYTERHUB_API_TOKEN": TOKEN},
+    )  # fmt: skip
+    try:
+        # The culler ends the other server, whose kernel keeps the only GPU.
+        assert mine.end(cell)["status"] == "ok"
+    finally:
+        culler.kill()
+        culler.wait(60)
+    assert set(owners(broker)) == {ada}
