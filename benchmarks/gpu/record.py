@@ -104,7 +104,7 @@ class Record:
                 yield True
 
     def add(self, line: dict[str, Any]) -> None:
-        """Append a line, after the end of an incomplete last line."""
+        """Append a line; end the last line first if it is incomplete."""
         with self.path.open("ab+") as out:
             out.seek(-min(1, out.tell()), os.SEEK_END)
             cut = out.read() not in (b"", b"\n")

@@ -127,8 +127,8 @@ struct slot {
     uint64_t start; /* start time of the process, in clock ticks since boot */
     uint32_t state; /* PROCESS_* */
     int32_t service_tid; /* 0: no context yet */
-    uint32_t managed;    /* live managed allocations: with any, no checkpoint */
-    uint32_t shared;     /* live exports and imports: with any, no checkpoint */
+    uint32_t managed;    /* live managed allocations; a checkpoint needs 0 */
+    uint32_t shared;     /* live exports and imports; a checkpoint needs 0 */
     uint64_t suspended; /* bytes held on the host while checkpointed */
     uint64_t used[MAX_DEVICES]; /* bytes charged per device, context included */
     uint64_t had[MAX_DEVICES];  /* while suspended: the earlier charge */

@@ -275,7 +275,7 @@ def holder_level(s: Session, facts: Facts) -> int:
 
 
 def rate(s: Session, shares: Shares) -> float:
-    """Return the devices that ``s`` uses, by memory or compute, whichever is more."""
+    """Return how many devices ``s`` uses: the larger of its parts of memory and of compute."""
     account = shares.facts.meters.users.get(s.owner.name)
     return max(account.parts.get(s.id, (0.0, 0.0))) if account is not None else 0.0
 

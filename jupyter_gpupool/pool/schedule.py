@@ -134,9 +134,9 @@ class Plan:
     def complete(self) -> bool:
         """Whether every session that wanted something has it, and is attached.
 
-        Then planning again would change nothing, if nothing was reserved before: no session is left
-        to serve, and this plan has not freed the host memory that an idle lease lacked for its
-        suspend (some of it is kept for the head of the queue).
+        If so, and if nothing was reserved before, another plan would change nothing. No session is
+        left to serve. This plan has also not freed the host memory that an idle lease lacked for
+        its suspend (some of it is kept for the head of the queue).
         """
         return len(self.grants) == len(self.order) and not (self.reasons or self.promises)
 

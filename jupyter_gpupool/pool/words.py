@@ -27,7 +27,7 @@ from .shares import Budget
 
 
 class Scene:
-    """Values that the sentences of many sessions share; valid until facts or plan change."""
+    """Values that the sentences of many sessions share, until the facts or the plan change."""
 
     def __init__(self, facts: Facts, plan: Plan) -> None:
         self._facts = facts

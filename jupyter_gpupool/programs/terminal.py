@@ -74,7 +74,7 @@ def cannot_run(program: str, environ: Mapping[str, str]) -> tuple[int, str]:
 
 
 def is_for_us_alone(info: signal.struct_siginfo, child: int) -> bool:
-    """Return whether a signal reached only this process, so that the command has not had it."""
+    """Return whether only this process received the signal, and not the command."""
     if info.si_code <= 0:
         return bool(info.si_pid != child)
     # The terminal sends it to the whole group; at a hang-up first to the leader of the session.

@@ -444,7 +444,8 @@ def test_silent_peers_that_read_nothing_hold_bounded_bytes(monkeypatch):
         service = Service()
         made = []
         for number in range(100):
-            # The first peers leave most, so the one to close is always closing already.
+            # The first peers leave the most unread bytes. So the peer that is chosen to be closed
+            # is always one that is closing already.
             service.load = "x" * (30_000 - 10 * number)
             connection = Connection(service)
             transport = HalfClosed(connection)

@@ -129,7 +129,7 @@ def test_a_broker_ends_although_a_program_is_silent(broker, runs, monkeypatch):
 
 
 def test_a_kernel_that_starts_counts_as_running_and_can_be_ended(broker, runs, tmp_path):
-    gate = tmp_path / "gate"  # its start lasts until all orders are answered
+    gate = tmp_path / "gate"  # the kernel starts for as long as this is missing
     runs(f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n{BECOMES}")
 
     async def run():

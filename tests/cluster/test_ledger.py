@@ -388,7 +388,7 @@ def lines_of(work):
 
 
 def queue(nodes):
-    """Return a world in which all nodes but one wait for what this one has."""
+    """Return a world in which one node has everything, and all others wait for it."""
     names = [f"n{number}" for number in range(nodes)]
     world = World(names, [1.0] * nodes)
     world.settle(2)

@@ -182,7 +182,7 @@ def control_group(limit):
 
 
 def _inside(group):
-    """Return words before a command that run it in a control group, or none."""
+    """Return words that, before a command, run it in the control group; [] for no group."""
     if group is None:
         return []
     return ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]

@@ -35,8 +35,8 @@ static const char *skipped;
         }                                                            \
     } while (0)
 
-/* All memory is free again, except what a driver keeps for code that it loads at first use; a case
- * must have taken more than that. */
+/* All memory is free again, except what a driver keeps for code that it loads at first use. A case
+ * has to allocate more than that, or the check proves nothing. */
 #define OWN (16 * MIB)
 #define FREE_AGAIN(before) CHECK(free_memory() + OWN >= (before))
 

@@ -625,7 +625,7 @@ def test_guard_requests_a_lost_page_again_after_a_refusal(session, until):
 
 
 def test_guard_asks_for_a_lost_page_with_back_off(session, until):
-    """Each request waits for seconds: without pauses, a program in a loop would only wait."""
+    """Each request takes seconds: without pauses, a program in a loop would do nothing else."""
     session.page_path.unlink()
     session.broker.stop()
     child = session.child()

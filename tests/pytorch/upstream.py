@@ -32,7 +32,7 @@ from .upstream_server import LATE
 
 MACHINE = "2x8GiB,context=64MiB"
 
-#: PyTorch leaves out tests on devices with less than 6 GB, and other ones with 12 GB or more.
+#: PyTorch skips some tests on devices with less than 6 GB, and others on those with 12 GB or more.
 SLICE = "7GiB"
 
 #: Seconds for a test on a busy machine.

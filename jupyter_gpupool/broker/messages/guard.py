@@ -155,7 +155,7 @@ class GuardMessages:
         self._refused_growth.withdraw()
 
     def changed(self, session: LiveSession) -> None:
-        """Update the page after a change of state, lease or request, before any answer."""
+        """Update the page after a change of state, lease or request, before an answer is sent."""
         record = self._core.record(session.id)
         if record is None:
             return

@@ -435,7 +435,7 @@ class Server:
         self._door: Door | None = None
 
     def serve(self, listening: socket.socket) -> None:
-        """Accept connections at ``listening`` instead of the socket before."""
+        """Accept connections at ``listening`` instead of at the previous socket."""
         door = Door(
             listening, lambda: Connection(self._service), self._service.dispatcher, self._log
         )
