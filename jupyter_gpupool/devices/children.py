@@ -156,8 +156,9 @@ class Child:
         """Return the child's answer to ``op``.
 
         ``latest`` returns the fields that may change while a process starts. This method calls it
-        just before it sends the request. When ``timeout`` seconds are over, ``more`` returns how
-        many more seconds the child has, and is asked again after them; 0 is the end.
+        just before it sends the request. When the child has not answered in ``timeout`` seconds,
+        this method calls ``more``. It waits as many more seconds as ``more`` returns, and calls it
+        again; it stops at 0.
 
         Raises
         ------

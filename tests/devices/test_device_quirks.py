@@ -209,16 +209,20 @@ async def test_sample_asked_for_before_a_copy_may_outlast_the_copy(emulated, mon
     machine = emulated(ONE)
     async with machine.started(sample_timeout=0.3) as (service, _):
         sampler, late = service._sampler, asyncio.Event()
-        more = sampler._more
-        monkeypatch.setattr(sampler, "_more", lambda: (late.set(), more())[1])
+        make = sampler._more
+
+        def told():
+            more = make()
+            return lambda: (late.set(), more())[1]
+
+        monkeypatch.setattr(sampler, "_more", told)
         monitor = sampler.child.pid
         os.kill(monitor, signal.SIGSTOP)
         samples = asyncio.create_task(service.sample())
         while sampler.child.current != "sample":
             await asyncio.sleep(0)
-        with sampler.copying():
+        with sampler.copying(3600.0):
             await late.wait()
-        late.clear()
         os.kill(monitor, signal.SIGCONT)
         assert [s.lost for s in await samples] == [""]
         assert sampler.child.pid == monitor
@@ -227,7 +231,7 @@ async def test_sample_asked_for_before_a_copy_may_outlast_the_copy(emulated, mon
 async def test_nvml_that_hangs_without_a_copy_is_replaced(emulated):
     machine = emulated(ONE)
     async with machine.started(sample_timeout=1.0) as (service, _):
-        with service._sampler.copying():
+        with service._sampler.copying(3600.0):
             pass
         first = service._sampler.child.pid
         os.kill(first, signal.SIGSTOP)
@@ -235,6 +239,22 @@ async def test_nvml_that_hangs_without_a_copy_is_replaced(emulated):
             await service.sample()
         await service.sample()
         assert service._sampler.child.pid != first
+
+
+async def test_nvml_that_hangs_is_replaced_though_copies_follow_each_other(emulated):
+    machine = emulated(ONE)
+    async with machine.started(sample_timeout=0.2) as (service, _):
+        sampler = service._sampler
+        first = sampler.child.pid
+        os.kill(first, signal.SIGSTOP)
+        samples = asyncio.create_task(service.sample())
+        while not samples.done():
+            with sampler.copying(0.5):
+                await asyncio.wait({samples}, timeout=0.05)
+        with pytest.raises(DriverError, match="NVML did not answer"):
+            await samples
+        await service.sample()
+        assert sampler.child.pid != first
 
 
 async def test_service_waits_for_a_slow_copy_that_makes_progress(emulated, monkeypatch):

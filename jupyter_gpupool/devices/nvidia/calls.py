@@ -115,6 +115,11 @@ class SessionCalls:
         #: The error by which the worker was lost during :meth:`bring_back`.
         self._lost: ChildLost | DriverError | None = None
 
+    @property
+    def copy_timeout(self) -> float:
+        """Seconds for a call that copies memory."""
+        return self._copy_timeout
+
     def allow_copy(self, size: int) -> None:
         """Give the following calls the time to copy ``size`` bytes."""
         self._copy_timeout = self._call_timeout + size / SLOWEST_COPY

@@ -186,7 +186,7 @@ class Operation:
         return True
 
     async def _copy(self, op: str, process: ProcessId, **fields: Any) -> DriverAnswer:
-        with self._sampler.copying():
+        with self._sampler.copying(self._calls.copy_timeout):
             return await self._calls.call(op, process, **fields)
 
     async def landed(self, late: Collection[ProcessId]) -> list[ProcessId]:
@@ -371,7 +371,7 @@ class Operation:
             return self._resumed("no-room", problem)
         held = [p for p, state in states.items() if state in ("checkpointed", "locked")]
         if held:
-            with self._sampler.copying():
+            with self._sampler.copying(self._calls.copy_timeout):
                 await self._calls.bring_back(suspended, held, mapping)
         for process in suspended:
             answer = await self._copy("restore", process, mapping=mapping)

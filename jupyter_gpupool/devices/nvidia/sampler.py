@@ -82,8 +82,10 @@ class Sampler:
         self.child = children.make("monitor", on_event=self._take)
         self.numbers = Numbers(log, numbers)
         self._timeout = timeout
-        #: Number of copies under way, and when the last one ended.
-        self._copies = 0
+        #: Allowed seconds of each copy under way, and of the longest one since none was.
+        self._copies: list[float] = []
+        self._longest = 0.0
+        #: When the last copy ended.
         self._copied = -math.inf
         self._on_lost = on_lost
         self._uuids: tuple[str, ...] = ()
@@ -119,17 +121,19 @@ class Sampler:
         await self.child.replace()
 
     @contextlib.contextmanager
-    def copying(self) -> Iterator[None]:
-        """Let samples wait for a checkpoint or restore that is copying, which must end by itself.
+    def copying(self, seconds: float) -> Iterator[None]:
+        """Allow up to ``seconds`` more for samples while a checkpoint or restore is copying.
 
         Some drivers answer NVML only after the copy, so a late sample is no failure then. This
-        holds for samples that were asked for before the copy, too.
+        holds for samples that were asked for before the copy, too. Copies may follow each other
+        without end, so what a sample gets for them is limited by the longest.
         """
-        self._copies += 1
+        self._longest = max(seconds, self._longest if self._copies else 0.0)
+        self._copies.append(seconds)
         try:
             yield
         finally:
-            self._copies -= 1
+            self._copies.remove(seconds)
             self._copied = time.monotonic()
 
     async def sample_soon(self, uuids: Sequence[str]) -> list[DeviceSample]:
@@ -225,7 +229,7 @@ class Sampler:
         self, op: str, timeout: float, fields: Callable[[], Mapping[str, Any]] = dict
     ) -> dict[str, Any]:
         try:
-            return await self.child.ask(op, timeout, latest=fields, more=self._more)
+            return await self.child.ask(op, timeout, latest=fields, more=self._more())
         except ChildLost as error:
             raise DriverError(
                 f"NVML did not answer: {error}",
@@ -233,10 +237,19 @@ class Sampler:
                 next_step="A new process asks again; nvidia-smi shows whether the driver hangs.",
             ) from None
 
-    def _more(self) -> float:
-        """Return how many more seconds a question may take that has used up its time-out."""
-        now = time.monotonic()
-        return max(0.0, (now if self._copies else self._copied) + self._timeout - now)
+    def _more(self) -> Callable[[], float]:
+        """Return the ``more`` of one question, see :meth:`.children.Child.call`."""
+        given = 0.0
+
+        def more() -> float:
+            nonlocal given
+            now = time.monotonic()
+            wanted = (now if self._copies else self._copied) + self._timeout - now
+            seconds = max(0.0, min(wanted, self._longest + self._timeout - given))
+            given += seconds
+            return seconds
+
+        return more
 
     def _take(self, message: dict[str, Any]) -> None:
         if message["event"] == "lost" and message["uuid"]:
