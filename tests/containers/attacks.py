@@ -183,7 +183,7 @@ class Hostile(attack.Attack):
                 one.setblocking(False)
                 with contextlib.suppress(OSError):
                     self.sent += one.send(attack.line("page", id=1, **session.who))
-            time.sleep(0.005)
+            time.sleep(0.005)  # the attack's pace: its process needs a core otherwise
         for one in made:
             kept = 0
             with contextlib.suppress(OSError):
@@ -238,7 +238,7 @@ class Hostile(attack.Attack):
                     number += 1
                     session.slot(slot, number % (1 << 22), number, pins=15, used=1 << 40)
                 session.slot(40, self.victim["pid"], self.victim["start_time"], inflight=1)
-            time.sleep(0.05)
+            time.sleep(0.05)  # the attack's pace: oftener than the broker looks
         for session in sessions:
             session.close()
 
@@ -326,7 +326,7 @@ def main():
             try:
                 run(kind, victim)
                 code = 0
-            except BaseException:
+            except BaseException:  # this fork must not go on as the parent
                 traceback.print_exc()
             finally:
                 os._exit(code)

@@ -88,7 +88,8 @@ def in_user_namespace(first):
 
 def main():
     # Unbuffered: what comes after this line is for the program.
-    spec = json.loads(open(0, "rb", buffering=0, closefd=False).readline())  # noqa: SIM115
+    with open(0, "rb", buffering=0, closefd=False) as file:
+        spec = json.loads(file.readline())
     build(spec)
     if spec["users_from"]:
         in_user_namespace(spec["users_from"])

@@ -34,6 +34,8 @@ class Docker:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
+                    # It ends with the tests, also if they are killed.
+                    *("setpriv", "--pdeathsig", "TERM"),
                     "dockerd", "--host", self.host, "--iptables=false", "--ip6tables=false",
                     "--bridge=none", f"--data-root={self.folder}/data",
                     f"--exec-root={self.folder}/exec", f"--pidfile={self.folder}/pid",

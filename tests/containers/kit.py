@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -76,6 +76,20 @@ class Machine(kit.Broker):
         kit.remove(self.place)
 
 
+@contextmanager
+def running(**config):
+    """Yield a machine whose broker is not started yet; end it, and show its log."""
+    folder = kit.short_folder()
+    folder.chmod(0o755)
+    found = Machine(folder, reclaim_after=0, **config)
+    try:
+        yield found
+    finally:
+        print(found.tail())
+        found.close()
+        kit.remove(folder)
+
+
 class Box:
     """One container: of ``user`` by the folder mounted there, or of nobody.
 
@@ -123,9 +137,13 @@ class Box:
                 **(env or {}),
             },
         }  # fmt: skip
+        return self._launch(_inside(self._group), (), sys.executable, spec, options)
+
+    def _launch(self, before, namespace, python, spec, options):
+        """Start ``box.py``: the words ``before`` it, further namespaces, and its Python."""
         process = subprocess.Popen(
-            [*_inside(self._group), "unshare", "--mount", "--ipc", "--net", "--uts", "--cgroup",
-             *namespaces.OWN_NUMBERS[1:], sys.executable, str(BOX)],
+            [*before, "unshare", *namespace, "--mount", "--ipc", "--net", "--uts", "--cgroup",
+             *namespaces.OWN_NUMBERS[1:], str(python), str(BOX)],
             stdin=subprocess.PIPE, text=True, start_new_session=True, **options,
         )  # fmt: skip
         self._processes.append(process)

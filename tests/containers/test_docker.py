@@ -14,7 +14,7 @@ from tests.hub.kit import HUB
 from tests.hub.test_hub import CHECK, FILL
 
 from .docker import IMAGE, Docker, DockerHub, refusal
-from .kit import Machine
+from .kit import running
 from .podman import images
 
 pytestmark = [
@@ -30,24 +30,19 @@ pytestmark = [
 @pytest.fixture
 def site():
     """A Hub, Docker, and a machine with one GPU that has room for one of two kernels."""
-    folder = kit.short_folder()
-    folder.chmod(0o755)
-    machine = Machine(folder, emulate=kit.ONE, reclaim_after=0, default_memory=250 * kit.MiB)
-    docker = hub = None
-    try:
-        docker = Docker()
-        hub = DockerHub(machine, docker, course=["bob@example.org"])
-        hub.start()
-        yield hub, docker, machine.started
-    finally:
-        if hub is not None:
-            hub.close()
-            print(hub.tail())
-        if docker is not None:
-            docker.close()
-        print(machine.tail())
-        machine.close()
-        kit.remove(folder)
+    with running(emulate=kit.ONE, default_memory=250 * kit.MiB) as machine:
+        docker = hub = None
+        try:
+            docker = Docker()
+            hub = DockerHub(machine, docker, course=["bob@example.org"])
+            hub.start()
+            yield hub, docker, machine.started
+        finally:
+            if hub is not None:
+                hub.close()
+                print(hub.tail())
+            if docker is not None:
+                docker.close()
 
 
 def owners(machine):

@@ -25,7 +25,7 @@ from tests.broker import kit
 from tests.broker.kit import LATE, wait_until
 from tests.broker.test_neighbours import MOST, MOST_LOG, descriptors, resident
 
-from .kit import Machine
+from .kit import running
 from .test_containers import CHECK, FILL
 
 pytestmark = [
@@ -91,19 +91,11 @@ KEPT = ("owner", "label", "group", "request", "pid", "guard", "agent", "priority
 
 @pytest.fixture(scope="module")
 def site():
-    folder = kit.short_folder()
-    folder.chmod(0o755)
-    found = Machine(
-        folder, reclaim_after=0, max_sessions_per_user=20, default_memory=64 * kit.MiB
-    ).started
-    try:
+    with running(max_sessions_per_user=20, default_memory=64 * kit.MiB) as found:
+        machine = found.started
         for name in ("ada", *TEAMS):
-            found.user(name)
-        yield found
-    finally:
-        print(found.tail())
-        found.close()
-        kit.remove(folder)
+            machine.user(name)
+        yield machine
 
 
 class Victim:

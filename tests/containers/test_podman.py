@@ -9,9 +9,7 @@ import shutil
 
 import pytest
 
-from tests.broker import kit
-
-from .kit import Machine
+from .kit import running
 from .podman import PodmanBox, images
 from .test_containers import (  # noqa: F401  - the same tests, with the fixtures of this module
     test_container_cannot_touch_what_is_anothers,
@@ -39,15 +37,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def site():
-    folder = kit.short_folder()
-    folder.chmod(0o755)
-    found = Machine(folder, reclaim_after=0, max_sessions_per_user=3)
-    try:
+    with running(max_sessions_per_user=3) as found:
         yield found.started
-    finally:
-        print(found.tail())
-        found.close()
-        kit.remove(folder)
 
 
 def of_image(name):

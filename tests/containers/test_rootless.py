@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import subprocess
@@ -18,7 +17,7 @@ from tests.hub.kit import HUB
 from tests.hub.test_hub import CHECK, FILL
 from tests.service.kit import CELLS, PYTHON, UserCells
 
-from .kit import BOX, Box, Machine
+from .kit import Box, running
 
 #: User ids without accounts.
 ADA, BOB = 21_003, 21_004
@@ -71,29 +70,14 @@ class RootlessBox(Box):
                 "GPUPOOL_SOCKET": f"{place}/broker.sock", **(env or {}),
             },
         }  # fmt: skip
-        process = subprocess.Popen(
-            [*self._as, "unshare", "--user", "--map-root-user", "--mount", "--ipc", "--net",
-             "--uts", "--cgroup", *namespaces.OWN_NUMBERS[1:], str(PYTHON), str(BOX)],
-            stdin=subprocess.PIPE, text=True, start_new_session=True, **options,
-        )  # fmt: skip
-        self._processes.append(process)
-        process.stdin.write(json.dumps(spec) + "\n")
-        process.stdin.flush()
-        return process
+        return self._launch(self._as, ("--user", "--map-root-user"), PYTHON, spec, options)
 
 
 @pytest.fixture
 def machine():
-    folder = kit.short_folder()
-    folder.chmod(0o755)
-    found = Machine(folder, emulate=kit.ONE, reclaim_after=0, default_memory=250 * kit.MiB)
-    found.kind = RootlessBox
-    try:
+    with running(emulate=kit.ONE, default_memory=250 * kit.MiB) as found:
+        found.kind = RootlessBox
         yield found.started
-    finally:
-        print(found.tail())
-        found.close()
-        kit.remove(folder)
 
 
 def test_accounts_share_one_gpu_from_their_own_containers(machine):
