@@ -8,11 +8,13 @@ An image has Debian's Python and ipykernel, and no jupyter_gpupool.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import subprocess
-import sys
 from pathlib import Path
+
+from jupyter_gpupool.procfs import identify
 
 from .kit import Box
 
@@ -31,6 +33,34 @@ def images():
     return sorted(path.stem for path in _IMAGES.glob("*.ready"))
 
 
+def new_name():
+    """Return a name for a container; it names the process of the tests, see :func:`sweep`."""
+    return f"gpupool-test-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def left(names):
+    """Return those of ``names`` that tests have made which were killed before they could clean."""
+    made = (re.fullmatch(r"gpupool-test-(\d+)-[0-9a-f]+", name) for name in names)
+    return [match[0] for match in made if match and not identify(int(match[1]))]
+
+
+def sweep():
+    """Remove the containers of tests that were killed."""
+    listed = subprocess.run(
+        [*PODMAN, "ps", "--all", "--format={{.Names}}"],
+        capture_output=True, text=True, check=True, timeout=60,
+    ).stdout  # fmt: skip
+    for name in left(listed.split()):
+        remove(name)
+
+
+def remove(name):
+    subprocess.run(
+        [*PODMAN, "rm", "--force", "--time=0", "--ignore", name],
+        stdout=subprocess.DEVNULL, check=False, timeout=120,
+    )  # fmt: skip
+
+
 class PodmanBox(Box):
     """A container of the image ``image``; further parameters see :class:`Box`."""
 
@@ -42,7 +72,7 @@ class PodmanBox(Box):
         self._names = {}
 
     def start(self, *arguments, env=None, **options):
-        name = f"gpupool-test-{os.getpid()}-{secrets.token_hex(4)}"
+        name = new_name()
         place = str(self.machine.place)
         mounts = [f"{self.shared}:{self.shared}"]
         if self.user:
@@ -70,8 +100,5 @@ class PodmanBox(Box):
         return process
 
     def kill(self, process):
-        subprocess.run(
-            [*PODMAN, "rm", "--force", "--time=0", "--ignore", self._names[process.pid]],
-            stdout=subprocess.DEVNULL, stderr=sys.stderr, check=False, timeout=60,
-        )  # fmt: skip
+        remove(self._names[process.pid])
         process.wait(60)

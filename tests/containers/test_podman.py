@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 from .kit import running
-from .podman import PodmanBox, images
+from .podman import PodmanBox, images, sweep
 from .test_containers import (  # noqa: F401  - the same tests, with the fixtures of this module
     test_container_cannot_touch_what_is_anothers,
     test_container_in_a_user_namespace_is_served,
@@ -37,6 +37,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def site():
+    sweep()
     with running(max_sessions_per_user=3) as found:
         yield found.started
 

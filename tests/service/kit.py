@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -22,13 +21,16 @@ import requests
 from jupyter_gpupool.endpoint import MACHINE_SOCKET
 from tests.broker import kit
 from tests.broker.kit import wait_until
-from tests.containers.podman import LIMITS, PODMAN
+from tests.containers.podman import LIMITS, PODMAN, left, new_name, remove, sweep
 from tests.hub.kit import HUB, Hub
 
 SYSTEMD = Path("/lib/systemd/systemd")
 
 #: Which every account may run.
 PYTHON = HUB / "bin" / "python"
+
+#: In memory.
+SHM = Path("/dev/shm")
 
 #: The program of a user.
 CELLS = Path(__file__).with_name("cells.py")
@@ -50,14 +52,17 @@ class Systemd:
     """The machine. Call :meth:`start` first."""
 
     def __init__(self):
-        self.name = f"gpupool-test-{secrets.token_hex(4)}"
-        self.folder = Path("/dev/shm") / self.name
+        self.name = new_name()
+        self.folder = SHM / self.name
         self.root = self.folder / "root"
         #: A folder that has the same path there.
         self.shared = kit.short_folder()
         self._cells = []
 
     def start(self):
+        sweep()
+        for name in left(path.name for path in SHM.iterdir()):
+            _forget(SHM / name)
         above, work, temporary = (self.folder / name for name in ("above", "work", "tmp"))
         for path in (self.root, above, work, temporary):
             path.mkdir(parents=True)
@@ -140,14 +145,17 @@ class Systemd:
     def close(self):
         for cells in self._cells:
             cells.close()
-        subprocess.run(
-            [*PODMAN, "rm", "--force", "--time=0", "--ignore", self.name],
-            check=False, timeout=120, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        with suppress(subprocess.CalledProcessError):
-            subprocess.run(["umount", "--lazy", self.root], check=True, timeout=60)
-        for folder in (self.folder, self.shared):
-            kit.remove(folder)
+        remove(self.name)
+        _forget(self.folder)
+        kit.remove(self.shared)
+
+
+def _forget(folder):
+    """Remove what a machine has written."""
+    subprocess.run(
+        ["umount", "--lazy", folder / "root"], check=False, timeout=60, stderr=subprocess.DEVNULL
+    )
+    kit.remove(folder)
 
 
 class UserCells:
