@@ -75,7 +75,8 @@ def test_pause_and_restart_keep_a_suspended_session(broker, kernel):
     one.do("drop", hold="cell")
     with broker.client() as admin:
         admin.call("maintain", action="pause")
-        wait_until(lambda: one.do("where")[0] == "host", "its suspend", 60)
+        one.wait_state("detached", seconds=60)  # while the vendor moves its file, it is nowhere
+        assert one.do("where")[0] == "host"
         admin.call("maintain", action="resume")
     broker.kill()
     assert broker.started.session(one.session)["state"] == "detached"
