@@ -241,7 +241,7 @@ async def test_nvml_that_hangs_without_a_copy_is_replaced(emulated):
         assert service._sampler.child.pid != first
 
 
-async def test_nvml_that_hangs_is_replaced_though_copies_follow_each_other(emulated):
+async def test_nvml_that_hangs_amid_endless_copies_is_replaced(emulated):
     machine = emulated(ONE)
     async with machine.started(sample_timeout=0.2) as (service, _):
         sampler = service._sampler
