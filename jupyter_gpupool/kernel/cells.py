@@ -47,6 +47,7 @@ from .guard_state import Guard
 from .holds import Slice
 from .link import REPEAT, SessionLink
 from .waits import (
+    HOW_TO_STOP_BESIDE,
     TICK,
     Alarm,
     Interrupts,
@@ -306,8 +307,9 @@ class CellGate:
                         return None
                     if self.link.given_up(wait):
                         return self._without_broker(explicit)
-                    if not silent and worth_showing(self.link, wait):
-                        display.show(describe(self.link))
+                    heard = self.interrupts.heard()
+                    if not silent and worth_showing(self.link, wait, patient=not heard):
+                        display.show(describe(self.link), "" if heard else HOW_TO_STOP_BESIDE)
                     await alarm.wait()
                 return interrupted()
             finally:

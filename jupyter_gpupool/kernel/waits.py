@@ -9,7 +9,8 @@ This is for cells that wait before they run. The line is then the cell's first o
 ipykernel notices SIGINT during an ``await`` only when the await ends, and ignores SIGINT between
 cells. A wait therefore sets its own handler: on the main thread, for as long as it waits; for a
 subshell thread, which cannot set handlers, through the main thread's event loop, and only while
-the signal would otherwise be ignored.
+the signal would otherwise be ignored. While a cell runs on the main thread, an interrupt is meant
+for that cell, and the line of the wait says so.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Interrupts:
         #: Wake-up calls by wait. No lock: the handler may run between any two bytecodes of the
         #: main thread, and single operations on a dict are atomic.
         self._waits: dict[object, Callable[[], None]] = {}
+        #: Whether the main thread's loop looks now and then; used on that loop alone.
+        self._looks = False
 
     @contextmanager
     def watch(self, wake: Callable[[], None]) -> Iterator[None]:
@@ -100,13 +103,24 @@ class Interrupts:
         for wake in list(self._waits.values()):
             wake()
 
+    def heard(self) -> bool:
+        """Return whether an interrupt now would reach the waits; any thread may ask."""
+        return signal.getsignal(signal.SIGINT) == self._handle
+
     def _arm(self) -> None:
-        # Not while a cell runs on the main thread: then the interrupt is meant for that cell.
+        if not self._looks:
+            self._look()
+
+    def _look(self) -> None:
+        """Take over SIGINT if it would be ignored, also after a cell of the main thread."""
         if self._waits and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._handle)
+        self._looks = bool(self._waits)
+        if self._looks:
+            asyncio.get_running_loop().call_later(TICK, self._look)
 
     def _disarm(self) -> None:
-        if not self._waits and signal.getsignal(signal.SIGINT) == self._handle:
+        if not self._waits and self.heard():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -139,6 +153,10 @@ def stopped(link: SessionLink) -> str:
 PATIENCE = 0.25
 
 HOW_TO_STOP = "Interrupt the kernel to stop waiting; the cell will not run."
+HOW_TO_STOP_BESIDE = (
+    "Another cell of this kernel runs. An interrupt of the kernel ends that cell; a second one "
+    "ends this wait, and this cell will not run."
+)
 HOW_TO_STOP_MAGIC = "Interrupt the kernel to stop waiting; the cell ends here."
 HOW_TO_STOP_CALL = "A CUDA call of this cell waits; interrupt the kernel to end the cell."
 
@@ -182,9 +200,9 @@ def taken(why: str) -> str:
     return sentence(f"the GPU was taken from this cell: {why}")
 
 
-def worth_showing(link: SessionLink, wait: HoldWait) -> bool:
-    """Return whether to show this wait to the user (yet)."""
-    return link.queue is not None or time.monotonic() - wait.since >= PATIENCE
+def worth_showing(link: SessionLink, wait: HoldWait, *, patient: bool = False) -> bool:
+    """Return whether to show this wait to the user (yet); if patient, not before PATIENCE."""
+    return (link.queue is not None and not patient) or time.monotonic() - wait.since >= PATIENCE
 
 
 _QUIET = "color: var(--jp-ui-font-color2, #666)"

@@ -28,11 +28,11 @@ if words[0] == "cluster":
 name = pathlib.Path(words[words.index("--socket") + 1]).stem
 if name + "-" + words[0] == ends:
     raise SystemExit("no room for " + name)
-signal.signal(signal.SIGTERM, lambda *_: (mark.unlink(), sys.exit()))
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 mark = folder / f"{name}.{words[0]}"
 mark.touch()
-while True:
-    signal.pause()
+signal.sigwait({signal.SIGTERM})
+mark.unlink()
 """
 
 RUN = """

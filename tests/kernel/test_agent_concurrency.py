@@ -10,6 +10,8 @@ from typing import Any, Callable
 from harness import Kernel
 from scripted_broker import ScriptedBroker
 
+from jupyter_gpupool.kernel.waits import HOW_TO_STOP, HOW_TO_STOP_BESIDE
+
 COMM = """
 import comm, threading
 seen = []
@@ -124,7 +126,7 @@ def test_an_interrupt_ends_the_wait_of_a_subshell(
     side = kernel.start("ran = True", header={"subshell_id": other})
     hold = broker.wait_for("hold")["hold"]
     broker.push("queue", position=1, length=1, waited=0.0, left=None, reason="")
-    side.until("display_data")
+    side.shows(HOW_TO_STOP)
     kernel.manager.interrupt_kernel()
     broker.wait_for("cancel", hold=hold)
     assert side.done().status == "error"
@@ -133,6 +135,27 @@ def test_an_interrupt_ends_the_wait_of_a_subshell(
     assert kernel.value("__import__('signal').getsignal(2).__name__") in (
         "'default_int_handler'",  # of the request itself
     )
+
+
+def test_a_second_interrupt_ends_the_wait_beside_a_cell(
+    broker: ScriptedBroker, start: Callable[..., Kernel]
+) -> None:
+    kernel = start()
+    other = subshell(kernel)
+    broker.hold_back()
+    code = "import asyncio; print('in')\nwhile True:\n    await asyncio.sleep(0.01)"
+    main = kernel.start(code, metadata={"tags": ["no-gpu"]})
+    main.until("stream")
+    side = kernel.start("ran = True", header={"subshell_id": other})
+    hold = broker.wait_for("hold")["hold"]
+    side.shows(HOW_TO_STOP_BESIDE)
+    kernel.manager.interrupt_kernel()
+    assert main.done().status == "error"
+    side.shows(HOW_TO_STOP)
+    assert broker.seen("cancel") == []
+    kernel.manager.interrupt_kernel()
+    broker.wait_for("cancel", hold=hold)
+    assert side.done().status == "error"
 
 
 def test_the_main_shell_serves_widgets_while_a_cell_waits(

@@ -17,9 +17,13 @@ from tests.broker.kit import BIG, MiB, wait_until
 
 from .runkit import CLI, Program, environment, run, session_of, state_of
 
-#: Says which signals it gets, until it gets SIGTERM.
+#: Says which signals it gets, until it gets SIGTERM. Each writes to the pipe that it reads, so that
+#: none waits for the next one.
 LISTENER = """
-import os, signal, sys, time
+import os, signal, sys
+told, tell = os.pipe()
+os.set_blocking(tell, False)
+signal.set_wakeup_fd(tell)
 def got(number, frame):
     print(signal.Signals(number).name, flush=True)
     if number == signal.SIGTERM:
@@ -28,7 +32,7 @@ for name in ("INT", "HUP", "QUIT", "USR1", "USR2", "WINCH", "TERM"):
     signal.signal(getattr(signal, f"SIG{name}"), got)
 print("ready", os.environ["GPUPOOL_SESSION"], os.getpid(), flush=True)
 while True:
-    time.sleep(60)
+    os.read(told, 1)
 """
 
 

@@ -13,9 +13,13 @@ from tests.broker.kit import wait_until
 
 from .runkit import CLI, session_of, state_of
 
-#: Counts what reaches it, and tells when asked to.
+#: Counts what reaches it, and tells when asked to. The pipe is for a signal that comes just before
+#: a blocking call: its handler runs when that call ends.
 COUNTER = """
-import os, signal, sys
+import os, select, signal, sys
+told, tell = os.pipe()
+os.set_blocking(tell, False)
+signal.set_wakeup_fd(tell)
 counts = {}
 def got(number, frame):
     name = signal.Signals(number).name
@@ -24,7 +28,11 @@ def got(number, frame):
 for name in ("INT", "WINCH", "CONT"):
     signal.signal(getattr(signal, f"SIG{name}"), got)
 print("<ready>", flush=True)
-for line in sys.stdin:
+while True:
+    if told in select.select([0, told], [], [])[0]:
+        os.read(told, 99)
+        continue
+    line = sys.stdin.readline()
     size = os.get_terminal_size(0)
     print("<size %dx%d %s>" % (*size, sorted(counts.items())), flush=True)
     if line.strip() == "end":
@@ -161,10 +169,11 @@ def test_hang_up_reaches_the_command(broker, terminal):
     told = broker.folder / "told"
     code = f"""
 import os, signal
-signal.signal(signal.SIGHUP, lambda *_: (os.open({str(told)!r}, os.O_CREAT), os._exit(6)))
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGHUP}})
 print("<ready>", flush=True)
-while True:
-    signal.pause()
+signal.sigwait({{signal.SIGHUP}})
+os.open({str(told)!r}, os.O_CREAT)
+os._exit(6)
 """
     screen = terminal([*CLI, "run", "--", sys.executable, "-c", code])
     screen.read_until(b"<ready>")
