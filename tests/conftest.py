@@ -61,6 +61,7 @@ COSTS = {
     "guard/test_wait": 29,
     "cluster/test_brokers": 28,
     "cluster/test_remote": 27,
+    "cluster/test_seconds": 12,
     "emulator/test_records": 27,
     "kernel/test_agent_lazy": 27,
     "broker/test_faults": 26,

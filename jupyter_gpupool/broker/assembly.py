@@ -111,15 +111,15 @@ async def assemble(
     """
     settings, socket = configuration.settings, configuration.socket
     sessions = LiveSessions()
+    clock = Clock(float(journal.meta("clock") or 0))
     lent: LentLimits | None = None
     if settings.cluster_nodes:
         from .shared import LentLimits
 
-        lent = LentLimits(configuration, journal, sessions)
+        lent = LentLimits(configuration, journal, sessions, clock)
     limits = _own if lent is None else lent.limits
     core = Core(
-        Pool(limits(settings.pool)), journal, sessions,
-        Clock(float(journal.meta("clock") or 0)), log,
+        Pool(limits(settings.pool)), journal, sessions, clock, log,
         handle=lambda event: runner.handle(event),  # noqa: PLW0108 (it is made last)
     )  # fmt: skip
     health = Health(

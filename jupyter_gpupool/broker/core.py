@@ -44,14 +44,28 @@ class Clock:
 
     def __init__(self, not_before: float = 0.0) -> None:
         self._offset = max(time.time(), not_before) - time.monotonic()
+        #: By how much the time of day is ahead of :meth:`now`, as the pool knows it.
+        self.ahead = 0.0
 
     def now(self) -> float:
         """Return the time."""
         return time.monotonic() + self._offset
 
-    def ahead(self) -> float:
-        """Return how far ahead the time of day is: somebody has set it, or the machine slept."""
-        return time.time() - self.now()
+    def follow(self) -> float:
+        """Return by how much the time of day has stepped: somebody has set it, or the machine
+        slept.
+
+        ``ahead`` then has the step; it ignores steps below :data:`CLOCK_STEP`.
+        """
+        step = time.time() - self.time_of_day()
+        if abs(step) < CLOCK_STEP:
+            return 0.0
+        self.ahead += step
+        return step
+
+    def time_of_day(self) -> float:
+        """Return the time of day as the pool knows it: the windows of daily budgets follow it."""
+        return self.now() + self.ahead
 
 
 class Core:
@@ -81,8 +95,6 @@ class Core:
         self.log = log
         self.now = clock.now
         self._clock = clock
-        #: By how much the time of day is ahead of :attr:`now`, as the pool knows it.
-        self.ahead = 0.0
         self.handle = handle
         #: The number of changes on each device: a sample that began before the last change is
         #: stale.
@@ -104,6 +116,11 @@ class Core:
 
     # ------------------------------------------------------------------ the pool
 
+    @property
+    def ahead(self) -> float:
+        """By how much the time of day is ahead of :attr:`now`, as the pool knows it."""
+        return self._clock.ahead
+
     def record(self, session: str) -> SessionRecord | None:
         """Return the pool's record of a session, or None."""
         return self.pool.record(session) if session in self.pool else None
@@ -118,13 +135,10 @@ class Core:
         Parts call this before each request, too: after a machine has woken up, no timer fires at
         once, and yesterday's budget must not refuse what today's allows.
         """
-        ahead = self._clock.ahead()
-        step = ahead - self.ahead
-        if abs(step) >= CLOCK_STEP:
-            self.ahead = ahead
+        if step := self._clock.follow():
             way = "forward" if step > 0 else "back"
             self.log.info("The time of day went %s by %.0f s", way, abs(step))
-            self.handle(e.ClockSet(now=self.now(), ahead=ahead))
+            self.handle(e.ClockSet(now=self.now(), ahead=self.ahead))
             self.touched()
 
     def expect(self, rid: str, reply: Reply) -> None:

@@ -6,6 +6,9 @@ The agent of the cluster carries reports to the ledger and answers back. The poo
 machine has not been lent as in use elsewhere. So a grant within the budgets needs no message, and
 one beyond them waits, also where no agent has ever come.
 
+GPU-seconds of a day do not come back. The machine borrows them in parts while its sessions use
+them, those of the next day shortly before it begins.
+
 Order matters: a smaller ceiling reaches the pool before any report tells the ledger of it.
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import socket
 import time
 from collections import Counter
@@ -24,14 +28,21 @@ from typing import Any
 
 from ..cluster.budgets import Budgets, Demand
 from ..cluster.messages import Key, loan_from_json, report_to_json
-from ..cluster.overlay import RESOURCES, keys_of, overlay
+from ..cluster.overlay import (
+    RESOURCES,
+    budgets_of,
+    keys_of,
+    next_window,
+    overlay,
+    seconds_used,
+)
 from ..errors import Code, RefusedError
 from ..pool import events as e
 from ..pool.model import Charge, Owner, PoolSettings
 from ..protocol import Message
 from .cluster_views import ClusterViews, View, keys_for, of_user, summary_of, visible
 from .configuration import Configuration
-from .core import Core
+from .core import Clock, Core
 from .gpu.maintenance import Maintenance
 from .sessions import LiveSessions
 from .store.journal import Journal
@@ -45,6 +56,16 @@ LEAST, LONGEST = 0.05, 60.0
 #: How often a changed budget is applied before a report; each pass can only grant more.
 ROUNDS = 8
 
+#: GPU-seconds that a machine with a session of a user or group keeps beyond what is used up; and as
+#: many for each GPU that the sessions have: more than they use until the next look.
+PART, EACH = 300, 60
+#: What it keeps is a multiple of this, so that not each second of use needs a message; a session
+#: without any waits for as much.
+STEP = 60
+#: Seconds between two looks at the GPU-seconds in use, and how long before a window begins the
+#: machine borrows for it.
+LOOK, AHEAD = 15.0, 60.0
+
 #: In the journal's metadata: the number of this broker's life, for the ledger; and "1" while this
 #: machine drains and leaves the cluster.
 LIFE, DRAINS = "cluster-life", "cluster-drains"
@@ -57,13 +78,19 @@ class LentLimits:
     """The rules of the pool, with all that was not lent to this machine counted as elsewhere."""
 
     def __init__(
-        self, configuration: Configuration, journal: Journal, sessions: LiveSessions
+        self,
+        configuration: Configuration,
+        journal: Journal,
+        sessions: LiveSessions,
+        clock: Clock,
     ) -> None:
         settings = configuration.settings
         # The time of day as well: a journal may be lost, and a ledger ignores an earlier life.
         life = max(int(journal.meta(LIFE) or 0) + 1, int(1000 * time.time()))
         journal.remember(LIFE, str(life))
         self._sessions = sessions
+        #: It names the windows of daily budgets, as in the pool.
+        self.time_of_day = clock.time_of_day
         share = {"memory": settings.cluster_min_share, "devices": 1, "leases": 1}
         self.budgets = Budgets(
             settings.cluster_node or socket.gethostname(), life,
@@ -77,6 +104,7 @@ class LentLimits:
         return overlay(
             settings, owners, lambda key: budgets.most(key, now),
             connected=budgets.is_connected(now), drains=budgets.drains,
+            now=self.time_of_day(), used_up=budgets.used_up,
         )  # fmt: skip
 
 
@@ -107,6 +135,7 @@ class SharedLimits:
         self._timeout: asyncio.TimerHandle | None = None
         self._soon: asyncio.TimerHandle | None = None
         self._expiry: asyncio.TimerHandle | None = None
+        self._window: asyncio.TimerHandle | None = None
         self._reported = 0.0
         self._connected = False
         self._inside = False
@@ -138,6 +167,18 @@ class SharedLimits:
         finally:
             self._inside = False
         self._watch_expiry()
+        self._watch_window()
+
+    def _watch_window(self) -> None:
+        """Look again when a window of a budget begins, and before GPU-seconds may run out."""
+        if self._window is not None:
+            self._window.cancel()
+            self._window = None
+        now = self._lent.time_of_day()
+        begins = next_window(self._configuration.settings.pool, now)
+        if begins < math.inf:
+            wait = min(LOOK, begins - now + SOON)
+            self._window = asyncio.get_running_loop().call_later(wait, self._look)
 
     def _watch_expiry(self) -> None:
         """Apply the loss of the ledger when the time-out is over."""
@@ -165,9 +206,14 @@ class SharedLimits:
         used, keep = Counter[Key](), Counter[Key]()
         waits: list[tuple[float, dict[Key, int]]] = []
         leases = core.pool.leases()
+        now = self._lent.time_of_day()
+        spent = seconds_used(rules, core.pool.usage(core.now()), now)
+        gpus = Counter[Key]()
         for session in core.sessions:
-            keys = keys_of(rules, session.owner) if session.id in core.pool else []
-            if not keys:
+            if session.id not in core.pool:
+                continue
+            keys, budgets = keys_of(rules, session.owner), budgets_of(rules, session.owner, now)
+            if not (keys or budgets):
                 continue
             request = core.pool.request(session.id)
             slices = leases.get(session.id, ((), None))[0]
@@ -184,9 +230,23 @@ class SharedLimits:
             for key in keys:
                 used[key] += _of(key, have)
                 keep[key] += _of(key, again)
+            # The next window's keys differ from these shortly before it begins.
+            for key in {*budgets, *budgets_of(rules, session.owner, now + AHEAD)}:
+                gpus[key] += len(slices)
             if any(lacks):
                 since = session.queued_at or core.now()
-                waits.append((since, {key: n for key in keys if (n := _of(key, lacks))}))
+                wait = {key: n for key in keys if (n := _of(key, lacks))}
+                bars = {key for key, daily in budgets.items() if daily.then != "borrow"}
+                if not slices and bars & self._budgets.used_up:
+                    continue  # no machine can give it any
+                for key in bars if not slices else ():
+                    if self._budgets.most(key, time.monotonic()) <= spent.get(key, 0):
+                        wait[key] = STEP
+                waits.append((since, wait))
+        for key in {*gpus, *spent}:
+            used[key] = spent.get(key, 0)
+            more = PART + EACH * gpus[key] if key in gpus else 0
+            keep[key] = -(-(used[key] + more) // STEP) * STEP if more else used[key]
         waits.sort(key=itemgetter(0))
         self._budgets.use(
             {key: Demand(used[key], keep[key]) for key in keep}, [wait for _, wait in waits],

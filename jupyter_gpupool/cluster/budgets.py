@@ -54,6 +54,8 @@ class Budgets:
     waits: tuple[Mapping[Key, int], ...] = ()
     #: Keys that other nodes wait for.
     wanted: frozenset[Key] = frozenset()
+    #: Keys with a window of which no node has anything left.
+    used_up: frozenset[Key] = frozenset()
     #: The ledger counts nothing of this node any more.
     has_left: bool = False
     #: Until when it may grant from its ceilings.
@@ -88,8 +90,11 @@ class Budgets:
     def most(self, key: Key, now: float) -> int:
         """Return how much of ``key`` the sessions of this node may use in all.
 
-        Sessions that have more keep it, and no other one is added.
+        Sessions that have more keep it, and no other one is added. A ceiling with a window counts
+        as used up from when it was offered, so the node may use it up without the ledger.
         """
+        if key.window:
+            return self.ceilings.get(key, 0)
         if self.drains:
             return 0
         if now < self.until:
@@ -177,7 +182,7 @@ class Budgets:
             if not self.drains:
                 return
         self.has_left = self.drains and loan.gone
-        self.wanted = loan.wanted
+        self.wanted, self.used_up = loan.wanted, loan.used_up
         if loan.spent is not None:
             self._spent, self._version = larger(self._spent, loan.spent), loan.version
         for key, amount in loan.ceilings.items():

@@ -60,7 +60,7 @@ from .ledger_events import (
     Stranger,
 )
 from .ledger_nodes import Node, NodeView
-from .messages import Epoch, Holding, Key, Loan, Report
+from .messages import Epoch, Holding, Key, Loan, Report, recent
 from .queues import Queues
 
 #: Limits that are remembered: days pass, and users come and go.
@@ -96,6 +96,7 @@ class Ledger:
     ) -> None:
         self.epoch = Epoch(1, name)
         self.nodes = {member: Node(member, seen=now) for member in members}
+        self._members = frozenset(self.nodes)
         #: Nodes that are fenced, and whose ceilings are not yet free.
         self._fenced: dict[str, Node] = {}
         self.stopped = False
@@ -114,6 +115,8 @@ class Ledger:
         self._holders: dict[Key, set[str]] = {}
         #: What all nodes would keep of each key.
         self._keeps: dict[Key, int] = {}
+        #: What the sessions of all nodes have used up of each key with a window.
+        self._used: dict[Key, int] = {}
         self._queues = Queues(self._is_silent)
 
     # ------------------------------------------------------------------ the door
@@ -127,6 +130,7 @@ class Ledger:
         if isinstance(event, Reported):
             actions += self._reported(event.report)
         elif isinstance(event, MembersChanged):
+            self._members = event.names
             for name in sorted(event.names - self.nodes.keys()):
                 self.nodes[name] = Node(name, seen=self._now)
             for name in sorted(self.nodes.keys() - event.names):
@@ -220,10 +224,16 @@ class Ledger:
         return [*self._lend(node), *self._push_all(freed, but=node.name)]
 
     def _begin(self, number: int) -> None:
-        """Begin anew with a greater token: what was heard so far may have changed since."""
+        """Begin anew with a greater token: what was heard so far may have changed since.
+
+        A member that was fenced may have come back, and obeyed the other ledger.
+        """
         self.epoch = Epoch(number, self.epoch.ledger)
         for node in self.nodes.values():
             node.heard = False
+            if node.name in self._members:
+                node.gone = False
+                self._unfence(node)
             node.serial = node.order_serial = 0
             node.version = -1
 
@@ -245,9 +255,12 @@ class Ledger:
 
     def _spend(self, key: Key, amount: int) -> None:
         if amount > 0:
-            self._spent = {**self._spent, key: self._spent.get(key, 0) + amount}
-            self._version += 1
             self._add(key, amount)
+            all_spent = {**self._spent, key: self._spent.get(key, 0) + amount}
+            self._spent = recent(all_spent)
+            self._version += 1
+            for old in all_spent.keys() - self._spent.keys():
+                self._add(old, -all_spent[old])
 
     # ------------------------------------------------------------------ counting
 
@@ -263,11 +276,16 @@ class Ledger:
         for key, held in report.holdings.items():
             if amount := max(held.ceiling, held.used):
                 node.counted[key] = amount
-            if more := held.keep - before.get(key, NOTHING).keep:
+            had = before.get(key, NOTHING)
+            if more := held.keep - had.keep:
                 self._keep(key, more)
+            if key.window and held.used != had.used:
+                self._use(key, held.used - had.used)
         for key, held in before.items():
             if key not in report.holdings:
                 self._keep(key, -held.keep)
+                if key.window:
+                    self._use(key, -held.used)
         for _, ceilings in node.offers:
             for key, amount in ceilings.items():
                 if amount > node.counted.get(key, 0):
@@ -292,6 +310,13 @@ class Ledger:
             self._keeps[key] = keeps
         else:
             self._keeps.pop(key, None)
+
+    def _use(self, key: Key, more: int) -> None:
+        used = self._used.get(key, 0) + more
+        if used:
+            self._used[key] = used
+        else:
+            self._used.pop(key, None)
 
     def _drop_holder(self, key: Key, name: str) -> None:
         self._holders[key].discard(name)
@@ -344,7 +369,11 @@ class Ledger:
         extra: dict[Key, int] = {}
         unserved: Mapping[Key, int] = {}
         for wait in node.waits:
-            limited = {key: need for key, need in wait.items() if self.limit_of(key) is not None}
+            limited = {
+                key: self._needed(key, need)
+                for key, need in wait.items()
+                if self.limit_of(key) is not None
+            }
             if all(
                 node.used(key) + extra.get(key, 0) + need <= self._left(node, key)
                 for key, need in limited.items()
@@ -369,7 +398,20 @@ class Ledger:
                 keep, keeps = held.keep, self._keeps[key]
                 part = keep if keeps <= limit else -(-limit * keep // keeps)
                 found[key] = max(found[key], min(part, self._unused(node, key)))
+            if key.window:
+                # A session uses on while it is suspended; its next one must not do so, too.
+                found[key] = min(found[key], max(0, self._free(node, key)))
         return found
+
+    def _needed(self, key: Key, need: int) -> int:
+        """Return how much a session waits for: of a window no more than is left of it."""
+        if not key.window:
+            return need
+        return min(need, max(1, self._left_of_window(key)))
+
+    def _left_of_window(self, key: Key) -> int:
+        """Return how much of a key with a window no node has used up."""
+        return (self.limit_of(key) or 0) - self._used.get(key, 0) - self._spent.get(key, 0)
 
     def _left(self, node: Node, key: Key) -> int:
         """Return the most of a key that the sessions of a node may use."""
@@ -430,11 +472,16 @@ class Ledger:
     def _answer(self, node: Node, ceilings: Mapping[Key, int] = {}) -> Loan:
         node.serial += 1
         wanted = self._queues.wanted(node.counted, but=node.name)
+        used_up = frozenset(key for key in node.holdings if key.window and self._is_used_up(key))
         return Loan(
             node.name, node.life, node.number, self.epoch, node.serial, ceilings, wanted, self.ttl,
             self._version, self._spent if node.version != self._version else None, node.gone,
-            node.order,
+            node.order, used_up,
         )  # fmt: skip
+
+    def _is_used_up(self, key: Key) -> bool:
+        """Return whether no node has any of a window's amount left."""
+        return self.limit_of(key) is not None and self._left_of_window(key) <= 0
 
     # ------------------------------------------------------------------ nodes that are gone
 
@@ -469,6 +516,8 @@ class Ledger:
         self._queues.drop(node.name)
         for key, held in node.holdings.items():
             self._keep(key, -held.keep)
+            if key.window:
+                self._use(key, -held.used)
         node.counted, node.holdings, node.waits = {}, {}, ()
         self._unfence(node)
         node.gone = True

@@ -14,6 +14,9 @@ from typing import Any, Literal, Mapping, NamedTuple
 
 HolderKind = Literal["user", "group"]
 
+#: The resource of keys that have a window: the GPU-seconds of a day.
+GPU_SECONDS = "gpu-seconds"
+
 
 class Key(NamedTuple):
     """One limit of one user or group."""
@@ -93,7 +96,15 @@ class Report:
 
 def larger(one: Mapping[Key, int], other: Mapping[Key, int]) -> dict[Key, int]:
     """Return the larger amount of each key: what is spent only ever grows."""
-    return {key: max(one.get(key, 0), other.get(key, 0)) for key in {**one, **other}}
+    return recent({key: max(one.get(key, 0), other.get(key, 0)) for key in {**one, **other}})
+
+
+def recent(spent: Mapping[Key, int]) -> dict[Key, int]:
+    """Return the last two windows of each user and group: today's, and one of a wrong clock."""
+    windows: dict[tuple[str, str, str], list[str]] = {}
+    for key in spent:
+        windows.setdefault(key[:3], []).append(key.window)
+    return {key: n for key, n in spent.items() if key.window in sorted(windows[key[:3]])[-2:]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +131,8 @@ class Loan:
     gone: bool = False
     #: What an admin has ordered, until the node does it: drain, or (False) come back.
     drains: bool | None = None
+    #: Keys with a window, of those that the node has, of which all nodes have used up the whole.
+    used_up: frozenset[Key] = frozenset()
 
 
 # --------------------------------------------------------------------------- as JSON
@@ -181,6 +194,8 @@ def loan_to_json(answer: Loan) -> dict[str, Any]:
         found["gone"] = True
     if answer.drains is not None:
         found["drains"] = answer.drains
+    if answer.used_up:
+        found["used_up"] = sorted(map(list, answer.used_up))
     return found
 
 
@@ -191,7 +206,7 @@ def loan_from_json(values: Mapping[str, Any]) -> Loan:
         values["serial"], _amounts(values["ceilings"]) or {},
         frozenset(map(Key._make, values["wanted"])), values["ttl"],
         values["version"], _amounts(values.get("spent")), bool(values.get("gone")),
-        values.get("drains"),
+        values.get("drains"), frozenset(map(Key._make, values.get("used_up", ()))),
     )  # fmt: skip
 
 

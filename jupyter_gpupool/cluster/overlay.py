@@ -4,15 +4,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import Callable, Iterable
+from datetime import datetime, timezone
+from typing import Callable, Container, Iterable, TypeGuard
 
-from ..pool.groups import path
+from ..pool.groups import DAY, EXACT, Daily, PoolUsage, path, window_began
 from ..pool.model import Charge, Owner, PoolSettings, Quota
 from .ledger_events import Limits
-from .messages import Key
+from .messages import GPU_SECONDS, HolderKind, Key
 
-#: The limits of a quota that machines share.
+#: The limits on slices that machines share.
 RESOURCES = ("memory", "devices", "leases")
 
 #: Tells how much of a key this machine may have.
@@ -44,22 +46,30 @@ class Elsewhere(dict[str, Charge]):
 
 
 def limits_of(settings: PoolSettings) -> Limits:
-    """Return the limits that the ledger divides."""
-    return {
-        "user": {
-            name: {
-                resource: amount
-                for resource in RESOURCES
-                if (amount := getattr(quota, resource)) is not None
-            }
-            for name, quota in settings.quotas.items()
-        },
-        "group": {
-            name: {"memory": group.cap.bytes}
-            for name, group in settings.groups.items()
-            if group.cap is not None and group.cap.bytes is not None
-        },
-    }
+    """Return the limits that the ledger divides; those of GPU-seconds hold for each window."""
+    users, groups = {}, {}
+    for name, quota in settings.quotas.items():
+        users[name] = {
+            resource: amount
+            for resource in RESOURCES
+            if (amount := getattr(quota, resource)) is not None
+        } | _seconds(quota.daily)
+    for name, group in settings.groups.items():
+        limits = _seconds(group.daily)
+        if group.cap is not None and group.cap.bytes is not None:
+            limits["memory"] = group.cap.bytes
+        if limits:
+            groups[name] = limits
+    return {"user": users, "group": groups}
+
+
+def _seconds(daily: Daily | None) -> dict[str, int]:
+    return {GPU_SECONDS: math.ceil(daily.seconds)} if _is_shared(daily) else {}
+
+
+def _is_shared(daily: Daily | None) -> TypeGuard[Daily]:
+    """Return whether machines share a budget: not one that refills, whose parts never come back."""
+    return daily is not None and daily.rule == "window"
 
 
 def keys_of(settings: PoolSettings, owner: Owner) -> list[Key]:
@@ -73,20 +83,93 @@ def keys_of(settings: PoolSettings, owner: Owner) -> list[Key]:
     return found
 
 
+def budgets_of(settings: PoolSettings, owner: Owner, now: float) -> dict[Key, Daily]:
+    """Return the shared budgets of an owner by their keys; ``now`` is the time of day."""
+    found = {}
+    if _is_shared(daily := settings.quota_of(owner.name).daily):
+        found[_window("user", owner.name, daily, now)] = daily
+    for name in path(settings.groups, owner.group) if settings.groups else ():
+        if _is_shared(daily := settings.groups[name].daily):
+            found[_window("group", name, daily, now)] = daily
+    return found
+
+
+def seconds_used(settings: PoolSettings, usage: PoolUsage, now: float) -> dict[Key, int]:
+    """Return what users and groups have used up of shared budgets here, in whole GPU-seconds."""
+    found = {}
+    for name, used in usage.users.items():
+        if _is_shared(daily := settings.quota_of(name).daily):
+            found[_window("user", name, daily, now)] = math.ceil(used.today - EXACT)
+    for name, used in usage.groups.items():
+        group = settings.groups.get(name)
+        if group is not None and _is_shared(group.daily):
+            found[_window("group", name, group.daily, now)] = math.ceil(used.today - EXACT)
+    return {key: amount for key, amount in found.items() if amount > 0}
+
+
+def next_window(settings: PoolSettings, now: float) -> float:
+    """Return when a window of a shared budget begins next; infinity if machines share none."""
+    dailies = [quota.daily for quota in settings.quotas.values()]
+    dailies += [group.daily for group in settings.groups.values()]
+    return min(
+        (window_began(now, daily.renews) + DAY for daily in dailies if _is_shared(daily)),
+        default=math.inf,
+    )
+
+
+def _window(kind: HolderKind, name: str, daily: Daily, now: float) -> Key:
+    """Return the key of a budget's window: its date is the day (UTC) on which it began."""
+    began = datetime.fromtimestamp(window_began(now, daily.renews), timezone.utc)
+    return Key(kind, name, GPU_SECONDS, began.date().isoformat())
+
+
 def overlay(
-    settings: PoolSettings, owners: Iterable[str], most: Most, *, connected: bool, drains: bool
+    settings: PoolSettings,
+    owners: Iterable[str],
+    most: Most,
+    *,
+    connected: bool,
+    drains: bool,
+    now: float = 0.0,
+    used_up: Container[Key] = (),
 ) -> PoolSettings:
-    """Return the rules with all that this machine may not have now counted as elsewhere."""
+    """Return the rules with all that this machine may not have now counted as elsewhere.
+
+    ``owners`` are the users of this machine; ``now`` is the time of day, in seconds since the
+    epoch, which names the windows of budgets; of the keys ``used_up`` no machine has anything left.
+    """
+
+    def part(kind: HolderKind, name: str, daily: Daily | None) -> Daily | None:
+        if not _is_shared(daily):
+            return daily
+        key = _window(kind, name, daily, now)
+        here = min(daily.seconds, float(most(key)))
+        more = here < daily.seconds and key not in used_up
+        return replace(daily, here=here, more_elsewhere=more)
+
     elsewhere = Elsewhere(_whole(settings.quota_of("*")))
+    quotas = dict(settings.quotas)
     for name in (*settings.quotas, *owners):
         if name != "*":
-            elsewhere[name] = _missing(settings.quota_of(name), name, most)
-    groups = {}
-    for name, limits in limits_of(settings)["group"].items():
-        missing = max(0, limits["memory"] - most(Key("group", name, "memory")))
-        if missing:
-            groups[name] = missing
-    found = replace(settings, elsewhere=elsewhere, elsewhere_groups=groups)
+            quota = settings.quota_of(name)
+            elsewhere[name] = _missing(quota, name, most)
+            if _is_shared(quota.daily):
+                quotas[name] = replace(quota, daily=part("user", name, quota.daily))
+    if "*" in quotas and _is_shared(daily := quotas["*"].daily):
+        # For a user whom this machine has not told the ledger of yet.
+        none = replace(daily, here=0.0, more_elsewhere=daily.seconds > 0)
+        quotas["*"] = replace(quotas["*"], daily=none)
+    missing, groups = {}, dict(settings.groups)
+    for name, group in settings.groups.items():
+        if group.cap is not None and group.cap.bytes is not None:
+            lacks = max(0, group.cap.bytes - most(Key("group", name, "memory")))
+            if lacks:
+                missing[name] = lacks
+        if _is_shared(group.daily):
+            groups[name] = replace(group, daily=part("group", name, group.daily))
+    found = replace(
+        settings, elsewhere=elsewhere, elsewhere_groups=missing, quotas=quotas, groups=groups
+    )
     if drains:
         return replace(found, elsewhere_reason=DRAINS)
     return found if connected else replace(found, elsewhere_reason=SILENT)

@@ -17,6 +17,10 @@ from typing import Iterable, Literal, Mapping, Sequence
 
 DAY = 86400.0
 
+#: A budget counts as used up when at most so many GPU-seconds are left: times since the epoch are
+#: no more exact than that.
+EXACT = 0.001
+
 #: ``window``: the whole budget is renewed at one time of the day. ``refill``: it comes back
 #: continuously, a whole budget in a day.
 DailyRule = Literal["window", "refill"]
@@ -83,6 +87,20 @@ class Daily:
     then: DailyEnd = "borrow"
     #: When a window begins, in seconds after midnight UTC.
     renews: float = 0.0
+    #: The GPU-seconds of a window that this machine may use, if several machines share the budget.
+    here: float = math.inf
+    #: Whether other machines may have a part of it left, which can still come to this one.
+    more_elsewhere: bool = False
+
+    @property
+    def most(self) -> float:
+        """The GPU-seconds that sessions of this machine may use."""
+        return min(self.seconds, self.here)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other machines use the same budget; no figure of this one is then the whole."""
+        return self.here < math.inf
 
     def __post_init__(self) -> None:
         if not 0 <= self.seconds < math.inf:
@@ -93,6 +111,11 @@ class Daily:
             raise ValueError(f"There is no rule {self.rule!r}: use 'window' or 'refill'.")
         if self.then not in ("borrow", "refuse", "stop"):
             raise ValueError(f"There is no end {self.then!r}: use 'borrow', 'refuse' or 'stop'.")
+
+
+def window_began(now: float, renews: float) -> float:
+    """Return when the day in which ``now`` lies began, if days begin ``renews`` after midnight."""
+    return math.floor((now - renews) / DAY) * DAY + renews
 
 
 @dataclass(frozen=True, slots=True)

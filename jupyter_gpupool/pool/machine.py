@@ -434,12 +434,15 @@ class Waits:
 def refuse_spent(facts: Facts) -> Actions:
     """Refuse the holds of sessions whose daily budget is used up, if that refuses new leases.
 
-    The holds of a preempted session stay: its computation waits until the budget is renewed.
+    The holds of a preempted session stay: its computation waits until the budget is renewed. A
+    session also waits if other machines may have a part of the budget left.
     """
     shares, actions = Shares(facts), Actions()
     for s in list(facts.waiting.values()):
         spent = shares.spent(s.owner)
         if spent is None or s.preempted or spent.daily.then == "borrow":
+            continue
+        if spent.daily.more_elsewhere:
             continue
         actions += refuse_holds(s, budget_refusal(spent, facts))
         actions += move(facts, s, "detached", "the budget of today is used up")

@@ -27,14 +27,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Iterable, Mapping, NamedTuple
 
-from .groups import DAY, Daily, PoolUsage, Usage, path
+from .groups import DAY, EXACT, Daily, PoolUsage, Usage, path, window_began
 from .model import Owner, PoolSettings
 
-#: A budget counts as used up when at most so many GPU-seconds are left (times since the epoch are
-#: no more exact than that) ...
-EXACT = 0.001
-#: ... and a budget that refills counts as available again only once this part of it is back:
-#: otherwise the sessions of its user would stop and continue every second.
+#: A budget that refills counts as available again only once this part of it is back: otherwise the
+#: sessions of its user would stop and continue every second.
 BACK = 1 / 24
 
 LN2 = math.log(2)
@@ -105,7 +102,7 @@ class Meter:
         renews = daily.renews if daily is not None else 0.0
         began = window_began(now + self.ahead, renews) - self.ahead
         today = rate * (now - began) if began > self.at else self.today + rate * seconds
-        return today, daily is not None and today >= daily.seconds - EXACT
+        return today, daily is not None and today >= daily.most - EXACT
 
     def advance(self, now: float, half_life: float, daily: Daily | None) -> None:
         """Bring the sums to ``now``; afterwards the rates may change."""
@@ -152,17 +149,12 @@ class Meter:
         if daily.rule == "window":
             if spent:
                 return window_began(now + self.ahead, daily.renews) + DAY - self.ahead
-            return now + (daily.seconds - today) / self.rate if self.rate > 0 else math.inf
+            return now + (daily.most - today) / self.rate if self.rate > 0 else math.inf
         slope = self.rate - daily.seconds / DAY
         if spent:
             back = daily.seconds * (1 - BACK)
             return now + max(0.0, today - back) / -slope if slope < 0 else math.inf
         return now + (daily.seconds - today) / slope if slope > 0 else math.inf
-
-
-def window_began(now: float, renews: float) -> float:
-    """Return when the day in which ``now`` lies began, if days begin ``renews`` after midnight."""
-    return math.floor((now - renews) / DAY) * DAY + renews
 
 
 class LeaseInUse(NamedTuple):

@@ -89,7 +89,8 @@ class Reason:
     members of ``group`` have its cap of ``most`` bytes in use, in ``count`` sessions.
     ``behind-group``: an earlier session waits for the cap of ``group``. ``budget``: the GPU-seconds
     of today are used up, those of ``group``, or with "" the owner's own; the budget is renewed at
-    ``at``, or never if ``most`` is 0. ``class-closed``: its priority class (``limit``) may not run
+    ``at``, or never if ``most`` is 0; with ``text`` only this machine's part is used up.
+    ``class-closed``: its priority class (``limit``) may not run
     now; the schedules allow it again at ``at``. ``paused``, ``drained``, ``foreign``, ``nowhere``:
     no device is suitable, even an empty one. ``retry``: the last attach failed. If memory and quota
     are both short, the rule is the one about memory, and ``limit`` is also set.

@@ -190,8 +190,13 @@ def barred(s: Session, shares: Shares) -> Reason | None:
         at = 0.0 if opens is None else opens - facts.meters.ahead
         return Reason("class-closed", limit=s.request.priority, at=at)
     spent = shares.spent(s.owner) if shares.budgeted else None
-    if spent is not None and spent.daily.then == "stop" and s.state != "active":
-        return Reason("budget", group=spent.group, most=0 if spent.none else 1, at=spent.until)
+    if spent is not None and spent.daily.then != "borrow" and s.state != "active":
+        more = spent.daily.more_elsewhere
+        if more or spent.daily.then == "stop":
+            return Reason(
+                "budget", group=spent.group, most=0 if spent.none else 1, at=spent.until,
+                text=facts.settings.elsewhere_reason if more else "",
+            )  # fmt: skip
     return None
 
 

@@ -68,9 +68,9 @@ from dataclasses import dataclass
 from typing import Iterable, Mapping
 
 from .facts import Facts
-from .groups import DAY, Daily
+from .groups import DAY, EXACT, Daily
 from .guarantees import entitled
-from .metering import BACK, EXACT, LN2, Meter
+from .metering import BACK, LN2, Meter
 from .model import Owner
 from .placement import Age, asking
 from .session import Session

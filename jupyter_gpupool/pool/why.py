@@ -368,8 +368,13 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
             yield f"{whose} no GPU-seconds: {kernels} {_END_WORDS[budget.daily.then]}."
             continue
         whose = f"Group {budget.group} has" if budget.group else "You have"
-        left = max(0.0, budget.daily.seconds - budget.used)
-        line = f"{whose} {left:.0f} of {budget.daily.seconds:.0f} GPU-seconds left today"
+        left, seconds = max(0.0, budget.daily.most - budget.used), budget.daily.seconds
+        line = f"{whose} {left:.0f} of {seconds:.0f} GPU-seconds left today"
+        if budget.daily.more_elsewhere:
+            line = (
+                f"{whose} {left:.0f} GPU-seconds left today on this machine, "
+                f"of the {seconds:.0f} of all machines"
+            )
         whose = "its" if budget.group else "your"
         if budget.spent or budget.until < math.inf:
             what = "there are more" if budget.spent else "as things are, they are used up"

@@ -126,6 +126,11 @@ def in_words(facts: Facts, why: Reason) -> str:
         whose = f"your group {why.group}" if why.group else "you"
         if not why.most:
             return f"{whose} {'gets' if why.group else 'get'} no GPU-seconds"
+        if why.text:
+            return (
+                f"{whose} used up the GPU-seconds of today that this machine has, and {why.text}; "
+                f"all come back {_clock(facts, why.at)}"
+            )
         return f"{whose} used up the GPU-seconds of today; {_again(facts, why)}"
     return why.text or _SENTENCES[why.rule]
 
@@ -190,7 +195,7 @@ def budget_refusal(spent: Budget, facts: Facts) -> Refusal:
         {
             "group": spent.group,
             "seconds": spent.daily.seconds,
-            "used": round(spent.used, 3),
+            "used": None if spent.daily.is_shared else round(spent.used, 3),
             "renews_at": None if spent.until == math.inf else spent.until + ahead,
             "soonest": None if soonest == math.inf else soonest + ahead,
         },

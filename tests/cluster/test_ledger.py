@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from jupyter_gpupool.cluster import ledger_events as ev
 from jupyter_gpupool.cluster.budgets import Budgets, Demand
 from jupyter_gpupool.cluster.ledger import Ledger
-from jupyter_gpupool.cluster.messages import Epoch, Holding, Loan, Report
+from jupyter_gpupool.cluster.messages import Epoch, Holding, Key, Loan, Report, recent
 
 from .world import LIMITS, SECONDS, USERS, Node, World, keys_of
 
@@ -124,6 +124,35 @@ def test_gpu_seconds_of_a_day_are_not_used_twice(world):
             node.consume(3, world.clock(node))
         world.settle(1)
     assert sum(node.consumed for node in world.nodes.values()) == 20
+
+
+def test_nodes_hear_when_a_day_is_used_up(world):
+    while sum(node.consumed for node in world.nodes.values()) < 20:
+        assert not any(node.budgets.used_up for node in world.nodes.values())
+        for node in world.nodes.values():
+            node.consume(1, world.clock(node))
+            world.settle(1)
+    world.settle(2)
+    assert all(node.budgets.used_up == {SECONDS} for node in world.nodes.values())
+    world.do(world.current, ev.LimitsChanged(now=world.now, limits={"user": {}, "group": {}}))
+    world.settle(2)
+    assert not any(node.budgets.used_up for node in world.nodes.values())
+
+
+def test_a_part_of_a_day_is_used_up_without_the_ledger(world):
+    node = world.nodes["n0"]
+    world.settle(2)
+    part = node.budgets.ceilings[SECONDS]
+    world.advance(3600)
+    assert not node.budgets.is_connected(world.clock(node))
+    node.consume(20, world.clock(node))
+    assert node.consumed == part > 0
+
+
+def test_two_windows_of_each_holder_are_remembered():
+    keys = [Key("user", "ada", "gpu-seconds", f"2026-11-{day}") for day in (21, 22, 23)]
+    bob = Key("user", "bob", "gpu-seconds", "2026-11-01")
+    assert recent({**dict.fromkeys(keys, 5), bob: 7}) == {keys[1]: 5, keys[2]: 5, bob: 7}
 
 
 # --------------------------------------------------------------------------- loss
@@ -290,6 +319,29 @@ def test_an_order_reaches_a_node_that_was_not_heard_yet(world):
     world.order("n0", False)
     world.settle(3)
     assert state(world, "n0") == "present"
+
+
+def test_a_ledger_that_takes_over_waits_for_a_fenced_node(world):
+    """The node has come back, and obeyed the other ledger meanwhile."""
+    first, second = world.start_ledger(), world.start_ledger()
+    world.settle(1)
+    world.crash("n0")
+    for ledger in (first, second):
+        world.do(ledger, ev.Fenced(now=world.now, node="n0"))
+    world.advance(20)
+    world.nodes["n0"].alive = True
+    world.nodes["n0"].begin(2)
+    world.ask("n0", "bob", 5)
+    world.settle(3)
+    assert sizes(world)["n0"] == 5
+    world.current = first
+    world.ask("n2", "bob", 5)
+    world.settle(3, silent={"n0"})
+    world.audit()
+    assert world.ledger.epoch.number == 2
+    world.settle(3)
+    world.audit()
+    assert world.ledger.serving
 
 
 def test_a_draining_node_goes_on_when_ledger_and_broker_restart(world):
@@ -549,6 +601,8 @@ class Cluster(RuleBasedStateMachine):
             for key in (ADA, LAB, SECONDS):
                 parts = [node.counted.get(key, 0) for node in ledger.nodes.values()]
                 assert ledger.counted(key) == sum(parts) + ledger._spent.get(key, 0)
+            used = sum(node.used(SECONDS) for node in ledger.nodes.values())
+            assert ledger._used.get(SECONDS, 0) == used
 
     def teardown(self):
         """When the network works again, every waiting session gets a slice at last."""

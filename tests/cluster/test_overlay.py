@@ -2,8 +2,20 @@
 # Distributed under the terms of the Modified BSD License.
 from __future__ import annotations
 
+import math
+
 from jupyter_gpupool.cluster.messages import Key
-from jupyter_gpupool.cluster.overlay import DRAINS, SILENT, keys_of, limits_of, overlay
+from jupyter_gpupool.cluster.overlay import (
+    DRAINS,
+    SILENT,
+    budgets_of,
+    keys_of,
+    limits_of,
+    next_window,
+    overlay,
+    seconds_used,
+)
+from jupyter_gpupool.pool.groups import DAY, Daily, PoolUsage, Usage
 from jupyter_gpupool.pool.model import Group, Owner, PoolSettings, Portion, Quota
 
 RULES = PoolSettings(
@@ -52,3 +64,61 @@ def test_a_slice_counts_for_its_user_and_the_groups_above():
     ]  # fmt: skip
     assert limits_of(RULES)["user"]["*"] == {"leases": 2}
     assert limits_of(RULES)["group"] == {"lab": {"memory": 10}}
+
+
+# --------------------------------------------------------------------------- GPU-seconds of a day
+
+#: 2026-11-23, noon UTC.
+NOON = 1795435200.0
+NIGHT = Daily(600.5, then="stop", renews=18 * 3600.0)
+DAILY = PoolSettings(
+    quotas={"*": Quota(daily=Daily(60)), "ada": Quota(daily=Daily(90, rule="refill"))},
+    groups={"lab": Group(daily=NIGHT), "bio": Group("lab")},
+)
+BOB = Key("user", "bob", "gpu-seconds", "2026-11-23")
+LAB = Key("group", "lab", "gpu-seconds", "2026-11-22")
+
+
+def shared(used_up=(), **lent):
+    most = {BOB: lent.get("bob", 0), LAB: lent.get("lab", 0)}
+    return overlay(
+        DAILY, ["bob"], lambda key: most.get(key, 0), connected=True, drains=False,
+        now=NOON, used_up=used_up,
+    )  # fmt: skip
+
+
+def test_a_budget_counts_by_the_day_on_which_its_window_began():
+    assert budgets_of(DAILY, Owner("bob", "bio"), NOON) == {BOB: Daily(60), LAB: NIGHT}
+    assert budgets_of(DAILY, Owner("ada"), NOON) == {}
+    later = budgets_of(DAILY, Owner("bob", "bio"), NOON + DAY / 2)
+    assert [key.window for key in later] == ["2026-11-24", "2026-11-23"]
+    assert next_window(DAILY, NOON) == NOON + DAY / 4
+    assert next_window(RULES, NOON) == math.inf
+
+
+def test_the_ledger_divides_whole_seconds_of_windows_alone():
+    assert limits_of(DAILY) == {
+        "user": {"*": {"gpu-seconds": 60}, "ada": {}}, "group": {"lab": {"gpu-seconds": 601}},
+    }  # fmt: skip
+
+
+def test_a_machine_uses_the_part_of_a_budget_that_it_was_lent():
+    found = shared(bob=20, lab=601)
+    bob, lab = found.quota_of("bob").daily, found.groups["lab"].daily
+    assert (bob.most, bob.more_elsewhere, bob.is_shared) == (20, True, True)
+    assert (lab.most, lab.more_elsewhere) == (600.5, False)
+    assert found.quota_of("ada").daily == Daily(90, rule="refill")
+    eve = found.quota_of("eve").daily
+    assert (eve.most, eve.more_elsewhere) == (0, True)
+
+
+def test_nothing_is_elsewhere_of_a_budget_that_all_have_used_up():
+    bob = shared({BOB}, bob=20).quota_of("bob").daily
+    assert (bob.most, bob.more_elsewhere) == (20, False)
+
+
+def test_used_seconds_are_told_rounded_up():
+    usage = PoolUsage(
+        {"bob": Usage(today=5.2), "ada": Usage(today=9)}, {"lab": Usage(today=7.0005)}
+    )
+    assert seconds_used(DAILY, usage, NOON) == {BOB: 6, LAB: 7}

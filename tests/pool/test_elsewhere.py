@@ -9,6 +9,7 @@ import dataclasses
 import pytest
 
 from jupyter_gpupool.pool import events as ev
+from jupyter_gpupool.pool.groups import Daily
 from jupyter_gpupool.pool.model import Group, Owner, Portion, Quota
 
 from .builders import all_of, device, got
@@ -100,3 +101,59 @@ def test_use_on_other_machines_is_no_error_in_the_accounts(lab):
     lab.running("a", 8, owner=ANN)
     elsewhere(lab, (16, 2, 2), 20)
     assert lab.pool.self_check() == []
+
+
+# --------------------------------------------------------------------------- GPU-seconds of a day
+
+
+def budget(lab, here, *, more=True, then="stop", seconds=100.0, **rules):
+    """Let this machine use so much of a daily budget of ann's."""
+    daily = Daily(seconds, then=then, here=here, more_elsewhere=more)
+    found = dataclasses.replace(
+        lab.pool.settings, quotas={"ann": Quota(daily=daily)}, groups={}, **rules
+    )
+    return lab.send(ev.SettingsChanged, settings=found)
+
+
+@pytest.mark.parametrize("then", ["stop", "refuse"])
+def test_a_session_waits_for_gpu_seconds_of_other_machines(lab, then):
+    budget(lab, 0.0, then=then)
+    lab.open("a", 8, owner=ANN)
+    assert attaches(lab.hold("a")) == []
+    assert lab.reason("a").startswith(
+        "you used up the GPU-seconds of today that this machine has, and kernels on other "
+        "machines use the rest; all come back in "
+    )
+    budget(lab, 0.0, then=then, elsewhere_reason="the ledger is silent")
+    assert "the ledger is silent" in lab.reason("a")
+    assert attaches(budget(lab, 20.0, then=then)) == ["a"]
+
+
+def test_a_budget_that_all_machines_have_used_up_refuses(lab):
+    budget(lab, 0.0, then="refuse")
+    lab.open("a", 8, owner=ANN)
+    lab.hold("a")
+    refused = got(budget(lab, 0.0, then="refuse", more=False), ev.HoldRefused).refusal
+    assert refused.code == "budget"
+    assert refused.message == "You have used the 100 GPU-seconds of today."
+    assert refused.details["used"] is None
+
+
+def test_a_running_session_stops_at_the_end_of_the_part(lab):
+    budget(lab, 20.0)
+    lab.running("a", 8, owner=ANN)
+    lab.after(19)
+    assert lab.state("a") == "active"
+    lab.after(2)
+    assert lab.state("a") != "active"
+    standing, lines = lab.pool.standing(ANN, lab.now)
+    assert [b.spent for b in standing.budgets] == [True]
+    assert lines[-1].startswith(
+        "You have 0 GPU-seconds left today on this machine, of the 100 of all machines"
+    )
+
+
+def test_a_spent_part_that_borrows_still_gets_free_memory(lab):
+    budget(lab, 0.0, then="borrow")
+    lab.open("a", 8, owner=ANN)
+    assert attaches(lab.hold("a")) == ["a"]

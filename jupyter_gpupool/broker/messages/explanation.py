@@ -92,11 +92,15 @@ def shares(found: tuple[tuple[str, float, float], ...]) -> list[dict[str, Any]]:
 
 
 def budget(found: Budget) -> dict[str, Any]:
-    """Return a daily budget in GPU-seconds; ``group`` is "" for the owner's own."""
+    """Return a daily budget in GPU-seconds; ``group`` is "" for the owner's own.
+
+    ``left`` is what this machine may still use; ``more_elsewhere``: other machines may have more.
+    """
     return {
         "group": found.group,
         "seconds": found.daily.seconds,
-        "left": round(max(0.0, found.daily.seconds - found.used), 1),
+        "left": round(max(0.0, found.daily.most - found.used), 1),
+        "more_elsewhere": found.daily.more_elsewhere,
         "spent": found.spent,
         "until": _at(found.until),
     }

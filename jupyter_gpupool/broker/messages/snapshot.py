@@ -348,11 +348,14 @@ _NO_USAGE = Usage()
 
 
 def _figures(usage: Usage, daily: Daily | None) -> dict[str, Any]:
-    """Return GPU-seconds: the decayed usage, the usage of today, and the daily budget."""
+    """Return GPU-seconds: the decayed usage, the usage of today, and the daily budget.
+
+    No budget if it is one of all machines: the usage is of this one.
+    """
     return {
         "counts": round(usage.dominant, 1),
         "today": round(usage.today, 1),
-        "daily": None if daily is None else daily.seconds,
+        "daily": None if daily is None or daily.is_shared else daily.seconds,
         "spent": usage.spent,
     }
 

@@ -1,0 +1,115 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Real brokers that share a user's GPU-seconds of a day."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.broker.kit import remove, short_folder, wait_until
+
+from .kit import Cluster
+
+#: GPU-seconds of a day: a kernel that computes alone on a GPU uses one in each second.
+FEW, MANY = 6, 36_000
+
+
+@pytest.fixture
+def cluster():
+    """Return a function that starts machines whose users have so many GPU-seconds a day."""
+    made = []
+
+    def start(seconds):
+        folder = short_folder()
+        daily = {"seconds": seconds, "then": "stop"}
+        found = Cluster(folder, quotas={"*": {"gpu_seconds_per_day": daily}})
+        made.append((found, folder))
+        found.start().wait_serving()
+        return found
+
+    yield start
+    for found, folder in made:
+        print(found.logs())
+        found.close()
+        remove(folder)
+
+
+def reason(kernel):
+    return kernel.broker.session(kernel.session)["wait_reason"]
+
+
+def knows_of_more(kernel):
+    (budget,) = kernel.broker.session(kernel.session)["budgets"]
+    return budget["more_elsewhere"]
+
+
+def used(cluster):
+    """Return the GPU-seconds of today that each machine has counted."""
+    return {
+        name: max((s["usage"]["today"] for s in broker.status()["sessions"]), default=0.0)
+        for name, broker in cluster.brokers.items()
+    }
+
+
+def lent(cluster):
+    """Return by machine what the ledger counts of the GPU-seconds of today."""
+    rows = {n["name"]: [r for r in n["counted"] if r[2] == "gpu-seconds"]
+            for n in cluster.order()["nodes"]}  # fmt: skip
+    return {name: max((row[-1] for row in found), default=0) for name, found in rows.items()}
+
+
+def test_machines_together_use_no_more_than_one_budget(cluster):
+    cluster = cluster(FEW)
+    first, second, third = (cluster.kernel(name) for name in cluster.names)
+    first.attach()
+    second.attach()
+    stopped = (
+        "it was preempted: the GPU-seconds of today are used up; it goes on by itself: there are "
+        "more in "
+    )
+    # Until then a kernel may go on with a part that the other machine gives up.
+    wait_until(lambda: sum(used(cluster).values()) >= FEW - 0.1, "all GPU-seconds to be used")
+    for kernel in (first, second):
+        wait_until(lambda kernel=kernel: reason(kernel).startswith(stopped), "the kernel to stop")
+    assert not cluster.attached()
+    counted = used(cluster)
+    # Each alone would have used all. A machine whose part ends still has to suspend its kernel.
+    assert FEW - 1 <= sum(counted.values()) < 2 * FEW, counted
+    wait_until(lambda: not knows_of_more(third), "the third machine to know that")
+    third.do("ask", hold="cell")
+    assert third.refused("got", hold="cell") == "budget"
+    assert used(cluster) == counted
+
+
+def test_a_machine_goes_on_without_the_ledger_with_its_part(cluster):
+    cluster = cluster(MANY)
+    first = cluster.kernel("m0")
+    first.attach()
+    wait_until(lambda: lent(cluster)["m0"] > 300, "a part for the first machine")
+    cluster.ledger.kill()
+    wait_until(lambda: cluster.losses()["m0"], "the loss to be noticed")
+    assert first.state() in ("active", "idle")
+    cluster.kernel("m0").attach()
+    other = cluster.kernel("m1")
+    other.do("ask", hold="cell")
+    other.wait_state("queued")
+    assert reason(other).startswith(
+        "you used up the GPU-seconds of today that this machine has, and the ledger of the "
+        "cluster does not answer, so this machine gets no more of it now; all come back in "
+    )
+    cluster.ledger.start()
+    other.do("got", hold="cell")
+
+
+def test_a_broker_that_starts_again_has_used_what_it_used_before(cluster):
+    cluster = cluster(MANY)
+    first = cluster.kernel("m0")
+    first.attach()
+    wait_until(lambda: used(cluster)["m0"] > 1.5, "some use")
+    before = used(cluster)["m0"]
+    cluster.brokers["m0"].kill()
+    assert cluster.brokers["m0"].started
+    cluster.wait_serving()
+    wait_until(lambda: used(cluster)["m0"] >= before, "the usage before the restart")
+    wait_until(lambda: lent(cluster)["m0"] > 300, "a new part")
+    first.wait_state("active", "idle")
