@@ -9,6 +9,7 @@
 ``reload``              what changes it: SIGHUP, the calendar; whether the machine can keep it
 ``timekeeper``          the calendar: each change once, at its instant
 ``shared``              limits that several machines share; loaded in a cluster only
+``demand``              what sessions want of such limits; loaded in a cluster only
 ``cluster_views``       what all machines have, for people; loaded in a cluster only
 ``membership``          which group a user is in
 ``nss``                 the machine's users and Unix groups, asked in threads

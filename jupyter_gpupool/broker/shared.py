@@ -6,9 +6,6 @@ The agent of the cluster carries reports to the ledger and answers back. The poo
 machine has not been lent as in use elsewhere. So a grant within the budgets needs no message, and
 one beyond them waits, also where no agent has ever come.
 
-GPU-seconds of a day do not come back. The machine borrows them in parts while its sessions use
-them, those of the next day shortly before it begins.
-
 Order matters: a smaller ceiling reaches the pool before any report tells the ledger of it.
 """
 
@@ -20,29 +17,21 @@ import logging
 import math
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any
 
-from ..cluster.budgets import Budgets, Demand
-from ..cluster.messages import Key, loan_from_json, report_to_json
-from ..cluster.overlay import (
-    RESOURCES,
-    budgets_of,
-    keys_of,
-    next_window,
-    overlay,
-    seconds_used,
-)
+from ..cluster.budgets import Budgets
+from ..cluster.messages import Usages, loan_from_json, report_to_json
+from ..cluster.overlay import next_window, overlay, usage_of
 from ..errors import Code, RefusedError
 from ..pool import events as e
-from ..pool.model import Charge, Owner, PoolSettings
+from ..pool.model import Owner, PoolSettings
 from ..protocol import Message
 from .cluster_views import ClusterViews, View, keys_for, of_user, summary_of, visible
 from .configuration import Configuration
 from .core import Clock, Core
+from .demand import demands_of
 from .gpu.maintenance import Maintenance
 from .sessions import LiveSessions
 from .store.journal import Journal
@@ -56,15 +45,12 @@ LEAST, LONGEST = 0.05, 60.0
 #: How often a changed budget is applied before a report; each pass can only grant more.
 ROUNDS = 8
 
-#: GPU-seconds that a machine with a session of a user or group keeps beyond what is used up; and as
-#: many for each GPU that the sessions have: more than they use until the next look.
-PART, EACH = 300, 60
-#: What it keeps is a multiple of this, so that not each second of use needs a message; a session
-#: without any waits for as much.
-STEP = 60
-#: Seconds between two looks at the GPU-seconds in use, and how long before a window begins the
-#: machine borrows for it.
-LOOK, AHEAD = 15.0, 60.0
+#: Seconds between two looks at the GPU-seconds in use.
+LOOK = 15.0
+
+#: Seconds between two reports of what users and groups have used, for fair shares, which compare
+#: hours; and as long as there is a user of whom the ledger has not been asked yet.
+TELL, LEAST_TELL = 30.0, 1.0
 
 #: In the journal's metadata: the number of this broker's life, for the ledger; and "1" while this
 #: machine drains and leaves the cluster.
@@ -137,6 +123,8 @@ class SharedLimits:
         self._expiry: asyncio.TimerHandle | None = None
         self._window: asyncio.TimerHandle | None = None
         self._reported = 0.0
+        self._told_usage = -math.inf
+        self._told_of: set[Owner] = set()
         self._connected = False
         self._inside = False
         self._views = ClusterViews(self._ask_for_view)
@@ -200,58 +188,9 @@ class SharedLimits:
     # ------------------------------------------------------------------ what sessions use
 
     def _look_at_sessions(self) -> None:
-        """Tell the budgets what the sessions have, wait for and will use again."""
-        core = self._core
-        rules = self._configuration.settings.pool
-        used, keep = Counter[Key](), Counter[Key]()
-        waits: list[tuple[float, dict[Key, int]]] = []
-        leases = core.pool.leases()
-        now = self._lent.time_of_day()
-        spent = seconds_used(rules, core.pool.usage(core.now()), now)
-        gpus = Counter[Key]()
-        for session in core.sessions:
-            if session.id not in core.pool:
-                continue
-            keys, budgets = keys_of(rules, session.owner), budgets_of(rules, session.owner, now)
-            if not (keys or budgets):
-                continue
-            request = core.pool.request(session.id)
-            slices = leases.get(session.id, ((), None))[0]
-            have = sum(x.bytes for x in slices), len(slices), int(bool(slices))
-            lacks = (0, 0, 0)
-            if slices:
-                # What is guaranteed is needed; growth comes out of what the machine keeps.
-                lacks = sum(max(0, request.memory - x.bytes) for x in slices), 0, 0
-            elif core.busy.get(session.id) == "queued":
-                state = core.pool.record(session.id).suspended_bytes
-                lacks = max(request.memory * request.devices, state), request.devices, 1
-            most = request.limit if slices else request.memory
-            again = max(have[0], most * request.devices), request.devices, 1
-            for key in keys:
-                used[key] += _of(key, have)
-                keep[key] += _of(key, again)
-            # The next window's keys differ from these shortly before it begins.
-            for key in {*budgets, *budgets_of(rules, session.owner, now + AHEAD)}:
-                gpus[key] += len(slices)
-            if any(lacks):
-                since = session.queued_at or core.now()
-                wait = {key: n for key in keys if (n := _of(key, lacks))}
-                bars = {key for key, daily in budgets.items() if daily.then != "borrow"}
-                if not slices and bars & self._budgets.used_up:
-                    continue  # no machine can give it any
-                for key in bars if not slices else ():
-                    if self._budgets.most(key, time.monotonic()) <= spent.get(key, 0):
-                        wait[key] = STEP
-                waits.append((since, wait))
-        for key in {*gpus, *spent}:
-            used[key] = spent.get(key, 0)
-            more = PART + EACH * gpus[key] if key in gpus else 0
-            keep[key] = -(-(used[key] + more) // STEP) * STEP if more else used[key]
-        waits.sort(key=itemgetter(0))
-        self._budgets.use(
-            {key: Demand(used[key], keep[key]) for key in keep}, [wait for _, wait in waits],
-            is_empty=not any(slices for slices, _ in leases.values()),
-        )  # fmt: skip
+        rules, now = self._configuration.settings.pool, self._lent.time_of_day()
+        found = demands_of(self._core, rules, self._budgets, now)
+        self._budgets.use(found.uses, found.waits, is_empty=found.is_empty)
 
     # ------------------------------------------------------------------ the agent
 
@@ -287,11 +226,20 @@ class SharedLimits:
         self._look_at_sessions()
         before = self._budgets.drains
         self._budgets.answered(answer)
+        if answer.elsewhere is not None:
+            self._used_elsewhere(answer.elsewhere)
         if self._budgets.drains != before:
             self._drains_now("the cluster")
         self._settle()
         connection.answer(message.get("id"))
         self._report_if_due()
+
+    def _used_elsewhere(self, usages: Usages) -> None:
+        kinds: dict[str, dict[str, float]] = {"user": {}, "group": {}}
+        for (kind, name), amount in usages.items():
+            kinds[kind][name] = amount
+        core = self._core
+        core.handle(e.UsedElsewhere(now=core.now(), users=kinds["user"], groups=kinds["group"]))
 
     def cluster(self, connection: Connection, message: Message) -> None:
         """Answer what all machines have, as the ledger knows it, and what this one has."""
@@ -409,6 +357,13 @@ class SharedLimits:
         self._reported = now
         summary = summary_of(self._core, self._configuration.settings.cluster_data)
         report = replace(self._budgets.report(now), summary=summary, looks=self._views.wanted)
+        rules = self._configuration.settings.pool
+        owners = {session.owner for session in self._core.sessions}
+        wait = TELL if owners <= self._told_of else LEAST_TELL
+        if rules.half_life > 0 and now >= self._told_usage + wait:
+            self._told_usage, self._told_of = now, owners
+            usage = usage_of(rules, self._core.pool.usage(self._core.now()), owners)
+            report = replace(report, usage=usage, half_life=rules.half_life)
         text = json.dumps(report_to_json(report), separators=(",", ":"))
         connection.answer(request, {"report": text})
 
@@ -417,7 +372,3 @@ class SharedLimits:
         if self._timeout is not None:
             self._timeout.cancel()
             self._timeout = None
-
-
-def _of(key: Key, sizes: Charge) -> int:
-    return sizes[RESOURCES.index(key.resource)]

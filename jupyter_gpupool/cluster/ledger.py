@@ -60,6 +60,7 @@ from .ledger_events import (
     Stranger,
 )
 from .ledger_nodes import Node, NodeView
+from .ledger_usage import AllUsage
 from .messages import Epoch, Holding, Key, Loan, Report, recent
 from .queues import Queues
 
@@ -118,6 +119,7 @@ class Ledger:
         #: What the sessions of all nodes have used up of each key with a window.
         self._used: dict[Key, int] = {}
         self._queues = Queues(self._is_silent)
+        self._usage = AllUsage()
 
     # ------------------------------------------------------------------ the door
 
@@ -203,6 +205,7 @@ class Ledger:
             self._new_life(node, report)
         node.number = report.number
         node.read_state(report)
+        self._usage.reported(node, report, self._now)
         if node.gone:
             return [Send(self._answer(node))]
         node.seen = self._now
@@ -476,7 +479,7 @@ class Ledger:
         return Loan(
             node.name, node.life, node.number, self.epoch, node.serial, ceilings, wanted, self.ttl,
             self._version, self._spent if node.version != self._version else None, node.gone,
-            node.order, used_up,
+            node.order, used_up, self._usage.elsewhere(node, self._now),
         )  # fmt: skip
 
     def _is_used_up(self, key: Key) -> bool:

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal, Mapping
 
-from .messages import Holding, Key, Report, Summary
+from .messages import Holding, Key, Report, Summary, Usages
 
 #: Unconfirmed offers to one node that are kept apart; more are merged, which counts no less.
 OFFERS = 16
@@ -61,6 +61,11 @@ class Node:
     drains: bool = False
     order: bool | None = None
     order_serial: int = 0
+    #: What its users and groups had used at its last report of that, and when that was; and whether
+    #: its next answer has what they have used on other nodes.
+    usage: Usages = field(default_factory=dict)
+    usage_at: float = 0.0
+    asks: bool = False
     summary: Summary | None = None
 
     def used(self, key: Key) -> int:

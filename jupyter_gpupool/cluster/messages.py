@@ -18,6 +18,10 @@ HolderKind = Literal["user", "group"]
 GPU_SECONDS = "gpu-seconds"
 
 
+#: GPU-seconds by holder, decayed until the report: its order in fair shares depends on them.
+Usages = Mapping[tuple[HolderKind, str], float]
+
+
 class Key(NamedTuple):
     """One limit of one user or group."""
 
@@ -92,6 +96,10 @@ class Report:
     summary: Summary | None = None
     #: A user of that node looks at the cluster, so the ledger sends it what all nodes have.
     looks: bool = False
+    #: Now and then: what users and groups have used there, 0 for those that have a session only;
+    #: and after how many seconds of the rules a usage counts half.
+    usage: Usages | None = None
+    half_life: float = 0.0
 
 
 def larger(one: Mapping[Key, int], other: Mapping[Key, int]) -> dict[Key, int]:
@@ -133,6 +141,8 @@ class Loan:
     drains: bool | None = None
     #: Keys with a window, of those that the node has, of which all nodes have used up the whole.
     used_up: frozenset[Key] = frozenset()
+    #: What the users and groups of a report's ``usage`` have used on other nodes.
+    elsewhere: Usages | None = None
 
 
 # --------------------------------------------------------------------------- as JSON
@@ -160,6 +170,9 @@ def report_to_json(report: Report) -> dict[str, Any]:
         found["summary"] = list(report.summary)
     if report.looks:
         found["looks"] = True
+    if report.usage is not None:
+        found["usage"] = _usages_to_json(report.usage)
+        found["half_life"] = report.half_life
     return found
 
 
@@ -172,6 +185,7 @@ def report_from_json(values: Mapping[str, Any]) -> Report:
         tuple(_amounts(rows) or {} for rows in values["waits"]),
         values["version"], _amounts(values.get("spent")), bool(values.get("drains")),
         bool(values.get("leaves")), _summary(values.get("summary")), bool(values.get("looks")),
+        _usages(values.get("usage")), values.get("half_life", 0.0),
     )  # fmt: skip
 
 
@@ -196,6 +210,8 @@ def loan_to_json(answer: Loan) -> dict[str, Any]:
         found["drains"] = answer.drains
     if answer.used_up:
         found["used_up"] = sorted(map(list, answer.used_up))
+    if answer.elsewhere is not None:
+        found["elsewhere"] = _usages_to_json(answer.elsewhere)
     return found
 
 
@@ -207,6 +223,7 @@ def loan_from_json(values: Mapping[str, Any]) -> Loan:
         frozenset(map(Key._make, values["wanted"])), values["ttl"],
         values["version"], _amounts(values.get("spent")), bool(values.get("gone")),
         values.get("drains"), frozenset(map(Key._make, values.get("used_up", ()))),
+        _usages(values.get("elsewhere")),
     )  # fmt: skip
 
 
@@ -220,6 +237,14 @@ def _summary(values: list[Any] | None) -> Summary | None:
 
 def _counts(rows: list[Any]) -> tuple[tuple[str, int], ...]:
     return tuple((str(name), int(number)) for name, number in rows)
+
+
+def _usages_to_json(usages: Usages) -> list[list[Any]]:
+    return [[*holder, round(amount, 1)] for holder, amount in usages.items()]
+
+
+def _usages(rows: list[list[Any]] | None) -> Usages | None:
+    return None if rows is None else {(kind, name): float(n) for kind, name, n in rows}
 
 
 def _amounts_to_json(amounts: Mapping[Key, int]) -> list[list[Any]]:

@@ -7,15 +7,19 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Callable, Container, Iterable, TypeGuard
+from typing import Callable, Container, Iterable, Mapping, TypeGuard
 
-from ..pool.groups import DAY, EXACT, Daily, PoolUsage, path, window_began
+from ..pool.groups import DAY, EXACT, Daily, PoolUsage, Usage, path, window_began
 from ..pool.model import Charge, Owner, PoolSettings, Quota
 from .ledger_events import Limits
 from .messages import GPU_SECONDS, HolderKind, Key
 
 #: The limits on slices that machines share.
 RESOURCES = ("memory", "devices", "leases")
+
+#: GPU-seconds that a report of usage leaves out, and the most users, and groups, that it names
+#: beside those that are present.
+LEAST_USAGE, MOST_USAGES = 1.0, 200
 
 #: Tells how much of a key this machine may have.
 Most = Callable[[Key], int]
@@ -105,6 +109,28 @@ def seconds_used(settings: PoolSettings, usage: PoolUsage, now: float) -> dict[K
         if group is not None and _is_shared(group.daily):
             found[_window("group", name, group.daily, now)] = math.ceil(used.today - EXACT)
     return {key: amount for key, amount in found.items() if amount > 0}
+
+
+def usage_of(
+    settings: PoolSettings, usage: PoolUsage, owners: Iterable[Owner]
+) -> dict[tuple[HolderKind, str], float]:
+    """Return the decayed usage of this machine, for fair shares over all.
+
+    Of its present ``owners`` and their groups, and of all others that have used something.
+    """
+    found: dict[tuple[HolderKind, str], float] = {}
+    for owner in owners:
+        found["user", owner.name] = 0.0
+        for name in path(settings.groups, owner.group):
+            found["group", name] = 0.0
+    kinds: tuple[tuple[HolderKind, Mapping[str, Usage]], ...]
+    kinds = ("user", usage.users), ("group", usage.groups)
+    for kind, known in kinds:
+        worth = sorted(known, key=lambda name: -known[name].here)[:MOST_USAGES]
+        for name in worth:
+            if known[name].here > LEAST_USAGE or (kind, name) in found:
+                found[kind, name] = known[name].here
+    return found
 
 
 def next_window(settings: PoolSettings, now: float) -> float:

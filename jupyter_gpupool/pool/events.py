@@ -177,6 +177,17 @@ class UsageRecovered(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UsedElsewhere(Event):
+    """The decayed dominant usage of users and groups on other machines, in GPU-seconds.
+
+    It replaces the figures of the last such event.
+    """
+
+    users: Mapping[str, float] = field(default_factory=dict)
+    groups: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnded(Event):
     """The session's process is gone (or was closed by its provisioner)."""
 

@@ -214,11 +214,18 @@ class Usage:
     spent: bool = False
     #: Seconds since the epoch for which the figures are true.
     at: float = 0.0
+    #: The dominant usage on other machines of a cluster, which decays in the same way.
+    elsewhere: float = 0.0
+
+    @property
+    def here(self) -> float:
+        """The dominant usage of this machine: the larger of memory and compute."""
+        return max(self.memory, self.compute)
 
     @property
     def dominant(self) -> float:
-        """The dominant usage: the larger of memory and compute."""
-        return max(self.memory, self.compute)
+        """The dominant usage on all machines, by which fair shares are compared."""
+        return self.here + self.elsewhere
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,8 @@ class Meter:
     compute_units: int = 0
     #: Seconds by which the time of day is ahead of the pool's clock.
     ahead: float = 0.0
+    #: The dominant usage on other machines.
+    elsewhere: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -71,21 +73,22 @@ class Meter:
             return 0.0
         gone = -math.expm1(-LN2 * max(0.0, now - self.at) / half_life)
         left, more = 1.0 - gone, gone * half_life / LN2
-        return max(
+        return self.elsewhere * left + max(
             self.memory * left + self.memory_rate * more,
             self.compute * left + self.compute_rate * more,
         )
 
     def read(self, now: float, half_life: float, daily: Daily | None) -> Usage:
         """Return the usage at ``now``."""
-        memory = compute = 0.0
+        memory = compute = elsewhere = 0.0
         if half_life > 0:
             gone = -math.expm1(-LN2 * max(0.0, now - self.at) / half_life)
             left, more = 1.0 - gone, gone * half_life / LN2
             memory = self.memory * left + self.memory_rate * more
             compute = self.compute * left + self.compute_rate * more
+            elsewhere = self.elsewhere * left
         today, spent = self.budget(now, daily)
-        return Usage(memory, compute, today, spent, now)
+        return Usage(memory, compute, today, spent, now, elsewhere)
 
     def budget(self, now: float, daily: Daily | None) -> tuple[float, bool]:
         """Return the usage that counts against the budget at ``now``, and whether the budget is
@@ -110,16 +113,21 @@ class Meter:
             found = self.read(now, half_life, daily)
             self.memory, self.compute = found.memory, found.compute
             self.today, self.spent, self.at = found.today, found.spent, now
+            self.elsewhere = found.elsewhere
 
     def set_clock(self, now: float, ahead: float, half_life: float, daily: Daily | None) -> None:
         """Set the time of day ``ahead`` of the pool's clock from ``now`` on."""
         self.advance(now, half_life, daily)
         #: Advance the sums by the step of the time of day, with rates of 0 for the duration of the
         #: step.
-        before = Meter(now + self.ahead, self.memory, self.compute, self.today, self.spent)
+        before = Meter(
+            now + self.ahead, self.memory, self.compute, self.today, self.spent,
+            elsewhere=self.elsewhere,
+        )  # fmt: skip
         after = before.read(now + ahead, half_life, daily)
         self.memory, self.compute = after.memory, after.compute
         self.today, self.spent, self.ahead = after.today, after.spent, ahead
+        self.elsewhere = after.elsewhere
 
     def use(self, session: str, part: tuple[float, float] | None) -> None:
         """Set the ``part`` that a session uses from now on; None for nothing. Call :meth:`advance`
@@ -307,6 +315,27 @@ class Meters:
                 account.compute += old.compute
                 account.today += old.today
                 account.spent = account.spent or old.spent
+
+    def used_elsewhere(
+        self,
+        now: float,
+        rules: PoolSettings,
+        users: Mapping[str, float],
+        groups: Mapping[str, float],
+    ) -> None:
+        """Set the dominant usage on other machines at ``now``; those not given have none."""
+        for known, found in ((self.users, users), (self.groups, groups)):
+            for name in {**known, **found}:
+                amount = found.get(name, 0.0)
+                account = known.get(name)
+                if amount == (0.0 if account is None else account.elsewhere):
+                    continue
+                if account is None:
+                    account = known[name] = Meter(now, ahead=self.ahead)
+                group = rules.groups.get(name) if known is self.groups else None
+                daily = rules.quota_of(name).daily if known is self.users else None
+                account.advance(now, rules.half_life, group.daily if group else daily)
+                account.elsewhere = amount
 
     def view(self, now: float, rules: PoolSettings, since: float = -math.inf) -> PoolUsage:
         """Return the usage at ``now`` of each user and group that used a GPU after ``since``."""

@@ -198,6 +198,11 @@ def _usage_recovered(facts: Facts, event: ev.UsageRecovered) -> Actions:
     return []
 
 
+def _used_elsewhere(facts: Facts, event: ev.UsedElsewhere) -> Actions:
+    facts.meters.used_elsewhere(facts.now, facts.settings, event.users, event.groups)
+    return []
+
+
 def _recovered(facts: Facts, event: ev.Recovered) -> Actions:
     actions: Actions = []
     for record in event.records:
@@ -461,6 +466,7 @@ _POOL: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.SettingsChanged: _settings,
     ev.ClockSet: _clock_set,
     ev.UsageRecovered: _usage_recovered,
+    ev.UsedElsewhere: _used_elsewhere,
     ev.Recovered: _recovered,
     ev.SessionOpened: _opened,
     ev.SessionEnded: _ended,

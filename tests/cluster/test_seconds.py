@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Real brokers that share a user's GPU-seconds of a day."""
+"""Real brokers that share a user's GPU-seconds: of a day, and for fair shares."""
 
 from __future__ import annotations
 
@@ -113,3 +113,19 @@ def test_a_broker_that_starts_again_has_used_what_it_used_before(cluster):
     wait_until(lambda: used(cluster)["m0"] >= before, "the usage before the restart")
     wait_until(lambda: lent(cluster)["m0"] > 300, "a new part")
     first.wait_state("active", "idle")
+
+
+def test_usage_of_other_machines_counts_in_fair_shares(cluster):
+    cluster = cluster(MANY)
+    first, second = cluster.kernel("m0"), cluster.kernel("m1")
+    first.attach()
+    wait_until(lambda: used(cluster)["m0"] > 2, "some use")
+    first.close()
+
+    def counts():
+        found = second.broker.session(second.session)["usage"]
+        assert found["today"] == 0
+        return found["counts"]
+
+    # It decays by half in hours; a machine tells its usage every half minute.
+    wait_until(lambda: counts() > 1.5, "the usage of the first machine")

@@ -533,3 +533,42 @@ def test_clock_correction_charges_no_usage(make):
     found = lab.pool.usage(lab.now)
     assert found.users["ann"].dominant == found.groups["bio"].dominant == pytest.approx(20)
     assert lab.record("a").state == "active"
+
+
+# --------------------------------------------------------------------------- other machines
+
+
+def queue(lab: Lab) -> list[str]:
+    places = {v.queue_position: v.record.id for v in lab.pool.view(lab.now).sessions}
+    return [places[n] for n in sorted(p for p in places if p is not None)]
+
+
+def test_usage_on_other_machines_counts_in_the_order(make):
+    lab = make(device(0), half_life=HALF)
+    lab.running("x", 16, owner="eve")
+    lab.open("a", 16, owner="ann")
+    lab.hold("a")
+    lab.open("b", 16, owner="bob")
+    lab.hold("b")
+    assert queue(lab) == ["a", "b"]
+    lab.send(ev.UsedElsewhere, users={"ann": 50.0})
+    assert queue(lab) == ["b", "a"]
+    assert used(lab, "ann").dominant == 50
+    assert used(lab, "ann").here == 0
+    lab.send(ev.UsedElsewhere)
+    assert queue(lab) == ["a", "b"]
+
+
+def test_usage_on_other_machines_decays_and_is_replaced(make):
+    lab = make(device(0), half_life=HALF, groups={"bio": Group()})
+    lab.send(ev.UsedElsewhere, users={"ann": 64.0}, groups={"bio": 64.0})
+    lab.after(HALF)
+    usage = lab.pool.usage(lab.now)
+    assert usage.users["ann"].dominant == pytest.approx(32)
+    assert usage.groups["bio"].dominant == pytest.approx(32)
+    lab.send(ev.ClockSet, ahead=HALF)
+    assert used(lab, "ann").dominant == pytest.approx(16)
+    lab.send(ev.UsedElsewhere, users={"ann": 3.0})
+    usage = lab.pool.usage(lab.now)
+    assert usage.users["ann"].dominant == 3
+    assert usage.groups["bio"].dominant == 0

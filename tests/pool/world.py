@@ -9,6 +9,7 @@ in the property test.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Protocol, Sequence, TypeVar
 
 from jupyter_gpupool.pool import events as ev
@@ -62,12 +63,15 @@ def random_groups(c: Chooser) -> dict[str, Group]:
 
 
 def random_daily(c: Chooser) -> Daily:
-    return Daily(
-        float(c.choice([0, 20, 300])),
-        rule=c.choice(["window", "refill"]),
-        then=c.choice(["borrow", "refuse", "stop"]),
+    seconds, rule = float(c.choice([0, 20, 300])), c.choice(["window", "refill"])
+    found = Daily(
+        seconds, rule=rule, then=c.choice(["borrow", "refuse", "stop"]),
         renews=float(c.choice([0, 1200])),
-    )
+    )  # fmt: skip
+    here = c.choice([math.inf, math.inf, 0.0, 10.0])
+    if rule == "refill" or here >= seconds:
+        return found
+    return dataclasses.replace(found, here=here, more_elsewhere=c.choice([True, False]))
 
 
 def random_preempt(c: Chooser) -> frozenset[PreemptRule]:
@@ -404,6 +408,12 @@ class World:
             )
         )
 
+    def elsewhere(self) -> None:
+        """Report what owners and groups have used on other machines."""
+        users = {o.name: float(self.c.randint(0, 60)) for o in OWNERS if self.c.choice([1, 0])}
+        groups = {"lab": float(self.c.randint(0, 60))} if self.c.choice([1, 0]) else {}
+        self.send(ev.UsedElsewhere(now=self.now, users=users, groups=groups))
+
     def grow(self) -> None:
         """Report an allocation that does not fit, usually for a session with a slice."""
         self.count += 1
@@ -629,5 +639,6 @@ WEIGHTED = [name for name, weight in _WEIGHTS.items() for _ in range(2 * weight)
     "drain",
     "pause",
     "configure",
+    "elsewhere",
     "restart",
 ]

@@ -109,8 +109,8 @@ def usage_text(users: Mapping[str, Usage], groups: Mapping[str, Usage], ahead: f
 
 
 def _rows(found: Mapping[str, Usage], ahead: float) -> dict[str, list[float]]:
-    worth = [(name, u) for name, u in found.items() if max(u.dominant, u.today) > NOTHING]
-    worth.sort(key=lambda item: -max(item[1].dominant, item[1].today))
+    worth = [(name, u) for name, u in found.items() if max(u.here, u.today) > NOTHING]
+    worth.sort(key=lambda item: -max(item[1].here, item[1].today))
     return {
         name: [*(round(x, 3) for x in (u.memory, u.compute, u.today, u.at + ahead)), int(u.spent)]
         for name, u in worth[:MOST]

@@ -1,0 +1,98 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""What the sessions of this machine have, wait for and will use again, of limits that are shared.
+
+GPU-seconds of a day do not come back. The machine borrows them in parts while its users have
+sessions, those of the next day shortly before it begins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+from ..cluster.budgets import Budgets, Demand
+from ..cluster.messages import Key
+from ..cluster.overlay import RESOURCES, budgets_of, keys_of, seconds_used
+from ..pool.model import Charge, PoolSettings
+from .core import Core
+
+#: GPU-seconds that a machine with a session of a user or group keeps beyond what is used up; and as
+#: many for each GPU that the sessions have: more than they use until the broker looks again.
+PART, EACH = 300, 60
+#: What it keeps is a multiple of this, so that not each second of use needs a message; a session
+#: that may not run without GPU-seconds waits for as many.
+STEP = 60
+#: Seconds before a window begins in which the machine borrows for it.
+AHEAD = 60.0
+
+
+class Demands(NamedTuple):
+    """Arguments of :meth:`Budgets.use`."""
+
+    uses: Mapping[Key, Demand]
+    waits: Sequence[Mapping[Key, int]]
+    #: No session has a slice.
+    is_empty: bool
+
+
+def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) -> Demands:
+    """Return what all sessions have and want; ``now`` is the time of day."""
+    used, keep = Counter[Key](), Counter[Key]()
+    waits: list[tuple[float, dict[Key, int]]] = []
+    leases = core.pool.leases()
+    spent = seconds_used(rules, core.pool.usage(core.now()), now)
+    #: By key with a window: the GPUs that its sessions have.
+    gpus = Counter[Key]()
+    for session in core.sessions:
+        if session.id not in core.pool:
+            continue
+        keys, daily = keys_of(rules, session.owner), budgets_of(rules, session.owner, now)
+        if not (keys or daily):
+            continue
+        request = core.pool.request(session.id)
+        slices = leases.get(session.id, ((), None))[0]
+        have = sum(x.bytes for x in slices), len(slices), int(bool(slices))
+        lacks = (0, 0, 0)
+        if slices:
+            # What is guaranteed is needed; growth comes out of what the machine keeps.
+            lacks = sum(max(0, request.memory - x.bytes) for x in slices), 0, 0
+        elif core.busy.get(session.id) == "queued":
+            state = core.pool.record(session.id).suspended_bytes
+            lacks = max(request.memory * request.devices, state), request.devices, 1
+        most = request.limit if slices else request.memory
+        again = max(have[0], most * request.devices), request.devices, 1
+        for key in keys:
+            used[key] += _of(key, have)
+            keep[key] += _of(key, again)
+        # Shortly before a window begins, its key is another one than that of now.
+        for key in {*daily, *budgets_of(rules, session.owner, now + AHEAD)}:
+            gpus[key] += len(slices)
+        if not any(lacks):
+            continue
+        needs = {key: n for key in keys if (n := _of(key, lacks))}
+        if not slices:
+            bars = {key for key, rule in daily.items() if rule.then != "borrow"}
+            if bars & budgets.used_up:
+                continue  # no machine can give it any GPU-seconds
+            for key in bars:
+                if budgets.most(key, time.monotonic()) <= spent.get(key, 0):
+                    needs[key] = STEP
+        waits.append((session.queued_at or core.now(), needs))
+    for key in {*gpus, *spent}:
+        used[key] = spent.get(key, 0)
+        more = PART + EACH * gpus[key] if key in gpus else 0
+        keep[key] = -(-(used[key] + more) // STEP) * STEP if more else used[key]
+    waits.sort(key=itemgetter(0))
+    return Demands(
+        {key: Demand(used[key], keep[key]) for key in keep},
+        [needs for _, needs in waits],
+        not any(slices for slices, _ in leases.values()),
+    )
+
+
+def _of(key: Key, sizes: Charge) -> int:
+    return sizes[RESOURCES.index(key.resource)]
