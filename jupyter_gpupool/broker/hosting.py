@@ -90,8 +90,8 @@ def check_rights(node: str, status: Path = Path("/proc/self/status")) -> None:
             f"The broker of {node} cannot become another user: its service leaves it no "
             f"{' and no '.join(lacks)}.",
             code=Code.NOT_THERE,
-            next_step="The unit of install-service is too narrow for kernels of other machines. "
-            "Write one of your own, see the page about clusters.",
+            next_step="Run `jupyter gpupool install-service` on that machine again: it writes a "
+            "wider unit while c.GPUPool.cluster_identity is set.",
         )
 
 

@@ -158,15 +158,15 @@ def _layout(config: Sequence[Path]) -> Layout:
         )
     if settings.cluster_identity:
         print(
-            "Warning: c.GPUPool.cluster_identity is set, and this service's broker cannot start "
-            "kernels for servers on other machines yet: it lacks the rights, and they would end "
-            "with it. The page on clusters says what such a unit needs."
+            "c.GPUPool.cluster_identity is set, so the broker starts kernels for servers on other "
+            "machines. The limits of its unit would hold for them: it gets none, and all rights of "
+            "root."
         )
     loader = shutil.which("nvidia-modprobe")
     return Layout(
         python=Path(sys.executable), config=tuple(wanted), socket=MACHINE_SOCKET,
         state=settings.state_dir if os.geteuid() == 0 else _STATE,
-        loader=Path(loader) if loader else None,
+        loader=Path(loader) if loader else None, hosts_kernels=bool(settings.cluster_identity),
     )  # fmt: skip
 
 

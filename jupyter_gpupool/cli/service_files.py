@@ -51,6 +51,9 @@ class Layout:
     loader:
         The program that loads NVIDIA's kernel module and makes its device files; None if the
         machine has none. The broker may not do that itself.
+    hosts_kernels:
+        The broker starts kernels for servers on other machines. They are its children, so limits of
+        its unit would hold for them.
     """
 
     python: Path
@@ -58,6 +61,7 @@ class Layout:
     socket: Path
     state: Path
     loader: Path | None = None
+    hosts_kernels: bool = False
 
     @property
     def command(self) -> list[str]:
@@ -154,17 +158,25 @@ TimeoutStartSec=180
 TimeoutStopSec=30
 # A broker whose event loop hangs is ended and started again; kernels keep their state.
 WatchdogSec=60
-# Kernels of this machine's servers are no children of the broker: they go on without it.
-KillMode=mixed
-OOMScoreAdjust=-500
+{kill}OOMScoreAdjust=-500
 LimitNOFILE=65536
-LimitCORE=0
 
 # The pages of sessions are there: they must outlive the broker.
 RuntimeDirectory={runtime}
 RuntimeDirectoryMode=0755
 RuntimeDirectoryPreserve=yes
-{state}
+{state}{limits}
+[Install]
+WantedBy=multi-user.target
+"""
+
+_KILL_ALL = """\
+# Kernels of this machine's servers are no children of the broker: they go on without it.
+KillMode=mixed
+"""
+
+_LIMITS = """\
+
 # Root, without what the broker does not need. It keeps the view of all processes, of /dev and of
 # /tmp, which the driver's calls need. ProtectClock would close /dev/nvidia*.
 CapabilityBoundingSet={capabilities}
@@ -186,9 +198,19 @@ LockPersonality=yes
 SystemCallArchitectures=native
 SystemCallFilter=~@clock @cpu-emulation @module @mount @obsolete @raw-io @reboot @swap
 SystemCallErrorNumber=EPERM
+LimitCORE=0
+"""
 
-[Install]
-WantedBy=multi-user.target
+#: With ``cluster_identity``.
+_KILL_BROKER = """\
+# Kernels of servers on other machines are children of the broker, and go on without it.
+KillMode=process
+"""
+
+_NO_LIMITS = """\
+
+# Kernels of servers on other machines start with the limits of this unit: it has none but these.
+TasksMax=infinity
 """
 
 _TMPFILES = """\
@@ -234,7 +256,10 @@ def _systemd_files(layout: Layout) -> list[ServiceFile]:
         command=_unit_words(layout.command),
         runtime=runtime.relative_to("/run"),
         state=folder,
-        capabilities=" ".join(CAPABILITIES),
+        kill=_KILL_BROKER if layout.hosts_kernels else _KILL_ALL,
+        limits=_NO_LIMITS
+        if layout.hosts_kernels
+        else _LIMITS.format(capabilities=" ".join(CAPABILITIES)),
     )
     return [
         ServiceFile(Path("/etc/tmpfiles.d/gpupool.conf"), _TMPFILES.format(**places)),

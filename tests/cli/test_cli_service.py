@@ -169,11 +169,19 @@ def test_installation_does_not_write_through_an_existing_link(call):
 
 
 @root_only
-def test_service_in_a_cluster_warns_of_remote_kernels(call, tmp_path, capsys):
+def test_service_that_hosts_kernels_limits_nothing(call, tmp_path, capsys):
+    unit = call.machine / "etc/systemd/system/gpupool.service"
+    limits = ("CapabilityBoundingSet=", "ProtectHome=", "SystemCallFilter=", "NoNewPrivileges=")
+    call()
+    assert all(limit in unit.read_text() for limit in limits)
+    assert "KillMode=mixed" in unit.read_text()
     config = tmp_path / "config.json"
     config.write_text('{"GPUPool": {"cluster_identity": "munge"}}')
+    capsys.readouterr()
     call(config=[config])
-    assert "cannot start kernels for servers on other machines" in capsys.readouterr().out
+    assert "starts kernels for servers on other machines" in capsys.readouterr().out
+    assert not any(limit in unit.read_text() for limit in limits)
+    assert "KillMode=process" in unit.read_text()
 
 
 @root_only
