@@ -7,6 +7,7 @@
 ``ledger``            the ledger's side: who may have how much of which quota (pure)
 ``ledger_events``     what happens to a ledger, and what it wants done (pure)
 ``ledger_nodes``      what it knows of each node (pure)
+``ledger_usage``      what users have used on all nodes, for fair shares (pure)
 ``queues``            which nodes wait for which key (pure)
 ``budgets``           a node's side: what its broker may grant without a message (pure)
 ``overlay``           between the pool's rules and the ledger's keys (pure)
