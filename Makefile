@@ -217,7 +217,7 @@ $(HUB_VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCE
 test-hub: $(HUB_VENV)/.ready
 	$(BIN)/python -m pytest tests/hub
 
-test-service: podman $(HUB_VENV)/.ready
+test-service: podman munge $(HUB_VENV)/.ready
 	$(BIN)/python -m pytest tests/service
 
 # For the tests in containers: Podman, Docker, and images of Debian's own packages.
