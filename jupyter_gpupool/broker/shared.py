@@ -22,7 +22,13 @@ from dataclasses import replace
 from typing import Any
 
 from ..cluster.budgets import Budgets
-from ..cluster.messages import Usages, loan_from_json, report_to_json
+from ..cluster.messages import (
+    Usages,
+    loan_from_json,
+    parts_from_json,
+    parts_to_json,
+    report_to_json,
+)
 from ..cluster.overlay import next_window, overlay, usage_of
 from ..errors import Code, RefusedError
 from ..pool import events as e
@@ -55,6 +61,9 @@ TELL, LEAST_TELL = 30.0, 1.0
 #: In the journal's metadata: the number of this broker's life, for the ledger; and "1" while this
 #: machine drains and leaves the cluster.
 LIFE, DRAINS = "cluster-life", "cluster-drains"
+#: And the GPU-seconds that it has been lent of each day: a broker that starts again goes on with
+#: them before the ledger answers, so that it suspends no session for want of them.
+PARTS = "cluster-parts"
 
 #: Why its GPUs are drained then.
 LEAVES = "this machine leaves the cluster"
@@ -81,7 +90,23 @@ class LentLimits:
         self.budgets = Budgets(
             settings.cluster_node or socket.gethostname(), life,
             on_loss=settings.on_ledger_loss, share=share, drains=journal.meta(DRAINS) == "1",
+            ceilings=parts_from_json(journal.meta(PARTS)),
         )  # fmt: skip
+        self._remember = journal.remember
+        self._parts = self.budgets.parts()
+
+    def remember_parts(self) -> bool:
+        """Have the next commit write the parts, if they have changed; return whether.
+
+        It must come before the next report: the ledger may then lend to others what this machine
+        has given back.
+        """
+        parts = self.budgets.parts()
+        if parts == self._parts:
+            return False
+        self._parts = parts
+        self._remember(PARTS, parts_to_json(parts))
+        return True
 
     def limits(self, settings: PoolSettings) -> PoolSettings:
         """Return these rules, less what this machine may not use of them now."""
@@ -228,6 +253,8 @@ class SharedLimits:
         self._budgets.answered(answer)
         if answer.elsewhere is not None:
             self._used_elsewhere(answer.elsewhere)
+        if self._lent.remember_parts():
+            self._core.commit()
         if self._budgets.drains != before:
             self._drains_now("the cluster")
         self._settle()
@@ -289,7 +316,7 @@ class SharedLimits:
                 next_step="Ask root, or one of c.GPUPool.admins.",
             )
         if not self._budgets.drains:
-            self._budgets.drain(True)
+            self._budgets.drain(True)  # the parts stay: they are used up, or another day comes
             self._drains_now(owner_of(peer.uid).name)
         self._settle()
         self._report_if_due()

@@ -101,6 +101,10 @@ class Budgets:
             return self.ceilings.get(key, 0)
         return self.share.get(key.resource, 0) if self.on_loss == "min_share" else 0
 
+    def parts(self) -> dict[Key, int]:
+        """Return the ceilings with a window: the broker keeps them over its restart."""
+        return {key: amount for key, amount in self.ceilings.items() if key.window}
+
     # ------------------------------------------------------------------ events
 
     def use(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..units import format_bytes, format_seconds
+from .messages import GPU_SECONDS
 from .placing import PlacementRequest, lacks_model, lies_on
 
 #: Folders that a sentence names; a kernel may work with 16.
@@ -31,9 +32,12 @@ _CLOSED = {
 def uses(node: Mapping[str, Any]) -> list[str]:
     """Return what each user and group may use on a machine, as one line for each."""
     by_name: dict[str, list[str]] = defaultdict(list)
-    for kind, name, resource, _, amount in node["counted"]:
-        what = resource.removesuffix("s") if amount == 1 else resource
+    for kind, name, resource, window, amount in node["counted"]:
+        noun = "GPU-seconds" if resource == GPU_SECONDS else resource
+        what = noun.removesuffix("s") if amount == 1 else noun
         text = format_bytes(amount) if resource == "memory" else f"{amount} {what}"
+        if window:
+            text += f" of {window}"
         by_name[f"{kind} {name}"].append(text)
     return [f"{name} may use {', '.join(parts)}" for name, parts in by_name.items()]
 

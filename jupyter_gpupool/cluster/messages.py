@@ -9,6 +9,7 @@ use. The sum of all ceilings never exceeds the limit: that is all that keeps the
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, Mapping, NamedTuple
 
@@ -225,6 +226,19 @@ def loan_from_json(values: Mapping[str, Any]) -> Loan:
         values.get("drains"), frozenset(map(Key._make, values.get("used_up", ()))),
         _usages(values.get("elsewhere")),
     )  # fmt: skip
+
+
+def parts_to_json(parts: Mapping[Key, int]) -> str:
+    """Return ceilings as text for a broker's journal."""
+    return json.dumps(_amounts_to_json(parts), separators=(",", ":"))
+
+
+def parts_from_json(text: str) -> dict[Key, int]:
+    """Return what :func:`parts_to_json` has written; nothing of text that cannot be read."""
+    try:
+        return _amounts(json.loads(text or "[]")) or {}
+    except (ValueError, TypeError, IndexError):
+        return {}
 
 
 def _summary(values: list[Any] | None) -> Summary | None:

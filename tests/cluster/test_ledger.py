@@ -575,10 +575,10 @@ class Cluster(RuleBasedStateMachine):
         else:
             self.world.nodes[name].budgets.drain(drains)
 
-    @rule(name=names)
-    def restart_broker(self, name):
+    @rule(name=names, keeps=st.booleans())
+    def restart_broker(self, name, keeps):
         node = self.world.nodes[name]
-        node.begin(max(node.life, node.budgets.life) + 1)
+        node.begin(max(node.life, node.budgets.life) + 1, keeps=keeps)
         node.alive = True
 
     @rule(name=names)
@@ -587,7 +587,8 @@ class Cluster(RuleBasedStateMachine):
         self.world.crash(name)
         for ledger in [*self.world.ledgers]:
             if not self.world.ledgers[ledger].nodes[name].heard:
-                self.world.lost += self.world.nodes[name].consumed
+                node = self.world.nodes[name]
+                self.world.lost += max(node.consumed, node.budgets.ceilings.get(SECONDS, 0))
             self.world.do(ledger, ev.Fenced(now=self.world.now, node=name))
 
     @invariant()
@@ -611,7 +612,7 @@ class Cluster(RuleBasedStateMachine):
         world = self.world
         for name, node in world.nodes.items():
             if not node.alive:
-                self.restart_broker(name)
+                self.restart_broker(name, keeps=True)
         world.advance(20)
         for _ in range(2):
             for name in world.nodes:

@@ -64,13 +64,18 @@ class Node:
     def __post_init__(self):
         self.begin(self.life)
 
-    def begin(self, life):
-        """Start the broker: its sessions and what they used up come from its journal."""
+    def begin(self, life, *, keeps=True):
+        """Start the broker: its sessions and what they used up come from its journal.
+
+        With ``keeps``, so do its ceilings of GPU-seconds.
+        """
         self.life = life
-        drains = self.budgets is not None and self.budgets.drains
+        before = self.budgets
         self.budgets = Budgets(
-            self.name, life, on_loss=self.on_loss, share={"memory": 1}, drains=drains
-        )
+            self.name, life, on_loss=self.on_loss, share={"memory": 1},
+            drains=before is not None and before.drains,
+            ceilings=before.parts() if keeps and before is not None else {},
+        )  # fmt: skip
         self.tell()
 
     def used(self):
@@ -123,7 +128,7 @@ class World:
         #: (ledger, report or answer) on their way.
         self.wires: list[tuple[str, Report | Loan]] = []
         self.sent = 0
-        #: GPU-seconds used up on nodes that a ledger has fenced without having heard them.
+        #: GPU-seconds of nodes that a ledger has fenced without having heard them.
         self.lost = 0
 
     # ------------------------------------------------------------------ ledgers

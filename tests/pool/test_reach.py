@@ -29,7 +29,7 @@ def same(facts: Facts, short: Plan, whole: Plan) -> None:
 
 
 #: Seeds with long queues: with each, the pass skips thousands of requests.
-@pytest.mark.parametrize("seed", [1, 3, 6, 15, 46, 52, 55])
+@pytest.mark.parametrize("seed", [6, 46, 49, 51, 52, 64, 71])
 def test_requests_that_the_pass_skips_change_no_plan(seed, monkeypatch):
     skipped = 0
     plan, hopeless = machine.plan, Reach.hopeless
