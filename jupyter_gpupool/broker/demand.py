@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..cluster.budgets import Budgets, Demand
 from ..cluster.messages import Key
-from ..cluster.overlay import RESOURCES, budgets_of, keys_of, seconds_used
+from ..cluster.overlay import RESOURCES, budgets_of, keys_of, seconds_used, windows
 from ..pool.model import Charge, PoolSettings
 from .core import Core
 
@@ -44,7 +44,11 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
     used, keep = Counter[Key](), Counter[Key]()
     waits: list[tuple[float, dict[Key, int]]] = []
     leases = core.pool.leases()
-    spent = seconds_used(rules, core.pool.usage(core.now()), now)
+    spent: dict[Key, int] = {}
+    if found := windows(rules, now):
+        # Who has used nothing since the window began has used nothing of it: there may be many.
+        since = core.now() - (now - found[0])
+        spent = seconds_used(rules, core.pool.usage(core.now(), since), now)
     #: By key with a window: the GPUs that its sessions have.
     gpus = Counter[Key]()
     for session in core.sessions:

@@ -29,7 +29,7 @@ from ..cluster.messages import (
     parts_to_json,
     report_to_json,
 )
-from ..cluster.overlay import next_window, overlay, usage_of
+from ..cluster.overlay import overlay, usage_of, windows
 from ..errors import Code, RefusedError
 from ..pool import events as e
 from ..pool.model import Owner, PoolSettings
@@ -188,9 +188,8 @@ class SharedLimits:
             self._window.cancel()
             self._window = None
         now = self._lent.time_of_day()
-        begins = next_window(self._configuration.settings.pool, now)
-        if begins < math.inf:
-            wait = min(LOOK, begins - now + SOON)
+        if found := windows(self._configuration.settings.pool, now):
+            wait = min(LOOK, found[1] - now + SOON)
             self._window = asyncio.get_running_loop().call_later(wait, self._look)
 
     def _watch_expiry(self) -> None:

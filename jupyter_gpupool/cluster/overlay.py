@@ -133,14 +133,14 @@ def usage_of(
     return found
 
 
-def next_window(settings: PoolSettings, now: float) -> float:
-    """Return when a window of a shared budget begins next; infinity if machines share none."""
+def windows(settings: PoolSettings, now: float) -> tuple[float, float] | None:
+    """Return when the first of the present windows of shared budgets began, and when the next one
+    begins; None if machines share no budget.
+    """
     dailies = [quota.daily for quota in settings.quotas.values()]
     dailies += [group.daily for group in settings.groups.values()]
-    return min(
-        (window_began(now, daily.renews) + DAY for daily in dailies if _is_shared(daily)),
-        default=math.inf,
-    )
+    began = [window_began(now, daily.renews) for daily in dailies if _is_shared(daily)]
+    return (min(began), min(began) + DAY) if began else None
 
 
 def _window(kind: HolderKind, name: str, daily: Daily, now: float) -> Key:

@@ -2,8 +2,6 @@
 # Distributed under the terms of the Modified BSD License.
 from __future__ import annotations
 
-import math
-
 from jupyter_gpupool.cluster.messages import Key
 from jupyter_gpupool.cluster.overlay import (
     DRAINS,
@@ -11,9 +9,9 @@ from jupyter_gpupool.cluster.overlay import (
     budgets_of,
     keys_of,
     limits_of,
-    next_window,
     overlay,
     seconds_used,
+    windows,
 )
 from jupyter_gpupool.pool.groups import DAY, Daily, PoolUsage, Usage
 from jupyter_gpupool.pool.model import Group, Owner, PoolSettings, Portion, Quota
@@ -92,8 +90,8 @@ def test_a_budget_counts_by_the_day_on_which_its_window_began():
     assert budgets_of(DAILY, Owner("ada"), NOON) == {}
     later = budgets_of(DAILY, Owner("bob", "bio"), NOON + DAY / 2)
     assert [key.window for key in later] == ["2026-11-24", "2026-11-23"]
-    assert next_window(DAILY, NOON) == NOON + DAY / 4
-    assert next_window(RULES, NOON) == math.inf
+    assert windows(DAILY, NOON) == (NOON - 3 * DAY / 4, NOON + DAY / 4)
+    assert windows(RULES, NOON) is None
 
 
 def test_the_ledger_divides_whole_seconds_of_windows_alone():
