@@ -46,7 +46,7 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
     leases = core.pool.leases()
     spent: dict[Key, int] = {}
     if found := windows(rules, now):
-        # Who has used nothing since the window began has used nothing of it: there may be many.
+        # Leave out the many users who have used no GPU since the window began.
         since = core.now() - (now - found[0])
         spent = seconds_used(rules, core.pool.usage(core.now(), since), now)
     #: By key with a window: the GPUs that its sessions have.

@@ -74,7 +74,7 @@ class Use:
     read_at: float = float("-inf")
     #: Seconds with CUDA calls during its leases.
     busy_seconds: float = 0.0
-    #: Seconds with a lease before this broker began to count the ones above.
+    #: Seconds with a lease before this broker began to count ``busy_seconds``.
     attached_before: float = 0.0
     #: Bytes that the driver takes beyond the guard's charge (negative: less), in the order in
     #: which the processes see their devices; and the part that the last sample explains, by device.

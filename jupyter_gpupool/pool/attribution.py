@@ -191,7 +191,7 @@ def at_rest(listed: Iterable[Listed], *, leased: bool) -> bool:
     """Return whether used memory that belongs to no process must be the driver's own.
 
     True only if no session has a slice there (``leased``) and no process outside the pool uses the
-    device. The driver lists the bytes that suspended sessions still have as theirs.
+    device. (The driver's list names the bytes that suspended sessions still have there.)
     """
     return not leased and all(entry.session is not None for entry in listed)
 

@@ -119,7 +119,7 @@ class Facts:
         #: Attached with less than guaranteed on some device, and with more.
         self.short: dict[str, Session] = {}
         self.grown: dict[str, Session] = {}
-        #: Sessions that cannot be suspended, each with one that waits for it; see
+        #: Sessions that cannot be suspended, each with a session that waits for its slice; see
         #: :mod:`.unsuspendable`.
         self.stuck: dict[str, tuple[Session, Session]] = {}
         #: When idle sessions leave, and the sessions for which that time must be computed again.

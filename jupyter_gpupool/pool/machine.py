@@ -351,9 +351,10 @@ def carry_out(facts: Facts, new: Plan) -> Actions:
 
 
 def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
-    """Note since when a session waits for each idle slice, and tell lazy kernels that one does.
+    """Note since when a session waits for each idle slice.
 
-    Return the actions, and whether a slice may now be preempted at another time than before.
+    Tell lazy kernels when a session waits for theirs. Return the actions, and whether a slice may
+    now be preempted at another time than before.
     """
     actions: Actions = []
     changed = False

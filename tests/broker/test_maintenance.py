@@ -615,7 +615,7 @@ def test_kernel_never_restored_needs_no_suspend_at_its_end(hanging):
         assert one.do("check") == 64 * MiB
 
 
-def test_other_drivers_delay_no_end(broker, one):
+def test_no_other_driver_delays_the_end(broker, one):
     with broker.client() as client:
         assert client.call("open", kernel_id="k")["retire"] is False
         assert client.call("retire", session=one.session)["safe"]

@@ -75,7 +75,8 @@ def test_pause_and_restart_keep_a_suspended_session(broker, kernel):
     one.do("drop", hold="cell")
     with broker.client() as admin:
         admin.call("maintain", action="pause")
-        one.wait_state("detached", seconds=60)  # while the vendor moves its file, it is nowhere
+        # While the vendor moves the state's file, the file is in neither folder.
+        one.wait_state("detached", seconds=60)
         assert one.do("where")[0] == "host"
         admin.call("maintain", action="resume")
     broker.kill()

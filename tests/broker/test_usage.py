@@ -120,7 +120,7 @@ def test_text_of_usage_is_bounded_and_keeps_the_largest():
     assert groups == {"lab": Usage(compute=2.0, today=1.5, spent=True)}
 
 
-def test_use_of_nothing_is_not_kept():
+def test_usage_of_zero_is_not_stored():
     assert json.loads(usage_text({"ann": Usage(at=9.0)}, {})) == {"users": {}, "groups": {}}
 
 

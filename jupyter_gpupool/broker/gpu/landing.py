@@ -398,7 +398,10 @@ class Landings:
     async def _stay(
         self, connection: Connection, session: LiveSession, way: _Move, rid: int | None
     ) -> None:
-        """Give the slice back for one that the process can use; the process asks again for it."""
+        """Give the slice back, because the process cannot use its device.
+
+        The process then asks for a slice on a device that it can use.
+        """
         loop = asyncio.get_running_loop()
         give_up = loop.time() + PATIENCE
         text = way.problem or "The process was not moved to the GPU of its slice."

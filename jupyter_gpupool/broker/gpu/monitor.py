@@ -318,9 +318,10 @@ class Monitor:
     def _leases(
         self, before: float
     ) -> tuple[dict[str, dict[str, int]], dict[str, list[tuple[str, float]]]]:
-        """Return by device the granted bytes of each session, and the idle ones since when.
+        """Return two tables by device: the granted bytes of each session, and the idle sessions.
 
-        Idle ones: the sessions that have been idle since ``before`` or longer.
+        An idle session is one that has been idle since ``before`` or longer; its row says since
+        when.
         """
         granted: dict[str, dict[str, int]] = {}
         idle: dict[str, list[tuple[str, float]]] = {}

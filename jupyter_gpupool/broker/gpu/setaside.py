@@ -118,7 +118,10 @@ class UnleasedSuspends:
     # ------------------------------------------------------------------ after it
 
     async def resume(self) -> None:
-        """Restore the kernels suspended here, unless a slice that they wait for will do so."""
+        """Restore the kernels that are suspended here, except those that wait for a slice.
+
+        A kernel that gets a slice is restored with it.
+        """
         for session in [*self._core.sessions]:
             record = self._core.record(session.id)
             if record is None or record.state != "detached" or not record.suspended:

@@ -31,7 +31,7 @@ from ..transport.connection import Connection
 #: Threads of one session that may wait at once.
 MAX_GUARDS = 1000
 
-#: Questions a second that one session may ask, and in one burst; further ones wait.
+#: Questions that one session may ask in a second, and in one burst; further questions wait.
 QUESTIONS = 200.0, 400.0
 
 #: Seconds in which a session's repeated refusal appears only once in the journal.
@@ -270,7 +270,10 @@ class GuardMessages:
         self._landings.ask(connection, session, message)
 
     def _settled(self, session: LiveSession, record: SessionRecord, looking: int) -> bool:
-        """Return whether a process has read its devices, apart from ``looking`` that do so now."""
+        """Return whether a process of the session has read its list of devices.
+
+        ``looking`` processes read it at this moment; they do not count.
+        """
         if record.suspended or record.bound:
             return True
         reading = self._pages.read(session)

@@ -71,7 +71,7 @@ class Activity:
         self._pages = pages
         self._configuration = configuration
         self._now = asyncio.get_running_loop().time
-        #: Whether a session waits, so that one in use may be preempted; as of the last round.
+        #: Whether a session waited in the last round, so that a session in use may be preempted.
         self._contended = False
 
     @property
@@ -117,7 +117,7 @@ class Activity:
     # ------------------------------------------------------------------ one session
 
     def busy(self, session: LiveSession) -> bool:
-        """Return whether the session used its device since the last read, or does so now."""
+        """Return whether the session has used its device since the last read, or uses it now."""
         touched = self._touched(session)
         reading = self.read(session)
         inside = reading is not None and (reading.inflight or reading.waiting)
@@ -227,7 +227,7 @@ class Activity:
         return _NOTHING
 
     def begin_round(self) -> None:
-        """See whether sessions in use may be preempted: then they bound what they submit."""
+        """Note whether sessions in use may be preempted; such sessions bound what they submit."""
         self._contended = bool(self._core.pool.settings.preempt) and self._core.anybody_waits()
 
     def _touched(self, session: LiveSession) -> bool:

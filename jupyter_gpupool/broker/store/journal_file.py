@@ -205,7 +205,7 @@ def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
             os.close(os.open(temporary, flags, 0o600))
             with closing(sqlite3.connect(temporary)) as copy:
                 source.backup(copy)
-                # One file must hold all of it, to be renamed.
+                # Without a log beside it: only one file can be renamed.
                 copy.execute("PRAGMA journal_mode = DELETE")
         _sync(temporary)
         temporary.rename(path)

@@ -165,7 +165,10 @@ class Dispatcher:
         self._arm(connection.account)
 
     def note_unread(self, connection: Requester, more: int) -> None:
-        """Note ``more`` unread bytes of a connection; close the worst ones over the limit."""
+        """Note ``more`` unread bytes of a connection.
+
+        Above the limit of its user, close the user's connections with the most unread bytes.
+        """
         account = connection.account
         self._count_unread(account, more)
         if more > 0 and account.unread > USER_UNREAD:

@@ -212,7 +212,7 @@ class Nvml:
         """
         n = self._n
         if uuid in self._places:
-            # A device that cannot be read is lost. To look for it would touch the others.
+            # A device that cannot be read is lost. A search for its UUID would open other devices.
             handle = n.nvmlDeviceGetHandleByIndex(self._places[uuid])
             if str(n.nvmlDeviceGetUUID(handle)) == uuid:
                 return handle

@@ -148,7 +148,7 @@ class Operation:
                     if process not in self.touched:
                         self.touched.append(process)
                     adopted |= state == "checkpointed"
-        # New ones may be children of those found first, so the last listing gives the order.
+        # New processes may be children of those found first: the order is that of the last list.
         order = {process: place for place, process in enumerate(listing)}
         return sorted(targets, key=lambda process: order.get(process, -1)), adopted
 
