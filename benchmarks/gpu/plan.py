@@ -33,6 +33,7 @@ PLAN = (
     Item("tests/gpu/test_guard.py", 220),
     Item("tests/gpu/test_notebook.py", 180),
     Item("swap_speed", 200, 110),
+    Item("guarded_swap", 150, 80),
     Item("guard_overhead", 150, 70),
     Item("tests/gpu/test_limits.py", 180),
     Item("tests/gpu/test_swaps.py", 120, 25),
