@@ -11,7 +11,8 @@ importable in kernel environments that do not have this package.
 - ``cells``: the gate in front of each cell; ``waits``: the line and the interrupt of a wait;
   ``ways``: what helps against it
 - ``call_waits``: what a running cell shows while its calls wait, and when it was preempted
-- ``frameworks``: visible devices, memory caps; ``advice``: the line under an error
+- ``frameworks``: visible devices, memory caps; ``jax_backends``: JAX looks for the GPU again;
+  ``advice``: the line under an error
 - ``command``, ``magic``, ``magic_display``: ``%gpu``
 """
 

@@ -45,6 +45,7 @@ from .command import (
 from .frameworks import FrameworkCaps, show_devices
 from .guard_state import Guard
 from .holds import Slice
+from .jax_backends import JaxBackends
 from .link import REPEAT, SessionLink
 from .waits import (
     HOW_TO_STOP_BESIDE,
@@ -86,6 +87,7 @@ class CellGate:
         self.guard = guard
         self.calls = CallWaits(self.kernel, link, guard) if guard.on else None
         self.caps = caps
+        self.jax = JaxBackends()
         self.interrupts = interrupts
         self.one_cell = RequestForOneCell(link, interrupts, self.notice)
         self._ids = itertools.count(1)
@@ -195,6 +197,7 @@ class CellGate:
         """Run the code of a request that no longer has to wait."""
         self._before_cell(silent)
         calls, refusals = self.calls, self.link.refusals
+        self.jax.before()
         key = calls.begin(silent) if calls is not None else 0
         waits = False
         try:
@@ -388,9 +391,12 @@ class CellGate:
 
     async def _after_cell(self, reply: Any, refusals: int, waits: bool) -> None:
         """Add a line about an error that the pool caused; ``waits``: a CUDA call still waited."""
+        failed = isinstance(reply, dict) and reply.get("status") == "error"
         if not self.guard.on:
             self.caps.apply(self.link.slices)  # the cell may have imported torch
-        if not isinstance(reply, dict) or reply.get("status") != "error":
+        elif line := self.jax.after(failed, waits):
+            self.publisher()("stream", {"name": "stderr", "text": line + "\n"})
+        if not failed:
             return
         name, text = str(reply.get("ename", "")), str(reply.get("evalue", ""))
         if self.guard.on and may_be_refused(name, text):
