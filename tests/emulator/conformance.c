@@ -9,8 +9,8 @@
  *
  * Prints TAP; the exit status is 0 if nothing failed. SKIP names cases to leave out. On hardware
  * that other people use, leave out at least "restore_without_room", which fills the device and
- * strands a process until it is killed, "sync_while_suspended", which crashes one, and
- * "stopped_target", which hangs a call. The program suspends only processes that it started.
+ * strands a process until it is killed, "sync_while_suspended" and "stream_query_while_suspended",
+ * which crash one, and "stopped_target", which hangs a call. The program suspends only processes that it started.
  */
 #include "conformance_graphs.h"
 #include "conformance_sharing.h"
@@ -379,7 +379,6 @@ static void case_copy_blocks(void) { calls_block("verify"); }
 static void case_allocation_blocks(void) { calls_block("alloc 1"); }
 static void case_launch_blocks(void) { calls_block("spin 1"); }
 static void case_event_query_blocks(void) { calls_block("event"); }
-static void case_stream_query_blocks(void) { calls_block("query"); }
 
 static void case_managed_memory(void)
 {
@@ -424,25 +423,30 @@ static void case_migration(void)
     end(&c);
 }
 
-static void case_sync_while_locked(void)
+static void returns_while_locked(const char *command)
 {
     struct child c = start(NULL);
     IS(ask(&c, "alloc 1"), 0);
     IS(op(&c, 'l', 5000), 0);
-    IS(ask(&c, "sync"), 0);
+    IS(ask(&c, command), 0);
     IS(op(&c, 'u', 0), 0);
     end(&c);
 }
 
-static void case_sync_while_suspended(void)
+static void crashes_while_suspended(const char *command)
 {
     struct child c = start(NULL);
     IS(ask(&c, "alloc 1"), 0);
     IS(op(&c, 'l', 5000), 0);
     IS(op(&c, 'c', 0), 0);
-    tell(&c, "sync");
+    tell(&c, command);
     IS(signal_of(&c), SIGSEGV);
 }
+
+static void case_sync_while_locked(void) { returns_while_locked("sync"); }
+static void case_stream_query_while_locked(void) { returns_while_locked("query"); }
+static void case_sync_while_suspended(void) { crashes_while_suspended("sync"); }
+static void case_stream_query_while_suspended(void) { crashes_while_suspended("query"); }
 
 static void case_stopped_target(void)
 {
@@ -496,7 +500,7 @@ const struct test tests[] = {
     CASE(exported_memory), CASE(mipmap), CASE(green_context), CASE(registered_memory), CASE(fork),
     CASE(no_device_is_asked_again), CASE(state_machine), CASE(cuinit_is_enough), CASE(lock_timeout),
     CASE(copy_blocks), CASE(allocation_blocks), CASE(launch_blocks), CASE(event_query_blocks),
-    CASE(stream_query_blocks), CASE(managed_memory), CASE(kill_suspended), CASE(migration),
-    CASE(sync_while_locked), CASE(sync_while_suspended), CASE(stopped_target),
-    CASE(restore_without_room), {NULL, NULL},
+    CASE(managed_memory), CASE(kill_suspended), CASE(migration), CASE(sync_while_locked),
+    CASE(sync_while_suspended), CASE(stream_query_while_locked), CASE(stream_query_while_suspended),
+    CASE(stopped_target), CASE(restore_without_room), {NULL, NULL},
 };

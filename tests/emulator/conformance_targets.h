@@ -209,7 +209,7 @@ static int target_shared_event(const char *how)
     if (!event && !result)
         result = cuIpcOpenEventHandle(&event, target_handle());
     if (!result && !strcmp(how, "record-event"))
-        result = spin(NULL, 60000000000ull);
+        result = spin(NULL, 3000000000ull); /* a process that ends waits for its kernels */
     if (!result)
         result = strcmp(how, "record-event") ? cuEventQuery(event) : cuEventRecord(event, NULL);
     return result;

@@ -45,7 +45,8 @@ async def busy(neighbour, flag):
 async def interrupted(notebook, code):
     """Return how a cell ends that waits in a CUDA call and is interrupted."""
     cell = asyncio.create_task(notebook.run(code))
-    await notebook.wait("to wait", lambda s: s["state"] == "queued")
+    await notebook.wait("to wait", lambda s: s["state"] == "queued" or cell.done())
+    assert not cell.done(), f"the cell did not wait: {cell.result()}"
     await notebook.kernel.interrupt()
     return await cell
 
@@ -129,7 +130,8 @@ def test_processes_of_a_notebook_share_and_follow_its_slice(
         await notebook.cell("ask('steps', 'theirs', 2, 3)")
         assert await notebook.cell("print(ask('digest', 'theirs'))") == expected(size, 5, 6)
         await notebook.cell("child.stdin.close(); assert child.wait(30) == 0")
-        await notebook.wait("to count one process", lambda s: s["used_bytes"] <= one)
+        # A framework loads code with its first kernels, so one process may have more than before.
+        await notebook.wait("to count one process", lambda s: s["used_bytes"] <= both - size)
 
     pooled.play(scenario())
 
