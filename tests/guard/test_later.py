@@ -368,6 +368,35 @@ _ = a, current()
     assert child.do("_ = current()") == ("first", 0)
 
 
+def test_primary_context_is_known_while_suspended(session, child, suspender, until):
+    """PyTorch asks in its destructors, so also after a wait that the user interrupted."""
+    child.do("""
+flags, active = ctypes.c_uint(), ctypes.c_int()
+def state(device):
+    good(C.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)))
+    return flags.value, active.value
+good(C.cuDevicePrimaryCtxSetFlags_v2(0, 4)); good(C.cuDevicePrimaryCtxSetFlags_v2(1, 2))
+""")
+    before = child.do("_ = state(0), state(1)")
+    assert before == ((4, 1), (2, 0))
+    suspender.suspend([child.pid], until)
+    assert child.do("_ = state(0), state(1)") == before
+    assert session.broker.messages == []
+    suspender.resume([child.pid], until, used=False)
+    assert child.do("""
+good(C.cuDevicePrimaryCtxRetain(ctypes.byref(V()), 1)); good(C.cuDevicePrimaryCtxSetFlags_v2(1, 1))
+_ = state(1)
+""") == (1, 1)
+    suspender.suspend([child.pid], until)
+    assert child.do("_ = state(1)") == (1, 1)
+    # A release is noted: until it was made, nobody knows whether it ended the context.
+    assert child.do("_ = C.cuDevicePrimaryCtxRelease_v2(1)") == 0
+    child.send("_ = state(1)")
+    until(lambda: session.broker.messages)
+    suspender.resume([child.pid], until, used=False)
+    assert child.reply() == (1, 0)
+
+
 def test_invalid_free_while_suspended_keeps_the_accounts_right(session, child, suspender, until):
     child.do("p = alloc(8 << 20)")
     suspender.suspend([child.pid], until)

@@ -18,6 +18,11 @@ struct devices {
         bool charged;
         CUcontext primary; /* the primary context's handle while it is active */
         uint64_t bytes;    /* bytes that were charged */
+        struct {
+            bool known;
+            unsigned flags;
+            int active;
+        } state;           /* of the primary context, as the driver last said */
     } device[PAGE_DEVICES];
 };
 
@@ -332,6 +337,22 @@ CUresult wrap_cuCtxDestroy_v2(CUcontext context)
     return result;
 }
 
+/* Asks the driver for the state of the primary context, and remembers it for the time when the driver would
+ * block. Returns whether the context is active; true if there is no answer. */
+static bool primary_state(struct devices *d, CUdevice device, int ordinal)
+{
+    typedef CUresult (*state)(CUdevice, unsigned *, int *);
+    unsigned flags = 0;
+    int active = 1;
+    bool known = !CALL(state, cuDevicePrimaryCtxGetState)(device, &flags, &active);
+    own_lock(&d->lock);
+    d->device[ordinal].state.known = known;
+    d->device[ordinal].state.flags = flags;
+    d->device[ordinal].state.active = active;
+    own_unlock(&d->lock);
+    return !known || active;
+}
+
 CUresult wrap_cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
 {
     ENTER;
@@ -341,18 +362,72 @@ CUresult wrap_cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
     if (result)
         return result;
     result = REAL(cuDevicePrimaryCtxRetain)(out, device);
+    if (!result && ordinal >= 0 && devices())
+        primary_state(devices(), device, ordinal);
     return context_end(result, ordinal, charged, result ? NULL : *out);
+}
+
+/* Called before the driver is, because the call may be noted: then nobody knows the state until it was made. */
+static void primary_unknown(CUdevice device)
+{
+    int ordinal = here_of_device(device).ordinal;
+    struct devices *d = guard_page ? devices() : NULL;
+    if (!d || ordinal < 0)
+        return;
+    own_lock(&d->lock);
+    d->device[ordinal].state.known = false;
+    own_unlock(&d->lock);
+}
+
+/* PyTorch asks for it while it leaves a call that has failed. So a wait that was interrupted would begin again
+ * here, and no interrupt would end that one: it came before. */
+CUresult wrap_cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active)
+{
+    int ordinal = here_of_device(device).ordinal;
+    struct devices *d = guard_page ? devices() : NULL;
+    if (d && ordinal >= 0 && flags && active && guard_blocked()) {
+        own_lock(&d->lock);
+        bool known = d->device[ordinal].state.known;
+        if (known) {
+            *flags = d->device[ordinal].state.flags;
+            *active = d->device[ordinal].state.active;
+        }
+        own_unlock(&d->lock);
+        if (known)
+            return CUDA_SUCCESS;
+    }
+    ENTER; /* a noted release is made first */
+    return REAL(cuDevicePrimaryCtxGetState)(device, flags, active);
+}
+
+#define SET_FLAGS(call)                                    \
+    CUresult result = guard_enter_free();                  \
+    if (result)                                            \
+        return result;                                     \
+    result = call;                                         \
+    int ordinal = here_of_device(device).ordinal;          \
+    if (!result && ordinal >= 0 && devices())              \
+        primary_state(devices(), device, ordinal);         \
+    guard_leave();                                         \
+    return result
+
+CUresult wrap_cuDevicePrimaryCtxSetFlags(CUdevice device, unsigned flags)
+{
+    SET_FLAGS(REAL(cuDevicePrimaryCtxSetFlags)(device, flags));
+}
+
+CUresult wrap_cuDevicePrimaryCtxSetFlags_v2(CUdevice device, unsigned flags)
+{
+    SET_FLAGS(REAL(cuDevicePrimaryCtxSetFlags_v2)(device, flags));
 }
 
 static CUresult primary_after(CUresult result, CUdevice device)
 {
-    typedef CUresult (*state)(CUdevice, unsigned *, int *);
     struct devices *d = devices();
-    int ordinal = here_of_device(device).ordinal, active = 1;
-    unsigned flags;
+    int ordinal = here_of_device(device).ordinal;
     if (result || ordinal < 0 || !d)
         return result;
-    if (CALL(state, cuDevicePrimaryCtxGetState)(device, &flags, &active) || active)
+    if (primary_state(d, device, ordinal))
         return result;
     own_lock(&d->lock);
     CUcontext gone = d->device[ordinal].primary;
@@ -366,12 +441,14 @@ static CUresult primary_after(CUresult result, CUdevice device)
 
 CUresult wrap_cuDevicePrimaryCtxRelease_v2(CUdevice device)
 {
+    primary_unknown(device);
     ENTER_BACK(cuDevicePrimaryCtxRelease_v2, (uint64_t)device);
     return primary_after(REAL(cuDevicePrimaryCtxRelease_v2)(device), device);
 }
 
 CUresult wrap_cuDevicePrimaryCtxReset_v2(CUdevice device)
 {
+    primary_unknown(device);
     ENTER_BACK(cuDevicePrimaryCtxReset_v2, (uint64_t)device);
     return primary_after(REAL(cuDevicePrimaryCtxReset_v2)(device), device);
 }

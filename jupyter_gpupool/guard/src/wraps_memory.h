@@ -25,6 +25,9 @@ CUresult wrap_cuGreenCtxCreate(CUgreenCtx *out, void *resources, CUdevice device
 CUresult wrap_cuGreenCtxDestroy(CUgreenCtx context);
 CUresult wrap_cuCtxDestroy_v2(CUcontext context);
 CUresult wrap_cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device);
+CUresult wrap_cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active);
+CUresult wrap_cuDevicePrimaryCtxSetFlags(CUdevice device, unsigned flags);
+CUresult wrap_cuDevicePrimaryCtxSetFlags_v2(CUdevice device, unsigned flags);
 CUresult wrap_cuDevicePrimaryCtxRelease_v2(CUdevice device);
 CUresult wrap_cuDevicePrimaryCtxReset_v2(CUdevice device);
 
