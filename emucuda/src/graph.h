@@ -19,7 +19,6 @@ struct graph_memory {
     int device;
     bool live;
     bool instantiated;   /* in use by one executable graph; a second one is refused */
-    bool launched;       /* by the executable graph that exists now: counts as used until that is destroyed */
     unsigned references; /* one for each node, and one while `live` */
     CUmemPoolProps props;
     struct graph_memory *next;

@@ -120,7 +120,7 @@ EXPORT CUresult cuGraphExecDestroy(CUgraphExec e)
     pthread_mutex_lock(&driver.lock);
     for (struct node *n = e->graph->first; n; n = n->next)
         if (n->type == NODE_ALLOC)
-            n->of.memory->instantiated = n->of.memory->launched = false;
+            n->of.memory->instantiated = false;
     pthread_mutex_unlock(&driver.lock);
     graph_delete(e->graph);
     e->magic = 0;

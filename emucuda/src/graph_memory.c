@@ -99,7 +99,7 @@ CUresult graph_memory_alloc(struct graph_memory *m, struct context *context)
                            .pool = pool, .graph = m};
     if (!allocation_add(&a))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    m->live = m->launched = true;
+    m->live = true;
     m->references++;
     pool->used += m->extent;
     if (pool->used > pool->used_high)
@@ -145,16 +145,6 @@ CUresult graph_memory_upload(const struct node *first)
 
 enum { ATTR_USED, ATTR_USED_HIGH, ATTR_RESERVED, ATTR_RESERVED_HIGH };
 
-/* As 580.159.04 on an H200 counts: also what a graph has freed by a node of its own. */
-static uint64_t used(int device)
-{
-    uint64_t sum = 0;
-    for (const struct graph_memory *m = memories; m; m = m->next)
-        if (m->device == device && (m->live || m->launched))
-            sum += m->extent;
-    return sum;
-}
-
 static CUresult attribute(CUdevice device, int which, uint64_t *value, bool set)
 {
     GATED;
@@ -171,7 +161,7 @@ static CUresult attribute(CUdevice device, int which, uint64_t *value, bool set)
     else if (set && p)
         p->reserved_high = p->reserved;
     else if (!set)
-        *value = !p ? 0 : which == ATTR_USED ? used(device) : which == ATTR_USED_HIGH ? p->used_high
+        *value = !p ? 0 : which == ATTR_USED ? p->used : which == ATTR_USED_HIGH ? p->used_high
                         : which == ATTR_RESERVED ? p->reserved : p->reserved_high;
     pthread_mutex_unlock(&driver.lock);
     return CUDA_SUCCESS;

@@ -65,10 +65,11 @@ SESSION_AT = UUID_AT + UUID_BYTES * DEVICES
 ROOM_AT = SESSION_AT + 64
 VAIN_AT = ROOM_AT + 8 * DEVICES
 VAIN_UNTIL_AT = VAIN_AT + 8 * DEVICES
-_SLOT = struct.Struct(f"<IIQIIII{DEVICES}Q{DEVICES}QII{DEVICES}QQI")
+_SLOT = struct.Struct(f"<IIQIIII{DEVICES}Q{DEVICES}QII{DEVICES}QQII")
 SEES_AT = 32 + 8 * (2 * DEVICES + 1)
 LANDING_AT = SEES_AT + 8 * DEVICES
 NVML_AT = LANDING_AT + 8
+HELD_AT = NVML_AT + 4
 
 
 def device_name(uuid: str) -> int:
@@ -91,7 +92,8 @@ class Slot:
 
     ``sees`` has, for each device of the session, the name of the device that the process sees
     instead, see :func:`device_name`. ``nvml`` counts NVML calls: a suspend waits for them, but they
-    are not a use of a device. ``at`` is the place of the slot in the page.
+    are not a use of a device. ``held`` is 1 if an interrupt has not ended the wait of a library's
+    own thread. ``at`` is the place of the slot in the page.
     """
 
     pid: int
@@ -106,6 +108,7 @@ class Slot:
     sees: tuple[int, ...] = ()
     landing: int = LANDING_NONE
     nvml: int = 0
+    held: int = 0
     at: int = 0
 
 
@@ -361,8 +364,8 @@ class Page:
                     Slot(
                         pid, start, inflight, waiting, flags, pins,
                         tuple(rest[:DEVICES]), tuple(rest[DEVICES : 2 * DEVICES]),
-                        rest[2 * DEVICES], tuple(rest[2 * DEVICES + 2 : -2]), rest[-2], rest[-1],
-                        place,
+                        rest[2 * DEVICES], tuple(rest[2 * DEVICES + 2 : -3]), rest[-3], rest[-2],
+                        rest[-1], place,
                     )
                 )  # fmt: skip
         return Reading(gate, devices, epoch, limit, granted, tuple(slots))

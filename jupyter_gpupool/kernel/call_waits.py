@@ -19,6 +19,7 @@ from .guard_state import Guard
 from .link import SessionLink
 from .waits import (
     HOW_TO_STOP_CALL,
+    HOW_TO_STOP_HELD,
     HOW_TO_STOP_PREEMPTED,
     PATIENCE,
     TICK,
@@ -200,11 +201,13 @@ class CallWaits:
                 publish = self._publisher(running)
                 running.display = WaitDisplay(publish, name, self._link, HOW_TO_STOP_CALL)
             running.waits = True
+            held = HOW_TO_STOP_HELD if self._guard.held() else ""
             if preempted:
                 running.preempted(why, self._link.remedy, since)
-                running.display.show(describe_preempted(self._link), HOW_TO_STOP_PREEMPTED)
+                hint = held or HOW_TO_STOP_PREEMPTED
+                running.display.show(describe_preempted(self._link), hint)
             elif self._guard.waiting():
-                running.display.show(describe(self._link))
+                running.display.show(describe(self._link), held)
 
     def _clear_all(self) -> None:
         for running in list(self._running.values()):

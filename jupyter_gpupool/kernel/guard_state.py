@@ -126,6 +126,11 @@ class Guard:
         reading = self.reading()
         return reading.waiting if reading is not None and reading.gate == CLOSED else 0
 
+    def held(self) -> bool:
+        """Return whether an interrupt has not ended the wait of a library's own thread."""
+        reading = self.reading()
+        return reading is not None and any(slot.held for slot in reading.slots)
+
     def away(self) -> bool:
         """Return whether a CUDA call of this process would wait for state in host memory.
 

@@ -160,6 +160,13 @@ HOW_TO_STOP_BESIDE = (
 HOW_TO_STOP_MAGIC = "Interrupt the kernel to stop waiting; the cell ends here."
 HOW_TO_STOP_CALL = "A CUDA call of this cell waits; interrupt the kernel to end the cell."
 
+#: Instead of the last two, after an interrupt that has not ended the wait (``guard/src/wait.c``).
+HOW_TO_STOP_HELD = (
+    "The call that waits is one of a library's own thread, as JAX has. To end it now can destroy "
+    "arrays that the call may reuse (donated arguments), so the interrupt changed nothing. "
+    "Interrupt once more to end the call."
+)
+
 #: What a cell shows after the pool has taken its slice.
 HOW_TO_STOP_PREEMPTED = (
     "Its GPU state is in host memory and comes back by itself; the cell then goes on. "

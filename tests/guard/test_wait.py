@@ -86,6 +86,52 @@ for t in threads: t.start()
     assert waiting.do("for t in threads: t.join()\n_ = results") == [NOT_READY] * 4
 
 
+@pytest.fixture
+def foreign(session, waiting, compiled):
+    """Return the same child, in which a thread that the interpreter does not know waits."""
+    library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
+    waiting.do(NOTE)
+    waiting.do(f"F = ctypes.CDLL({str(library)!r})")
+    assert waiting.do("_ = F.begin()") == 0
+    session.broker.asked(1)
+    return waiting
+
+
+def held(session):
+    return [slot.held for slot in session.slots()]
+
+
+def test_first_interrupt_spares_the_call_of_a_librarys_thread(session, foreign, until):
+    """JAX loses the arrays that it gave up for the result of a call that then fails."""
+    foreign.process.send_signal(signal.SIGINT)
+    until(lambda: held(session) == [1])
+    assert foreign.do("_ = seen") == [], "the exception would drop the result"
+    session.page.set_gate(pages.OPEN)
+    assert foreign.do("_ = F.join()") == 0
+    until(lambda: held(session) == [0])
+    foreign.process.send_signal(signal.SIGINT)
+    until(lambda: foreign.do("_ = len(seen)") == 1)
+
+
+def test_second_interrupt_ends_the_call_of_a_librarys_thread(session, foreign, until):
+    foreign.process.send_signal(signal.SIGINT)
+    until(lambda: held(session) == [1])
+    foreign.process.send_signal(signal.SIGINT)
+    assert foreign.do("_ = F.join()") == 1
+    assert foreign.do("_ = len(seen)") == 1
+    assert held(session) == [0]
+
+
+def test_interrupt_ends_only_the_waits_of_known_threads_at_first(session, foreign, until):
+    foreign.send("_ = C.cuCtxSynchronize(), len(seen)")
+    session.broker.asked(2)
+    foreign.process.send_signal(signal.SIGINT)
+    assert foreign.reply() == (NOT_READY, 1)
+    assert held(session) == [1]
+    foreign.process.send_signal(signal.SIGINT)
+    assert foreign.do("_ = F.join(), len(seen)") == (1, 2)
+
+
 def test_other_signals_do_not_end_the_wait(session, waiting):
     waiting.do("""
 seen = []

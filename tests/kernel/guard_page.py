@@ -49,8 +49,9 @@ class GuardPage:
         self.page.set_gate(CLOSED)
 
     def process(
-        self, pid: int, *, waiting: int = 0, used: int = 0, flags: int = 0, number: int = 0
-    ) -> None:
+        self, pid: int, *, waiting: int = 0, used: int = 0, flags: int = 0, number: int = 0,
+        held: int = 0,
+    ) -> None:  # fmt: skip
         """Write the state of one process."""
         found = identify(pid)
         start = found.start_time if found else 0
@@ -58,3 +59,5 @@ class GuardPage:
         with self.path.open("r+b") as file:
             file.seek(layout.HEADER_BYTES + number * layout.SLOT_BYTES)
             file.write(data)
+            file.seek(layout.HEADER_BYTES + number * layout.SLOT_BYTES + layout.HELD_AT)
+            file.write(held.to_bytes(4, "little"))

@@ -371,6 +371,26 @@ def test_waiting_cell_shows_what_helps(
     cell.done()
 
 
+def test_wait_says_that_an_interrupt_was_held_back(
+    broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
+) -> None:
+    kernel = start()
+    cell = kernel.start(INSIDE.format(flag=str(flag)))
+    inside(flag)
+    page.process(pid_of(kernel), waiting=1)
+    queued(broker, 1, "Alice has it.")
+    cell.until("display_data")
+    page.process(pid_of(kernel), waiting=1, held=1)
+    update = cell.until("update_display_data")["content"]["data"]["text/plain"]
+    assert update.startswith("Waiting for a GPU slice of 4 GiB: position 1 of 3")
+    assert "so the interrupt changed nothing. Interrupt once more to end the call." in update
+    page.process(pid_of(kernel), waiting=0)
+    granted(broker)
+    gone(cell, "position")
+    flag.touch()
+    assert cell.done().reply["status"] == "ok"
+
+
 def test_interrupt_after_a_wait_is_not_shown_as_one_during_it(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:

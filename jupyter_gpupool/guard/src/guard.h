@@ -242,7 +242,8 @@ void nvml_calls_thread_ends(void);
 struct polite {
     void *thread;
     struct page_slot *slot;
-    uint32_t interrupts, naps;
+    uint32_t interrupts, forced, naps;
+    bool foreign;
 };
 void polite_begin(struct polite *p);
 void polite_end(struct polite *p);

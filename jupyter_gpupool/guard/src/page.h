@@ -79,8 +79,8 @@ struct page_slot {
     uint64_t landing;
     uint32_t nvml; /* NVML calls of the process's main thread: a suspend waits for them, but they do not count
                     * as use */
-    uint32_t unused;
-    uint64_t unused_too;
+    uint32_t held; /* 1: an interrupt has not ended the wait of a thread that the interpreter does not know */
+    uint64_t unused;
 };
 
 struct page {

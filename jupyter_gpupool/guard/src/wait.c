@@ -70,20 +70,46 @@ bool polite_finalizing(void)
 /* ---- interrupts
  *
  * While a thread waits, SIGINT is also counted here, before the program's own handler runs. A process without a
- * handler ends by the signal, or ignores it, as before. */
+ * handler ends by the signal, or ignores it, as before.
+ *
+ * A thread that the interpreter does not know is a library's own. JAX gives such a thread arrays to reuse
+ * (donated arguments): if its call fails, they are gone, and if the call succeeds after the interrupt, its
+ * result is dropped by the exception. So in a process with a context the first interrupt does nothing if only
+ * such threads wait: it is held back from the program, too. The second ends their waits. */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint32_t watching, interrupts;
+static uint32_t forced;        /* interrupts that end also the waits of foreign threads */
+static uint32_t foreign, held; /* such threads that wait, and whether an interrupt has met them */
+static struct page_slot *held_slot;
 static struct sigaction before;
 static struct sigaction under; /* the handler to call when another handler, set above ours, calls ours */
 static bool installed;         /* whether our handler is installed: since the first of the present waits began
                                 * */
 static __thread volatile sig_atomic_t nested;
 
+/* Whether the program is not to see this interrupt. Runs in a signal handler. */
+static bool hold_back(void)
+{
+    uint32_t unknown = __atomic_load_n(&foreign, __ATOMIC_SEQ_CST);
+    if (!unknown)
+        return false;
+    if (__atomic_exchange_n(&held, 1, __ATOMIC_SEQ_CST)) {
+        __atomic_add_fetch(&forced, 1, __ATOMIC_SEQ_CST);
+        return false;
+    }
+    struct page_slot *slot = __atomic_load_n(&held_slot, __ATOMIC_ACQUIRE);
+    if (slot)
+        __atomic_store_n(&slot->held, 1, __ATOMIC_RELEASE);
+    return __atomic_load_n(&watching, __ATOMIC_SEQ_CST) == unknown;
+}
+
 static void on_interrupt(int number, siginfo_t *info, void *where)
 {
     int error = errno, outer = nested;
     const struct sigaction *next = outer ? &under : &before;
+    if (!outer && hold_back())
+        return;
     nested = 1;
     if (!outer)
         __atomic_add_fetch(&interrupts, 1, __ATOMIC_SEQ_CST);
@@ -127,10 +153,13 @@ static void install(void)
     installed = !sigaction(SIGINT, &now, NULL);
 }
 
-static void watch(void)
+static void watch(bool unknown)
 {
     pthread_mutex_lock(&lock);
-    watching++;
+    /* In this order: an interrupt in between must not take a known thread for a foreign one. */
+    __atomic_add_fetch(&watching, 1, __ATOMIC_SEQ_CST);
+    if (unknown)
+        __atomic_add_fetch(&foreign, 1, __ATOMIC_SEQ_CST);
     install();
     pthread_mutex_unlock(&lock);
 }
@@ -149,17 +178,27 @@ static void put_back(void)
         under = before;
 }
 
-static void unwatch(void)
+static void unheld(void)
+{
+    __atomic_store_n(&held, 0, __ATOMIC_SEQ_CST);
+    if (held_slot)
+        __atomic_store_n(&held_slot->held, 0, __ATOMIC_RELEASE);
+}
+
+static void unwatch(bool unknown)
 {
     pthread_mutex_lock(&lock);
-    if (watching && !--watching)
+    if (unknown && foreign && !__atomic_sub_fetch(&foreign, 1, __ATOMIC_SEQ_CST))
+        unheld();
+    if (watching && !__atomic_sub_fetch(&watching, 1, __ATOMIC_SEQ_CST))
         put_back();
     pthread_mutex_unlock(&lock);
 }
 
 bool polite_interrupted(const struct polite *p)
 {
-    if (__atomic_load_n(&interrupts, __ATOMIC_SEQ_CST) != p->interrupts)
+    if (p->foreign ? __atomic_load_n(&forced, __ATOMIC_SEQ_CST) != p->forced
+                   : __atomic_load_n(&interrupts, __ATOMIC_SEQ_CST) != p->interrupts)
         return true;
     /* Install again at each check: the program may have set its handler again meanwhile. */
     pthread_mutex_lock(&lock);
@@ -172,10 +211,14 @@ bool polite_interrupted(const struct polite *p)
 
 void polite_begin(struct polite *p)
 {
+    struct python py;
     p->interrupts = __atomic_load_n(&interrupts, __ATOMIC_SEQ_CST);
+    p->forced = __atomic_load_n(&forced, __ATOMIC_SEQ_CST);
     p->naps = 0;
-    watch();
+    p->foreign = guard_has_context() && find_python(&py) && !py.of_thread();
     p->slot = guard_slot(); /* another thread may take an interrupt meanwhile */
+    __atomic_store_n(&held_slot, p->slot, __ATOMIC_RELEASE);
+    watch(p->foreign);
     if (p->slot)
         __atomic_add_fetch(&p->slot->waiting, 1, __ATOMIC_SEQ_CST);
     p->thread = interpreter_release();
@@ -185,7 +228,7 @@ void polite_end(struct polite *p)
 {
     if (p->slot)
         __atomic_sub_fetch(&p->slot->waiting, 1, __ATOMIC_SEQ_CST);
-    unwatch();
+    unwatch(p->foreign);
     interpreter_take(p->thread);
 }
 
@@ -207,7 +250,7 @@ void wait_fork(enum fork_when when)
     }
     if (when == FORK_CHILD && watching) {
         /* The waiting threads belong to the parent. */
-        watching = 0;
+        watching = foreign = held = 0;
         put_back();
     }
     pthread_mutex_unlock(&lock);
