@@ -52,33 +52,65 @@ async def interrupted(notebook, code):
 
 
 @workloads("cuda-core", "torch", "cupy", "numba", "jax")
-def test_interrupted_wait_leaves_the_call_usable_later(
+def test_interrupted_first_wait_leaves_the_call_usable_later(
     pooled, notebook, neighbour, workload, tmp_path, note
 ):
+    """This wait precedes the context: a framework may keep what it found, or found not."""
     size, flag = pooled.machine.bytes(64 * MiB), tmp_path / "go"
     begin = f"work = workloads.WORKLOADS[{workload!r}][0]()\nwork.put('mine', {size}, 1)"
 
     async def scenario():
-        # This wait precedes the context.
         async with busy(neighbour, flag):
-            with measured(note, "first_seconds"):
+            with measured(note, "seconds"):
                 done = await interrupted(notebook, begin)
-            note(first=f"{done.ename}: {done.evalue[:300]}")
+            note(error=f"{done.ename}: {done.evalue[:300]}")
             assert done.ename == "KeyboardInterrupt", done
         await notebook.cell(begin)
         assert await notebook.digest("mine") == expected(size, 1)
 
-        # This wait comes while the state is in host memory.
+    pooled.play(scenario())
+
+
+@workloads("cuda-core", "torch", "cupy", "numba")
+def test_interrupted_wait_leaves_the_state_in_host_memory(
+    pooled, notebook, neighbour, workload, tmp_path, note
+):
+    size, flag = pooled.machine.bytes(64 * MiB), tmp_path / "go"
+
+    async def scenario():
+        await notebook.begin()
+        await notebook.put("mine", size, 1)
         await notebook.release()
         async with busy(neighbour, flag):
-            with measured(note, "second_seconds"):
+            with measured(note, "seconds"):
                 done = await interrupted(notebook, "work.work('mine', 3); work.sync()")
-            note(second=f"{done.ename}: {done.evalue[:300]}")
+            note(error=f"{done.ename}: {done.evalue[:300]}")
             assert done.ename == "KeyboardInterrupt", done
             assert notebook.session["suspended_bytes"] >= size
         assert await notebook.digest("mine") == expected(size, 1)
         await notebook.steps("mine", 2, 3)
         assert await notebook.digest("mine") == expected(size, 1, 6)
+
+    pooled.play(scenario())
+
+
+@workloads("jax")
+def test_first_interrupt_spares_arrays_that_a_call_may_reuse(
+    pooled, notebook, neighbour, workload, tmp_path
+):
+    """A call of JAX that fails loses its donated arrays, so it goes on, and its cell too."""
+    size, flag = pooled.machine.bytes(64 * MiB), tmp_path / "go"
+
+    async def scenario():
+        await notebook.begin()
+        await notebook.put("mine", size, 1)
+        await notebook.release()
+        async with busy(neighbour, flag):
+            cell = asyncio.create_task(notebook.run("work.work('mine', 3); work.sync()"))
+            await notebook.wait("to wait", lambda s: s["state"] == "queued" or cell.done())
+            await notebook.kernel.interrupt()
+        assert (await cell).ok, await cell
+        assert await notebook.digest("mine") == expected(size, 1, 3)
 
     pooled.play(scenario())
 
