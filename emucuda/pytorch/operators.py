@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
-from . import recurrent
 from .arguments import Call, device_of, drawn, host, tensors_in
 from .board_times import BoardTimes
+from .compositions import COMPOSITIONS
 from .launches import SHORTEST, Launcher, NotEmulatedError
 
 if TYPE_CHECKING:
@@ -36,6 +36,12 @@ CHOOSING = ("convolution", "convolution_backward", "linalg_solve")
 #: The only way to compute attention that consists of other operators.
 _PLAIN_ATTENTION = 0
 
+#: The choice of a library for CTC, which is an operator by itself.
+_OTHER_CTC = tuple(
+    f"_use_{library}_ctc_loss{overload}"
+    for library in ("cudnn", "miopen")
+    for overload in ("", ".Tensor")
+)
 #: Keeps the kernels registered.
 _library: torch.library.Library | None = None
 
@@ -169,6 +175,11 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+def _no(*_: Any, **__: Any) -> bool:
+    """Whether one of NVIDIA's libraries is to compute an operator."""
+    return False
+
+
 def _copier(launcher: Launcher) -> Callable[..., torch.Tensor]:
     """Return ``copy_``: PyTorch's own where it is one copy of the driver, else a kernel."""
     native = torch.ops.aten.copy_.default
@@ -210,21 +221,24 @@ def install() -> None:
     _library = torch.library.Library("aten", "IMPL")
     own: dict[str, Callable[..., Any]] = {
         "_fused_sdp_choice": lambda *_, **__: _PLAIN_ATTENTION,
+        **dict.fromkeys(_OTHER_CTC, _no),
         "copy_": _copier(launcher),
     }
     with warnings.catch_warnings():
         # PyTorch warns of each registration that it replaces another kernel.
         warnings.simplefilter("ignore")
-        for full in _names():
+        names = _names()
+        for full in names:
             name, _, overload = full.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
-            if op is None or name in NATIVE or name in own or _is_view(op):
+            if op is None or name in NATIVE or full.removeprefix("aten::") in own or _is_view(op):
                 continue
-            on_host = recurrent.CELLS.get(name, op)
+            on_host = COMPOSITIONS.get(full.removeprefix("aten::"), op)
             kernel = _Kernel(launcher, durations, full, op, on_host)
             _library.impl(full.removeprefix("aten::"), kernel.__call__, "CUDA")
         for name, function in own.items():
-            _library.impl(name, function, "CUDA")
+            if f"aten::{name}" in names or name == "copy_":
+                _library.impl(name, function, "CUDA")
     # Libraries of NVIDIA's, none of which can run.
     torch.backends.cudnn.enabled = False
     for choose in ("flash", "mem_efficient", "cudnn"):

@@ -23,7 +23,7 @@ from emucuda.machine import library_dir
 
 #: What the functions of a library begin with, and what they return for "not supported".
 STATUS = {
-    "cublasLt": 15, "cublas": 15, "cudnn": 3000, "cufft": 16, "cufile": 5026, "cupti": 27,
+    "cublasLt": 15, "cublas": 15, "cudnn": 3000, "cufft": 16, "cuFile": 5026, "cupti": 27,
     "curand": 999, "cusolver": 9, "cusparseLt": 10, "cusparse": 10, "nccl": 5, "nvJitLink": 7,
     "nvrtc": 11, "nvshmem": 1, "nvtx": 0,
 }  # fmt: skip
@@ -68,17 +68,18 @@ def _line(name: str, prefix: str) -> str:
 
 
 def _owner(prefix: str, sonames: set[str]) -> str | None:
-    stem = {"nvtx": "nvToolsExt", "nvshmem": "nvshmem_host"}.get(prefix, prefix)
+    stem = {"cuFile": "cufile", "nvtx": "nvToolsExt", "nvshmem": "nvshmem_host"}.get(prefix, prefix)
     return next((s for s in sonames if s.startswith(f"lib{stem}.so")), None)
 
 
-def wanted(libraries: list[Path]) -> dict[str, dict[str, str]]:
+def wanted(libraries: list[Path]) -> dict[str, dict[tuple[str, str], str]]:
     """Return, for each library of NVIDIA's that these link, the names that they look up there.
 
-    Each name comes with the beginning by which :data:`STATUS` knows it.
+    Each name with its version ("" for none) comes with the beginning by which :data:`STATUS` knows
+    it.
     """
     sonames: set[str] = set()
-    names: set[str] = set()
+    names: set[tuple[str, str]] = set()
     for path in libraries:
         dynamic = subprocess.run(
             ["readelf", "-dW", path], capture_output=True, text=True, check=True
@@ -87,13 +88,15 @@ def wanted(libraries: list[Path]) -> dict[str, dict[str, str]]:
         undefined = subprocess.run(
             ["nm", "-D", "--undefined-only", path], capture_output=True, text=True, check=True
         ).stdout
-        names.update(line.split()[-1].partition("@")[0] for line in undefined.splitlines())
-    found: dict[str, dict[str, str]] = {soname: {} for soname in sonames}
-    for name in sorted(names):
+        for line in undefined.splitlines():
+            name, _, version = line.split()[-1].partition("@")
+            names.add((name, version.lstrip("@")))
+    found: dict[str, dict[tuple[str, str], str]] = {soname: {} for soname in sonames}
+    for name, version in sorted(names):
         prefix = next((p for p in STATUS if name.startswith(p)), None)
         owner = _owner(prefix, sonames) if prefix else None
         if prefix and owner:
-            found[owner][name] = prefix
+            found[owner][name, version] = prefix
     return found
 
 
@@ -113,9 +116,14 @@ def build(torch: Path, out: Path | None = None) -> list[str]:
             continue
         with tempfile.TemporaryDirectory() as folder_:
             source = Path(folder_) / "stand_in.c"
-            source.write_text(_SOURCE + "\n".join(_line(n, p) for n, p in names.items()) + "\n")
+            lines = {name: _line(name, prefix) for (name, _), prefix in names.items()}
+            source.write_text(_SOURCE + "\n".join(lines.values()) + "\n")
+            # NVIDIA's libraries have one version for all names: their own name, or another.
+            version = next((v for _, v in names if v), soname)
+            script = Path(folder_) / "versions"
+            script.write_text(f"{version} {{ global: *; }};\n")
             flags = ["-shared", "-fPIC", "-O1", "-w", f"-Wl,-soname,{soname}"]
-            flags += ["-Wl,--default-symver", "-o", str(target / soname)]
+            flags += [f"-Wl,--version-script={script}", "-o", str(target / soname)]
             subprocess.run([*compiler(), *flags, str(source)], check=True)
         made.append(soname)
     return made

@@ -69,6 +69,12 @@ register(P(32), b"_Z3addPf")
 for _ in range(2):
     assert R.cudaLaunchKernel(P(32), one, one, None, N(0), None) == 209
 assert R.cudaGetLastError() == 209 and R.cudaGetLastError() == 0
+ok(R.cudaDeviceSynchronize())
+# A program that ignored it gets no old bytes for results.
+host, device = c.c_uint32(7), get(P, R.cudaMalloc, N(4))
+assert R.cudaLaunchKernel(P(32), one, one, None, N(0), None) == 209
+assert R.cudaMemcpy(c.byref(host), P(device), N(4), 2) == 209 and host.value == 7
+ok(R.cudaMemcpy(c.byref(host), P(device), N(4), 2))
 assert R.cudaLaunchKernel(P(48), one, one, None, N(0), None) == 98
 assert R.cudaCreateTextureObject(None, None, None, None) == 801
 assert R.cudaGetErrorName(2) == b"CUDA_ERROR_OUT_OF_MEMORY"

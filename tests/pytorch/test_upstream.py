@@ -23,7 +23,7 @@ class TestOne(unittest.TestCase):
         subprocess.Popen(["sleep", "1000"]).wait()
     def test_lacks_an_operator(self):
         x = torch.ones(4, 4, device="cuda")
-        torch._scaled_mm(x, x, x, x)
+        torch.batch_norm_stats(x, 1e-5)
     def test_depends(self):
         assert "GPUPOOL_SESSION" not in os.environ
 """

@@ -7,7 +7,7 @@
 
 #include <string.h>
 
-SAME(cudaDeviceSynchronize, (void), cuCtxSynchronize())
+SAME_RESULTS(cudaDeviceSynchronize, (void), cuCtxSynchronize())
 SAME(cudaDeviceGetStreamPriorityRange, (int *least, int *greatest), cuCtxGetStreamPriorityRange(least, greatest))
 SAME(cudaDeviceGetLimit, (size_t *value, int limit), cuCtxGetLimit(value, limit))
 SAME(cudaDeviceSetLimit, (int limit, size_t value), cuCtxSetLimit(limit, value))

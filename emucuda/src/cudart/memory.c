@@ -48,7 +48,7 @@ SAME(cudaHostGetFlags, (unsigned *flags, void *p), cuMemHostGetFlags(flags, p))
 
 EXPORT cudaError cudaMemcpy(void *to, const void *from, size_t bytes, int kind)
 {
-    READY;
+    RESULTS;
     switch (kind) {
     case COPY_HOST_TO_HOST: memcpy(to, from, bytes); return CUDA_SUCCESS;
     case COPY_HOST_TO_DEVICE: return noted(drv.cuMemcpyHtoD(AT(to), from, bytes));
@@ -61,7 +61,7 @@ EXPORT cudaError cudaMemcpy(void *to, const void *from, size_t bytes, int kind)
 
 EXPORT cudaError cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, CUstream stream)
 {
-    READY;
+    RESULTS;
     switch (kind) {
     case COPY_HOST_TO_DEVICE: return noted(drv.cuMemcpyHtoDAsync(AT(to), from, bytes, stream));
     case COPY_DEVICE_TO_HOST: return noted(drv.cuMemcpyDtoHAsync(to, AT(from), bytes, stream));
@@ -89,7 +89,7 @@ static bool rectangle(CUDA_MEMCPY2D *c, void *to, size_t to_pitch, const void *f
 EXPORT cudaError cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                               size_t height, int kind)
 {
-    READY;
+    RESULTS;
     CUDA_MEMCPY2D c;
     bool valid = rectangle(&c, to, to_pitch, from, from_pitch, width, height, kind);
     return noted(valid ? drv.cuMemcpy2D(&c) : cudaErrorInvalidMemcpyDirection);
@@ -98,7 +98,7 @@ EXPORT cudaError cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_
 EXPORT cudaError cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                                    size_t height, int kind, CUstream stream)
 {
-    READY;
+    RESULTS;
     CUDA_MEMCPY2D c;
     bool valid = rectangle(&c, to, to_pitch, from, from_pitch, width, height, kind);
     return noted(valid ? drv.cuMemcpy2DAsync(&c, stream) : cudaErrorInvalidMemcpyDirection);
@@ -116,7 +116,7 @@ static cudaError both(int to, int from)
 
 EXPORT cudaError cudaMemcpyPeer(void *to, int to_device, const void *from, int from_device, size_t bytes)
 {
-    READY;
+    RESULTS;
     cudaError error = both(to_device, from_device);
     if (error)
         return noted(error);
@@ -126,7 +126,7 @@ EXPORT cudaError cudaMemcpyPeer(void *to, int to_device, const void *from, int f
 EXPORT cudaError cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes,
                                      CUstream stream)
 {
-    READY;
+    RESULTS;
     cudaError error = both(to_device, from_device);
     if (error)
         return noted(error);

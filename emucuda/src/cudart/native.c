@@ -89,7 +89,7 @@ static cudaError launch(const void *stub, void **args, CUstream stream)
     if (is_sleep(name))
         return noted(sleep_cycles(*(uint64_t *)args[0], stream));
     say(name, "is a kernel in a GPU's machine code, which cannot run on an emulated device.");
-    return noted(CUDA_ERROR_NO_BINARY_FOR_GPU);
+    return not_run(CUDA_ERROR_NO_BINARY_FOR_GPU);
 }
 
 EXPORT cudaError cudaLaunchKernel(const void *stub, dim3 grid, dim3 block, void **args, size_t shared, CUstream stream)

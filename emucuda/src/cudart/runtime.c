@@ -16,6 +16,7 @@ static int start_result = -1;
 static CUcontext primary[DEVICES];
 static __thread int current;
 static __thread cudaError last;
+static __thread cudaError unseen; /* of a kernel that cannot run here */
 
 /* What the emulated driver alone answers; see export.c. */
 static const char emulated[16] = "emucuda: devices";
@@ -24,6 +25,15 @@ cudaError noted(cudaError error)
 {
     if (error && error != CUDA_ERROR_NOT_READY)
         last = error;
+    return error;
+}
+
+cudaError not_run(cudaError error) { return unseen = noted(error); }
+
+cudaError unasked(void)
+{
+    cudaError error = unseen;
+    unseen = CUDA_SUCCESS;
     return error;
 }
 
@@ -130,11 +140,15 @@ cudaError ready(void)
 EXPORT cudaError cudaGetLastError(void)
 {
     cudaError error = last;
-    last = CUDA_SUCCESS;
+    last = unseen = CUDA_SUCCESS;
     return error;
 }
 
-EXPORT cudaError cudaPeekAtLastError(void) { return last; }
+EXPORT cudaError cudaPeekAtLastError(void)
+{
+    unseen = CUDA_SUCCESS;
+    return last;
+}
 
 static const struct {
     cudaError error;

@@ -93,6 +93,8 @@ extern struct driver_calls drv;
 
 /* Remembers an error of the thread for cudaGetLastError; returns it. */
 cudaError noted(cudaError error);
+cudaError not_run(cudaError error); /* of a kernel: as noted(), and the next call for results returns it, too */
+cudaError unasked(void);            /* such an error, once, if the program has not asked for the last error */
 cudaError started(void);        /* the driver is initialised */
 cudaError ready(void);          /* and a context is current: the thread's own, or its device's */
 cudaError enter_device(int d);  /* makes the primary context of that device current */
@@ -112,6 +114,15 @@ void say(const char *name, const char *why); /* once for each name, to standard 
         if (error_)                    \
             return noted(error_);      \
     } while (0)
+/* The same for a call that gives results to the program, or waits for them. A program may ignore what a launch
+ * returns; it must not take old bytes for the results of a kernel that cannot run here. */
+#define RESULTS                        \
+    do {                               \
+        cudaError error_ = unasked();  \
+        if (error_)                    \
+            return noted(error_);      \
+        READY;                         \
+    } while (0)
 #define AT(pointer) ((CUdeviceptr)(uintptr_t)(pointer))
 
 /* A call of the runtime that is one call of the driver. */
@@ -119,6 +130,12 @@ void say(const char *name, const char *why); /* once for each name, to standard 
     EXPORT cudaError name parameters   \
     {                                  \
         READY;                         \
+        return noted(drv.call);        \
+    }
+#define SAME_RESULTS(name, parameters, call) \
+    EXPORT cudaError name parameters   \
+    {                                  \
+        RESULTS;                       \
         return noted(drv.call);        \
     }
 

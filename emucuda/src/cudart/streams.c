@@ -10,8 +10,8 @@ SAME(cudaStreamCreateWithFlags, (CUstream *out, unsigned flags), cuStreamCreateW
 SAME(cudaStreamCreateWithPriority, (CUstream *out, unsigned flags, int priority),
      cuStreamCreateWithPriority(out, flags, priority))
 SAME(cudaStreamDestroy, (CUstream stream), cuStreamDestroy(stream))
-SAME(cudaStreamSynchronize, (CUstream stream), cuStreamSynchronize(stream))
-SAME(cudaStreamQuery, (CUstream stream), cuStreamQuery(stream))
+SAME_RESULTS(cudaStreamSynchronize, (CUstream stream), cuStreamSynchronize(stream))
+SAME_RESULTS(cudaStreamQuery, (CUstream stream), cuStreamQuery(stream))
 SAME(cudaStreamWaitEvent, (CUstream stream, CUevent e, unsigned flags), cuStreamWaitEvent(stream, e, flags))
 SAME(cudaStreamGetPriority, (CUstream stream, int *out), cuStreamGetPriority(stream, out))
 SAME(cudaStreamGetFlags, (CUstream stream, unsigned *out), cuStreamGetFlags(stream, out))
@@ -25,8 +25,8 @@ SAME(cudaEventCreateWithFlags, (CUevent *out, unsigned flags), cuEventCreate(out
 SAME(cudaEventDestroy, (CUevent e), cuEventDestroy(e))
 SAME(cudaEventRecord, (CUevent e, CUstream stream), cuEventRecordWithFlags(e, stream, 0))
 SAME(cudaEventRecordWithFlags, (CUevent e, CUstream stream, unsigned flags), cuEventRecordWithFlags(e, stream, flags))
-SAME(cudaEventQuery, (CUevent e), cuEventQuery(e))
-SAME(cudaEventSynchronize, (CUevent e), cuEventSynchronize(e))
+SAME_RESULTS(cudaEventQuery, (CUevent e), cuEventQuery(e))
+SAME_RESULTS(cudaEventSynchronize, (CUevent e), cuEventSynchronize(e))
 SAME(cudaEventElapsedTime, (float *ms, CUevent from, CUevent to), cuEventElapsedTime(ms, from, to))
 
 /* ---- captures ---- */

@@ -1,11 +1,16 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The fused cells of LSTM and GRU, written with operators: PyTorch has none for the host."""
+"""Operators that PyTorch has for the device alone, written with others that it has for the host."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def _added(gates: Tensor, *more: Tensor | None) -> Tensor:
@@ -81,8 +86,50 @@ def _gru_backward(
     return inputs, hidden, grad_hy * i, *biases
 
 
-#: By the name of the operator.
-CELLS = {
+def _rms_norm_backward(  # noqa: PLR0917 - the operator's
+    grad: Tensor,
+    inputs: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    within = list(range(inputs.dim() - len(normalized_shape), inputs.dim()))
+    # The statistics have more digits than half-precision inputs; the result has them until its end.
+    grads, normal = grad.to(rstd.dtype), inputs.to(rstd.dtype) * rstd
+    of_inputs = of_weight = None
+    if wanted[0]:
+        scaled = grads if weight is None else grads * weight.to(rstd.dtype)
+        mean = (scaled * normal).mean(within, keepdim=True)
+        of_inputs = (rstd * (scaled - normal * mean)).to(inputs.dtype)
+    if wanted[1] and weight is not None:
+        of_weight = (grads * normal).sum(list(range(within[0]))).to(weight.dtype)
+    return of_inputs, of_weight
+
+
+def _mm(one: Tensor, other: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return torch.matmul(one.to(out_dtype), other.to(out_dtype))
+
+
+def _addmm(
+    added: Tensor,
+    one: Tensor,
+    other: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Tensor:
+    return beta * added.to(out_dtype) + alpha * _mm(one, other, out_dtype)
+
+
+#: By the name of the operator, with its overload if that is meant.
+COMPOSITIONS = {
+    "_fused_rms_norm_backward": _rms_norm_backward,
+    "mm.dtype": _mm,
+    "bmm.dtype": _mm,
+    "addmm.dtype": _addmm,
+    "baddbmm.dtype": _addmm,
     "_thnn_fused_lstm_cell": _lstm,
     "_thnn_fused_lstm_cell_backward_impl": _lstm_backward,
     "_thnn_fused_gru_cell": _gru,
