@@ -6,7 +6,8 @@
 # make quick  the tests that start nothing, in under a minute: what to run while editing
 # make lab    open JupyterLab with the Pooled GPU kernel; TORCH=1: with PyTorch on emulated GPUs
 # make gpu    on a machine with an NVIDIA GPU and PyTorch: the suite and benchmarks that need them
-# make torch  PyTorch on emulated GPUs: sets it up (1.1 GB to load), runs its tests and the example
+# make torch  PyTorch on emulated GPUs: sets it up (1.1 GB to load), runs its tests and the example;
+#             PYTORCH="torch==2.14.1 triton==3.8.0" TORCH_VENV=.venv-2.14: with another version
 # make cluster  three machines in a Ray cluster on this host, on emulated GPUs, until Ctrl-C
 # make test-cluster  three machines in a Ray cluster on this host, in an environment of its own
 # make test-containers  kernels in Podman's and Docker's containers of Debian's releases (root)
@@ -174,7 +175,8 @@ $(TORCH_VENV)/.ready: pyproject.toml hatch_build.py requirements/torch.txt $(SOU
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	GPUPOOL_NO_LABEXTENSION=1 $(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check \
 	  -e ".[gpu,emulator]"
-	$(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/torch.txt
+	$(TORCH_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps $(if $(PYTORCH),$(PYTORCH) \
+	  $(shell sed '/^#/d;/^torch==/d;/^triton==/d;s/==.*//' requirements/torch.txt),-r requirements/torch.txt)
 	$(TORCH_VENV)/bin/python -m emucuda.pytorch.stand_ins
 	touch $@
 

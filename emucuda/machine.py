@@ -51,6 +51,7 @@ class Profile:
 PROFILES = {
     "cpu": Profile(),
     "h100": Profile(3.35e12, 67e12, 989e12),
+    "h200": Profile(4.8e12, 67e12, 989e12),
     "rtx4090": Profile(1.008e12, 82.6e12, 165e12),
 }
 

@@ -43,6 +43,7 @@ struct rates {
     uint64_t memory;  /* of the device's memory */
     uint64_t suspend; /* from the device into the process's own memory, which is pageable */
     uint64_t resume;
+    uint64_t begin_suspend, begin_resume; /* ns before the first byte */
 };
 const struct rates *spec_rates(const struct spec *spec);
 

@@ -16,14 +16,16 @@
 
 /* Copies and memory as published: PCIe 5.0 and 4.0 x16, HBM3 and GDDR6X. Suspend and resume as reported
  * of the driver's checkpoint calls, which use pageable memory: on an H100, 5 GB/s and (of other boards)
- * 7 GB/s; on an RTX 4090, 4 and 7 GB/s. None was measured by this project. `machine.py` has the names. */
+ * 7 GB/s; on an RTX 4090, 4 and 7 GB/s. Copies, suspends and resumes of the H200 were measured by this project,
+ * the latter under its guard (benchmarks/results/gpu-h200-*). `machine.py` has the names. */
 static const struct {
     const char *name;
     struct rates rates;
 } profiles[] = {
-    {"cpu", {0, 0, 0, 0}},
-    {"h100", {64000000000, 3350000000000, 5000000000, 7000000000}},
-    {"rtx4090", {32000000000, 1008000000000, 4000000000, 7000000000}},
+    {"cpu", {0, 0, 0, 0, 0, 0}},
+    {"h100", {64000000000, 3350000000000, 5000000000, 7000000000, 0, 0}},
+    {"h200", {55000000000, 4800000000000, 5100000000, 8500000000, 180000000, 250000000}},
+    {"rtx4090", {32000000000, 1008000000000, 4000000000, 7000000000, 0, 0}},
 };
 
 const struct rates *spec_rates(const struct spec *spec) { return &profiles[spec->profile].rates; }

@@ -100,7 +100,7 @@ static bool all_in(bool paced, uint64_t *moved)
             if (pieces[i].device != last)
                 bandwidth = copy_bandwidth(driver.device[last = pieces[i].device].physical,
                                            spec_rates(&machine->spec)->resume);
-            pace(start, *moved, bandwidth);
+            pace(start + spec_rates(&machine->spec)->begin_resume, *moved, bandwidth);
         }
     }
     free(pieces);
@@ -124,7 +124,7 @@ static bool device_out(int device, uint64_t start, uint64_t *moved)
                 return false;
             at += size;
             *moved += size;
-            pace(start, *moved, bandwidth);
+            pace(start + spec_rates(&machine->spec)->begin_suspend, *moved, bandwidth);
         }
     }
 }
