@@ -9,6 +9,7 @@ later cell computes there, and only JAX's log says so (JAX 0.11.2 on an H200).
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any, Callable
 
@@ -30,7 +31,7 @@ STAYS = (
 
 
 class JaxBackends:
-    """Looks at JAX's open backends before and after a cell; imports nothing of JAX by itself."""
+    """Looks at JAX's open backends before and after a cell; does not import JAX."""
 
     def __init__(self) -> None:
         self._open = False
@@ -76,7 +77,8 @@ def _wants_gpu(bridge: Any) -> bool:
 def _clear_backends() -> Callable[[], Any] | None:
     """Return JAX's own function for that, None if this version has none."""
     try:
-        from jax.extend.backend import clear_backends  # type: ignore[import-not-found]
+        module: Any = importlib.import_module("jax.extend.backend")
     except ImportError:
-        clear_backends = getattr(sys.modules.get("jax"), "clear_backends", None)
-    return clear_backends  # type: ignore[no-any-return]
+        module = sys.modules.get("jax")
+    found: Callable[[], Any] | None = getattr(module, "clear_backends", None)
+    return found
