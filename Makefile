@@ -189,7 +189,7 @@ $(TORCH_VENV)/.lab: $(TORCH_VENV)/.ready $(VENV)/.ui
 
 # tests/gpu runs on emulated devices here, with the libraries of this environment.
 torch: $(TORCH_VENV)/.ready
-	$(TORCH_VENV)/bin/python -m pytest tests/pytorch
+	$(TORCH_VENV)/bin/python -m pytest tests/pytorch -m "not long"
 	$(TORCH_VENV)/bin/python -m pytest tests/gpu -m gpu -k "torch or triton"
 
 $(CLUSTER_VENV)/.ready: pyproject.toml hatch_build.py $(SOURCES)

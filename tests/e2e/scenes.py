@@ -58,6 +58,6 @@ def said(cell):
     return cell.text + cell.evalue + " ".join(cell.displays)
 
 
-def play(scenario):
-    """Run a coroutine to its end, within a time limit."""
-    asyncio.run(asyncio.wait_for(scenario, 280))
+def play(scenario, within=280):
+    """Run a coroutine to its end, ``within`` so many seconds."""
+    asyncio.run(asyncio.wait_for(scenario, within))
