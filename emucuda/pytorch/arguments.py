@@ -62,6 +62,8 @@ class Call:
         if isinstance(value, torch.Tensor):
             if not value.is_cuda:
                 return value
+            if value.layout is not torch.strided:
+                return value.cpu()
             for on_host, on_device in self.pairs:
                 if on_device is value:
                     return on_host
@@ -84,6 +86,8 @@ class Call:
             for on_host, on_device in self.pairs:
                 if on_host is value:
                     return on_device
+            if value.layout is not torch.strided:
+                return value.to(device)
             made = torch.empty_strided(
                 value.size(), _dense(value), dtype=value.dtype, device=device
             )

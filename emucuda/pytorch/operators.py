@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
+from . import sparse
 from .arguments import Call, device_of, drawn, host, tensors_in
 from .board_times import BoardTimes
 from .compositions import COMPOSITIONS
@@ -239,6 +240,8 @@ def install() -> None:
         for name, function in own.items():
             if f"aten::{name}" in names or name == "copy_":
                 _library.impl(name, function, "CUDA")
+        for name, key, function in sparse.kernels():
+            _library.impl(name, function, key)
     # Libraries of NVIDIA's, none of which can run.
     torch.backends.cudnn.enabled = False
     for choose in ("flash", "mem_efficient", "cudnn"):

@@ -102,7 +102,15 @@ def test_papermill_runs_a_pooled_notebook(broker: ScriptedBroker, tmp_path: Path
 def test_console_runs_cells_in_its_own_pooled_kernel(broker: ScriptedBroker) -> None:
     console = pexpect.spawn(
         sys.executable,
-        ["-m", "jupyter_console", "--kernel", "gpupool-python3", "--simple-prompt"],
+        # Over unix sockets: another test's process may take a TCP port before the kernel does.
+        [
+            "-m",
+            "jupyter_console",
+            "--kernel",
+            "gpupool-python3",
+            "--simple-prompt",
+            "--transport=ipc",
+        ],
         env={**os.environ, "TERM": "dumb", "JUPYTER_CONSOLE_TEST": "1"},
         encoding="utf-8",
         timeout=60,

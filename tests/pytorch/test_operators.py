@@ -268,6 +268,85 @@ print("done")
     assert run(code).stdout == "done\n"
 
 
+SPARSE = """
+import torch, warnings
+from torch import nn
+warnings.simplefilter("ignore")
+
+def some(seed, rows=6, columns=5):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).relu()
+
+def coo(d, seed=2):
+    return some(seed).to_sparse().to(d)
+
+def csr(d, seed=2):
+    return some(seed).to_sparse_csr().to(d)
+
+def dense(d, *size):
+    return some(7, *size).to(d)
+
+def grads(d):
+    a, b = coo(d).requires_grad_(), dense(d, 5, 3).requires_grad_()
+    torch.sparse.mm(a, b).sum().backward()
+    return a.grad, b.grad
+
+def trained(d):
+    torch.manual_seed(3)
+    one, two = nn.Embedding(5, 3, sparse=True), nn.EmbeddingBag(5, 3, sparse=True, mode="sum")
+    one, two = one.to(d), two.to(d)
+    optimizers = torch.optim.SparseAdam(one.parameters()), torch.optim.SGD(two.parameters(), 0.1)
+    for _ in range(3):
+        ids = torch.tensor([[1, 2, 1]]).to(d)
+        (one(ids).square().sum() + two(ids).square().sum()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return one.weight, two.weight
+
+at = torch.tensor([[0, 0, 1], [1, 1, 2]])
+CASES = {
+    "made": lambda d: (torch.sparse_coo_tensor(at.to(d), torch.arange(3.).to(d)).coalesce(),),
+    "to": lambda d: (dense(d, 4, 4).to_sparse(), dense(d, 4, 4).to_sparse_csr()),
+    "from": lambda d: (coo(d).to_dense(), csr(d).to_dense(), coo(d).t(), csr(d).to_sparse_coo()),
+    "mm": lambda d: (torch.sparse.mm(coo(d), dense(d, 5, 3)), csr(d) @ dense(d, 5, 3)),
+    "vectors": lambda d: (torch.mv(coo(d), dense(d, 5, 1)[:, 0]), csr(d) @ dense(d, 5, 1)[:, 0]),
+    "both": lambda d: (torch.sparse.mm(coo(d), coo(d, 3).t().coalesce()),),
+    "addmm": lambda d: (torch.sparse.addmm(dense(d, 6, 3), coo(d), dense(d, 5, 3)),
+                        dense(d, 6, 3).addmm_(coo(d), dense(d, 5, 3))),
+    "bmm": lambda d: (torch.bmm(torch.stack([some(1), some(2)]).to_sparse().to(d),
+                                torch.stack([some(3, 5, 2), some(4, 5, 2)]).to(d)),),
+    "sums": lambda d: (coo(d) + coo(d, 3), dense(d, 6, 5) + coo(d), csr(d) + csr(d, 3),
+                       coo(d).add_(coo(d, 3)), dense(d, 6, 5).add_(coo(d)), coo(d) - coo(d, 3)),
+    "products": lambda d: (coo(d) * coo(d, 3), coo(d) * dense(d, 6, 5), csr(d) * 2, coo(d) / 2),
+    "reduced": lambda d: (torch.sparse.sum(coo(d)), torch.sparse.sum(coo(d), 0), coo(d).norm()),
+    "values": lambda d: (coo(d).sin(), coo(d).sqrt(), csr(d).abs(), coo(d).clone().zero_()),
+    "softmax": lambda d: (torch.sparse.softmax(coo(d), 1), torch.sparse.log_softmax(coo(d), 1)),
+    "chosen": lambda d: (dense(d, 6, 5).sparse_mask(coo(d)), torch.cat([coo(d), coo(d, 3)]),
+                         coo(d).index_select(0, torch.tensor([1, 3]).to(d))),
+    "sampled": lambda d: (torch.sparse.sampled_addmm(csr(d), dense(d, 6, 4), dense(d, 4, 5)),),
+    "gradients": grads,
+    "trained": trained,
+}
+for name, case in CASES.items():
+    for one, other in zip(case("cpu"), case("cuda"), strict=True):
+        assert other.is_cuda and other.layout == one.layout, name
+        assert torch.equal(one.to_dense(), other.cpu().to_dense()), name
+graph, a, b = torch.cuda.CUDAGraph(), coo("cuda"), dense("cuda", 5, 3)
+try:
+    with torch.cuda.graph(graph):
+        torch.sparse.mm(a, b)
+except NotImplementedError as error:
+    assert "cannot be captured" in str(error)
+else:
+    raise AssertionError("no error")
+print("done")
+"""
+
+
+def test_sparse_layouts_compute_what_the_host_computes(run):
+    assert run(SPARSE).stdout == "done\n"
+
+
 def test_operators_take_the_time_of_the_profile(run):
     code = """
 import torch
