@@ -103,8 +103,11 @@ def held(session):
 
 def test_first_interrupt_spares_the_call_of_a_librarys_thread(session, foreign, until):
     """JAX loses the arrays that it gave up for the result of a call that then fails."""
+    foreign.do("import pty; terminal, end = pty.openpty(); os.dup2(end, 2)")
     foreign.process.send_signal(signal.SIGINT)
     until(lambda: held(session) == [1])
+    told = foreign.do("_ = os.read(terminal, 4096).decode()")
+    assert "Interrupt once more to end the call." in told, "a script has no line of a wait"
     assert foreign.do("_ = seen") == [], "the exception would drop the result"
     session.page.set_gate(pages.OPEN)
     assert foreign.do("_ = F.join()") == 0

@@ -11,6 +11,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
+#include <unistd.h>
 
 #define SHORT_NAPS 1000 /* naps of a millisecond; after a second the wait will probably last much longer */
 #define LONG_NAP_MS 10
@@ -101,15 +102,25 @@ static bool hold_back(void)
     struct page_slot *slot = __atomic_load_n(&held_slot, __ATOMIC_ACQUIRE);
     if (slot)
         __atomic_store_n(&slot->held, 1, __ATOMIC_RELEASE);
-    return __atomic_load_n(&watching, __ATOMIC_SEQ_CST) == unknown;
+    if (__atomic_load_n(&watching, __ATOMIC_SEQ_CST) != unknown)
+        return false;
+    /* A notebook shows the agent's line instead. */
+    static const char told[] =
+        "\nGPU pool: a library's own thread waits for a GPU slice. To end its call now can destroy arrays that the "
+        "call may reuse, so the interrupt changed nothing. Interrupt once more to end the call.\n";
+    if (isatty(STDERR_FILENO))
+        (void)!write(STDERR_FILENO, told, sizeof told - 1);
+    return true;
 }
 
 static void on_interrupt(int number, siginfo_t *info, void *where)
 {
     int error = errno, outer = nested;
     const struct sigaction *next = outer ? &under : &before;
-    if (!outer && hold_back())
+    if (!outer && hold_back()) {
+        errno = error;
         return;
+    }
     nested = 1;
     if (!outer)
         __atomic_add_fetch(&interrupts, 1, __ATOMIC_SEQ_CST);
