@@ -49,17 +49,33 @@ def device_of(value: Any) -> torch.device | None:
     return None
 
 
-class Call:
-    """The arguments of one call, on both sides."""
+def refuse_elsewhere(tensor: torch.Tensor, device: torch.device) -> None:
+    """Refuse an argument that is not on ``device``, as PyTorch's kernels for a GPU do.
 
-    def __init__(self, launcher: Launcher) -> None:
+    The host could compute with it, and the program would first fail on a real GPU. A number of the
+    host, a tensor without dimensions, is allowed.
+    """
+    if tensor.device != device and (tensor.is_cuda or tensor.dim()):
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{device} and {tensor.device}!"
+        )
+
+
+class Call:
+    """The arguments of one call, on both sides; with ``device`` all tensors must be on it."""
+
+    def __init__(self, launcher: Launcher, device: torch.device | None = None) -> None:
         self.launcher = launcher
+        self.device = device
         #: Each host tensor, and the device tensor for which it stands.
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def there(self, value: Any) -> Any:
         """Return an argument for the host."""
         if isinstance(value, torch.Tensor):
+            if self.device is not None:
+                refuse_elsewhere(value, self.device)
             if not value.is_cuda:
                 return value
             if value.layout is not torch.strided:

@@ -37,8 +37,13 @@ CHOOSING = ("convolution", "convolution_backward", "linalg_solve")
 #: The only way to compute attention that consists of other operators.
 _PLAIN_ATTENTION = 0
 
+#: Operators that take some tensors of the host, or of several devices, on a real GPU, too.
+ANYWHERE = frozenset({
+    "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put",
+    "_ctc_loss", "_ctc_loss_backward",
+})  # fmt: skip
 #: The choice of a library for CTC, which is an operator by itself.
-_OTHER_CTC = tuple(
+_CTC_CHOICES = tuple(
     f"_use_{library}_ctc_loss{overload}"
     for library in ("cudnn", "miopen")
     for overload in ("", ".Tensor")
@@ -70,6 +75,8 @@ class _Kernel:
         arguments = op._schema.arguments
         names = [argument.name for argument in arguments]
         self.random = names.index("generator") if "generator" in names else None
+        base = name.removeprefix("aten::").partition(".")[0]
+        self.anywhere = base in ANYWHERE or base.startswith(("_foreach_", "_fused_", "_amp_"))
         self.writes = any(a.alias_info and a.alias_info.is_write for a in arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +84,7 @@ class _Kernel:
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.device(device):
-            call = Call(self.launcher)
+            call = Call(self.launcher, None if self.anywhere else device)
             there = call.there(args), {name: call.there(v) for name, v in kwargs.items()}
             run = self._capture if torch.cuda.is_current_stream_capturing() else self._now
             return run(call, there, device)
@@ -222,7 +229,7 @@ def install() -> None:
     _library = torch.library.Library("aten", "IMPL")
     own: dict[str, Callable[..., Any]] = {
         "_fused_sdp_choice": lambda *_, **__: _PLAIN_ATTENTION,
-        **dict.fromkeys(_OTHER_CTC, _no),
+        **dict.fromkeys(_CTC_CHOICES, _no),
         "copy_": _copier(launcher),
     }
     with warnings.catch_warnings():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .arguments import device_of, tensors_in
+from .arguments import device_of, refuse_elsewhere, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,6 +49,8 @@ class _OnHost:
                 "device."
             )
         pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for tensor in tensors_in((*args, *kwargs.values())):
+            refuse_elsewhere(tensor, device)
         there = _moved((args, kwargs), pairs)
         results = self.op(*there[0], **there[1])
         written = {id(copy): mine for mine, copy in pairs.values()}

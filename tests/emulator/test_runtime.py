@@ -75,6 +75,11 @@ host, device = c.c_uint32(7), get(P, R.cudaMalloc, N(4))
 assert R.cudaLaunchKernel(P(32), one, one, None, N(0), None) == 209
 assert R.cudaMemcpy(c.byref(host), P(device), N(4), 2) == 209 and host.value == 7
 ok(R.cudaMemcpy(c.byref(host), P(device), N(4), 2))
+import threading  # as in a backward pass
+thread = threading.Thread(target=R.cudaLaunchKernel, args=(P(32), one, one, None, N(0), None))
+thread.start(); thread.join()
+assert R.cudaDeviceSynchronize() == 209
+ok(R.cudaDeviceSynchronize())
 assert R.cudaLaunchKernel(P(48), one, one, None, N(0), None) == 98
 assert R.cudaCreateTextureObject(None, None, None, None) == 801
 assert R.cudaGetErrorName(2) == b"CUDA_ERROR_OUT_OF_MEMORY"

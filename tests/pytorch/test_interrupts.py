@@ -34,7 +34,7 @@ from pathlib import Path
 while not Path({flag!r}).exists():
     work.add_(1)
     torch.cuda.synchronize()
-    time.sleep(0.01)
+    time.sleep(0.01)  # it is busy with less than that, and need not take a processor
 """
 
 

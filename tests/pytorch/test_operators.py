@@ -106,7 +106,7 @@ for kind in (nn.LSTM, nn.GRU):
         net.to(device).zero_grad()
         out = net(x.to(device))[0]
         out.square().sum().backward()
-        results.append([out.detach().cpu(), *(p.grad.cpu() for p in net.parameters())])
+        results.append([out.detach().cpu(), *(p.grad.cpu().clone() for p in net.parameters())])
     for one, other in zip(*results):
         assert torch.allclose(one, other, atol=1e-6), kind
 
@@ -341,6 +341,33 @@ else:
     raise AssertionError("no error")
 print("done")
 """
+
+
+def test_tensors_of_two_devices_are_refused_as_on_a_gpu(run):
+    code = """
+import torch
+here, there, other = torch.ones(2, 2).cuda(), torch.ones(2, 2), torch.ones(2, 2).cuda(1)
+for call in (
+    lambda: here + there, lambda: here @ there, lambda: here + other,
+    lambda: here.add_(other[0, 0]),
+    lambda: torch.nn.Linear(2, 2).cuda()(there), lambda: torch.cat([here, there]),
+    lambda: here.to_sparse() @ there,
+    lambda: torch.nn.functional.cross_entropy(here, torch.tensor([0, 1])),
+):
+    try:
+        call()
+    except RuntimeError as error:
+        assert "Expected all tensors to be on the same device" in str(error), error
+    else:
+        raise AssertionError("no error")
+# What a GPU computes, too: numbers and indices of the host.
+assert (here + torch.tensor(1.)).sum().item() == 8
+assert here[torch.tensor([1])].sum().item() == 2
+here[torch.tensor([0])] = torch.tensor(5.)
+assert here.sum().item() == 12
+print("done")
+"""
+    assert run(code).stdout == "done\n"
 
 
 def test_sparse_layouts_compute_what_the_host_computes(run):

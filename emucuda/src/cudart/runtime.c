@@ -16,7 +16,8 @@ static int start_result = -1;
 static CUcontext primary[DEVICES];
 static __thread int current;
 static __thread cudaError last;
-static __thread cudaError unseen; /* of a kernel that cannot run here */
+static cudaError unseen;      /* of a kernel that cannot run here: another thread may copy its results */
+static __thread bool my_unseen; /* this thread's */
 
 /* What the emulated driver alone answers; see export.c. */
 static const char emulated[16] = "emucuda: devices";
@@ -28,13 +29,23 @@ cudaError noted(cudaError error)
     return error;
 }
 
-cudaError not_run(cudaError error) { return unseen = noted(error); }
+cudaError not_run(cudaError error)
+{
+    my_unseen = true;
+    __atomic_store_n(&unseen, error, __ATOMIC_SEQ_CST);
+    return noted(error);
+}
+
+static void asked(void)
+{
+    if (my_unseen)
+        __atomic_store_n(&unseen, CUDA_SUCCESS, __ATOMIC_SEQ_CST);
+    my_unseen = false;
+}
 
 cudaError unasked(void)
 {
-    cudaError error = unseen;
-    unseen = CUDA_SUCCESS;
-    return error;
+    return __atomic_exchange_n(&unseen, CUDA_SUCCESS, __ATOMIC_SEQ_CST);
 }
 
 void say(const char *name, const char *why)
@@ -140,13 +151,14 @@ cudaError ready(void)
 EXPORT cudaError cudaGetLastError(void)
 {
     cudaError error = last;
-    last = unseen = CUDA_SUCCESS;
+    last = CUDA_SUCCESS;
+    asked();
     return error;
 }
 
 EXPORT cudaError cudaPeekAtLastError(void)
 {
-    unseen = CUDA_SUCCESS;
+    asked();
     return last;
 }
 
