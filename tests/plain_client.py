@@ -79,14 +79,14 @@ class PlainKernel:
         self.client.execute_interactive(code, timeout=60, output_hook=hook, allow_stdin=False)
         return "".join(text)
 
-    def states(self, request: str) -> list[str]:
-        """Return the states that the kernel has reported for a request since the last call."""
-        found = []
+    def printed(self, request: str) -> str:
+        """Return what the cell of a request has printed since the last call."""
+        text = ""
         while self.client.iopub_channel.msg_ready():
             message = self.client.get_iopub_msg(timeout=1)
             if message["parent_header"].get("msg_id") == request:
-                found.append(message["content"].get("execution_state", ""))
-        return found
+                text += message["content"].get("text", "")
+        return text
 
     def reply(self, request: str) -> dict[str, Any]:
         """Wait for the answer to a request and return it."""

@@ -65,8 +65,9 @@ def test_kernels_of_plain_clients_share_a_gpu(pool, start):
     assert "MiB" in first.run("%gpu")
     assert "GPU pool" not in first.stderr + second.stderr
     # A client interrupts it by a signal to the process, and restarts it by an end and a start.
-    running = second.client.execute(f"{cells.busy(pool.folder / 'never')}")
-    wait_for(lambda: "busy" in second.states(running), "the cell to run")
+    running = second.client.execute(f"print('in', flush=True)\n{cells.busy(pool.folder / 'never')}")
+    # A kernel says that it is busy before it heeds interrupts.
+    wait_for(lambda: "in" in second.printed(running), "the cell to run")
     second.process.send_signal(signal.SIGINT)
     assert second.reply(running)["content"]["ename"] == "KeyboardInterrupt"
     old = session(pool, second)["id"]
