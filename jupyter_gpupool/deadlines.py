@@ -1,11 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Wait for something in asyncio, but not longer than so many seconds."""
+"""Wait in asyncio for what may hang: not longer than so many seconds, or in a thread of its own."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Awaitable, TypeVar
+import threading
+from contextlib import suppress
+from typing import Awaitable, Callable, TypeVar
 
 _T = TypeVar("_T")
 
@@ -37,3 +39,32 @@ async def within(work: Awaitable[_T], seconds: float) -> _T:
         if task.cancelled():
             raise asyncio.TimeoutError
     return task.result()
+
+
+async def in_own_thread(work: Callable[[], _T], name: str) -> _T:
+    """Return what ``work``, which may hang, returns in a thread of this name.
+
+    No executor has the thread: this process would wait at its end for one that hangs.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[_T] = loop.create_future()
+
+    def settle(found: _T | None, error: Exception | None) -> None:
+        if answer.done():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(found)  # type: ignore[arg-type]
+
+    def run() -> None:
+        found, failed = None, None
+        try:
+            found = work()
+        except Exception as error:  # it is raised where the answer is awaited
+            failed = error
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, found, failed)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await answer

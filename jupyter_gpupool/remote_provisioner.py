@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping, Sequence, TypeVar
 
 import zmq
 from jupyter_client.provisioning import KernelProvisionerBase
@@ -24,12 +25,15 @@ from .client import Client
 from .cluster.authenticators import authenticator
 from .cluster.identity import Authenticator, cannot, order_text
 from .cluster.kernel_host import PORTS
+from .deadlines import in_own_thread
 from .errors import Code, GPUPoolError, RefusedError
 from .launcher import REMOTE_PROVISIONER, options_of
 from .provisioner import GPUPoolProvisioner, KernelNotStarted
 
 #: Seconds for an order, and between two questions whether the kernel runs.
 PATIENCE, BETWEEN = 70.0, 0.3
+_T = TypeVar("_T")
+
 #: Stands for an unknown exit code: the broker that started the kernel has been replaced.
 UNKNOWN = 1
 
@@ -211,7 +215,42 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         self._socket = Path(socket) if socket else None
         self._runs = bool(self._node)
 
+    # ------------------------------------------------------------------ called by the extension
+
+    @property
+    def node(self) -> str:
+        """The machine of the kernel; empty before it was chosen."""
+        return self._node
+
+    async def look(self, kernels: Sequence[str]) -> Mapping[str, Any]:
+        """Return sessions, GPUs and clock of this user's kernels on this kernel's machine.
+
+        Raises
+        ------
+        GPUPoolError
+            If that machine does not answer.
+        """
+        return await self._in_thread(self._send, {"do": "look", "kernels": [*kernels]})
+
+    async def tell(self, request: str, session: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Send this kernel's broker a request about a session there; return the answer.
+
+        Raises
+        ------
+        GPUPoolError
+            If the broker refuses, or its machine does not answer.
+        """
+        found = await self._in_thread(
+            self._send, {"do": "tell", "request": request, "session": session, "fields": {**fields}}
+        )
+        return dict(found["answer"])
+
     # ------------------------------------------------------------------ the broker
+
+    @staticmethod
+    async def _in_thread(function: Callable[..., _T], *args: Any) -> _T:
+        """Call a function that may block for as long as another machine is silent."""
+        return await in_own_thread(partial(function, *args), "gpupool-order")
 
     async def _check_ended(self) -> None:
         """Refuse a start while the kernel before may run: there would be two of it."""

@@ -29,7 +29,7 @@ ALLOWED: dict[str, str] = {
     "pool": "",
     "guard": "",
     "containers": "guard",
-    "cluster": "config endpoint launcher local_machine pool.groups pool.model protocol",
+    "cluster": "client config endpoint launcher local_machine pool.groups pool.model protocol",
     "config": "emulation endpoint guard local_machine pool.groups pool.model",
     "devices": "guard local_machine pool.model pool.attribution",
     "startrecord": "endpoint local_machine",

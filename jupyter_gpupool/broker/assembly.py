@@ -180,22 +180,10 @@ async def assemble(
         log=log,
     )  # fmt: skip
     shared: SharedLimits | None = None
-    remote: RemoteMessages | None = None
-    elsewhere: ElsewhereMessages | None = None
     if lent is not None:
-        from ..cluster.authenticators import authenticator
-        from .hosting import Hosting
-        from .messages.elsewhere import ElsewhereMessages
-        from .messages.remote import RemoteMessages
         from .shared import SharedLimits
 
         shared = SharedLimits(core, lent, maintenance, configuration, log)
-        checks = authenticator(settings.cluster_identity, reader=os.geteuid())
-        remote = RemoteMessages(
-            core, configuration, Hosting(core, configuration, lent.budgets.node, checks),
-            lent.budgets.node, look=shared.look, check_agent=shared.check_agent,
-        )  # fmt: skip
-        elsewhere = ElsewhereMessages(core, configuration, lent.budgets.node, look=shared.look)
     hour = HourBook(core, samples)
     monitor = Monitor(
         core, service, configuration, samples=samples, room=room, pressure=pressure,
@@ -212,6 +200,21 @@ async def assemble(
         maintenance=maintenance, memberships=memberships, no_device=no_device,
         journal_note=journal_note,
     )  # fmt: skip
+    remote: RemoteMessages | None = None
+    elsewhere: ElsewhereMessages | None = None
+    if lent is not None and shared is not None:
+        from ..cluster.authenticators import authenticator
+        from .hosting import Hosting
+        from .messages.elsewhere import ElsewhereMessages
+        from .messages.remote import RemoteMessages
+
+        node = lent.budgets.node
+        checks = authenticator(settings.cluster_identity, reader=os.geteuid())
+        remote = RemoteMessages(
+            core, configuration, Hosting(core, configuration, node, checks, snapshots.status),
+            node, look=shared.look, check_agent=shared.check_agent,
+        )  # fmt: skip
+        elsewhere = ElsewhereMessages(core, configuration, node, look=shared.look)
     guard = GuardMessages(
         core, pages, activity, time_share, rooms=rooms, homes=homes, landings=landings
     )

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from . import nss
 from .configuration import Configuration
 from .core import Core
 from .sessions import Death
+from .transport.auth import Peer
 
 #: Seconds in which the program that becomes a kernel must have done so, and a signal be sent.
 PATIENCE, SIGNAL_PATIENCE = 50.0, 10.0
@@ -45,6 +46,11 @@ MOST_OF_USER, MOST, MOST_CHECKS = 8, 64, 64
 MOST_BYTES = 1 << 17
 #: Ended kernels whose exit codes are known.
 KEPT = 1000
+
+#: Kernels in one question for their sessions: the answer must fit into a letter.
+MOST_LOOKED = 16
+#: What a user may ask this broker about a kernel here from another machine.
+_TOLD = frozenset({"release", "keep", "request", "why", "elsewhere"})
 
 #: Isolated: no variable of an account, and nothing in a folder, adds to what it imports.
 PROGRAM = (sys.executable, "-I", "-m", "jupyter_gpupool.cluster.kernel_host")
@@ -110,6 +116,26 @@ def talk(link: socket.socket, line: bytes, deadline: float) -> bytes:
     return found.partition(b"\n")[0]
 
 
+def looked(status: Mapping[str, Any], kernels: Iterable[Any]) -> Mapping[str, Any]:
+    """Return the part of the pool that concerns some kernels of its viewer."""
+    wanted = {name for name in kernels if isinstance(name, str)}
+    # An admin sees the sessions of all users.
+    sessions = [
+        session for session in status["sessions"]
+        if session["owner"] == status["user"] and session.get("kernel_id") in wanted
+    ]  # fmt: skip
+    used = {uuid for session in sessions for uuid in session["devices"]}
+    return {
+        "now": status["now"],
+        "sessions": sessions,
+        "gpus": [
+            {name: device[name] for name in ("uuid", "index", "name", "emulated")}
+            for device in status["devices"]
+            if device["uuid"] in used
+        ],
+    }
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     """Kill a program that was not reaped, and all in its process group; wait a short time.
 
@@ -133,6 +159,8 @@ class Hosting:
         The name of this machine.
     authenticator:
         Checks credentials; None if this machine takes no orders.
+    status:
+        Returns the pool as a user may see it.
     """
 
     def __init__(
@@ -141,8 +169,10 @@ class Hosting:
         configuration: Configuration,
         node: str,
         authenticator: Authenticator | None,
+        status: Callable[[Peer], Mapping[str, Any]],
     ) -> None:
         self._core = core
+        self._status = status
         self._configuration = configuration
         self._node = node
         self._authenticator = authenticator
@@ -185,12 +215,28 @@ class Hosting:
             return await self._signal(key, order.get("signal"))
         if do == "poll":
             return self._poll(key)
-        if do in ("log", "clean"):
+        if do == "look":
+            return await self._look(found.uid, order.get("kernels"))
+        if do == "tell" and order.get("request") not in _TOLD:
+            raise RefusedError(
+                f"Another machine may not send {str(order.get('request'))[:40]!r}.",
+                code=Code.BAD_REQUEST,
+            )
+        if do in ("log", "clean", "tell"):
             if do == "clean" and self._poll(key)["running"]:
                 raise RefusedError("This kernel still runs.", code=Code.BAD_REQUEST)
             uid = found.uid
             return (await self._in_thread(uid, lambda: self._run_as(uid, order)))[0]
         raise RefusedError(f"There is no order {str(do)[:40]!r}.", code=Code.UNKNOWN_TYPE)
+
+    async def _look(self, uid: int, kernels: Any) -> Mapping[str, Any]:
+        """Return the sessions of a user's kernels, in the fields of ``status``, and their GPUs."""
+        if not isinstance(kernels, list) or len(kernels) > MOST_LOOKED:
+            raise RefusedError(
+                f"An order may ask for at most {MOST_LOOKED} kernels.", code=Code.BAD_REQUEST
+            )
+        account = await self._in_thread(uid, lambda: self._account(uid))
+        return looked(self._status(Peer(0, uid, account.gid)), kernels)
 
     def close(self) -> None:
         """Stop watching the kernels, which continue to run."""

@@ -1,6 +1,7 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Runs as a kernel's user, on the kernel's machine: becomes the kernel, or reads its log.
+"""Runs as a kernel's user, on the kernel's machine: becomes the kernel, reads its log, or asks the
+broker there something about it.
 
 The broker, which runs as root, starts this program and never opens a file of a user itself. The
 order comes on standard input, the answer goes to standard output: one line of JSON each.
@@ -20,6 +21,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, Mapping, NoReturn
 
+from ..client import Client
 from ..endpoint import user_runtime_dir
 from ..errors import Code, GPUPoolError, RefusedError
 from ..launcher import (
@@ -210,6 +212,11 @@ _SECRETS = ("key", "signature_scheme", "curve_publickey", "curve_secretkey")
 def perform(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Carry out an order that ends at once; return the answer."""
     order = message["order"]
+    if order["do"] == "tell":
+        # The broker sees this process's user, so it checks whose session that is.
+        with Client(Path(message["socket"])) as client:
+            answer = client.call(order["request"], session=order["session"], **order["fields"])
+        return {"answer": {k: v for k, v in answer.items() if k not in ("v", "type", "id")}}
     place = KernelFiles(str(order["kernel_id"]))
     if order["do"] == "clean":
         place.remove()

@@ -6,6 +6,7 @@
 - ``machines``: pure; the machines of the cluster, from the answer of the broker.
 - ``broker_link``: the one connection to the broker.
 - ``watch``: keeps the newest view while it is needed; events, metrics, idle warnings.
+- ``remote_kernels``: this server's kernels on other machines of a cluster.
 - ``kernel_history``: pure; figures of the snapshots in the last minutes, and totals.
 - ``server_metrics``: the pool's part of ``/metrics``.
 - ``handlers``, ``stream``: REST and websocket under ``/gpupool/api``; ``openapi`` describes them.

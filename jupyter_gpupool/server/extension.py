@@ -19,6 +19,7 @@ from ..config.differences import not_logged, notice
 from ..endpoint import find_socket
 from . import admin_routes, handlers, page_config, stream
 from .broker_link import BrokerLink
+from .remote_kernels import RemoteKernel
 from .views import View
 from .watch import Watch
 
@@ -111,6 +112,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
             log=self.log,
             revive=self._revive,
             notice=self._notice,
+            remote=self._remote_kernels,
         )
         self.settings["gpupool_watch"] = self._watch
         watch = self._watch
@@ -190,6 +192,17 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         if provisioner is None:
             return
         info = await provisioner.get_provisioner_info()
-        if info.get("gpupool_session"):
-            self._socket = Path(info["gpupool_socket"])
+        if info.get("gpupool_session") or info.get("gpupool_node"):
+            if info["gpupool_socket"]:
+                self._socket = Path(info["gpupool_socket"])
             watch.kernel_started(kernel_id)
+
+    def _remote_kernels(self) -> dict[str, RemoteKernel]:
+        """Return the kernels on other machines: those whose provisioner has chosen one."""
+        manager = self.serverapp.kernel_manager
+        found = {}
+        for kernel_id in manager.list_kernel_ids():
+            provisioner = manager.get_kernel(kernel_id).provisioner
+            if getattr(provisioner, "node", ""):
+                found[kernel_id] = provisioner
+        return found

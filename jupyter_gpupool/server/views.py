@@ -111,7 +111,7 @@ def delta(
     """
     changes: View = {
         name: new[name]
-        for name in (*_SHOWN, "configuration_notice")
+        for name in (*_SHOWN, "configuration_notice", "remote_kernels")
         if name not in ("now", "devices", "sessions", "host") and new.get(name) != old.get(name)
     }
     name = "available_bytes"

@@ -22,6 +22,7 @@ from ..states import MOVING, WAITING
 from . import machines, server_metrics, views
 from .broker_link import BrokerLink
 from .kernel_history import KernelHistory, KernelUsage
+from .remote_kernels import RemoteKernel, RemoteKernels
 from .views import View
 
 #: Least seconds between two snapshots: one of 50 sessions has 40 KiB.
@@ -71,6 +72,8 @@ class Watch:
         Restarts a broker that has died, or raises the reason why not; ignores a living one.
     notice:
         Returns the notice about a broker with another configuration than this server's, or "".
+    remote:
+        Returns those of this server's kernels that run on other machines, by id.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Watch:
         log: logging.Logger,
         revive: Callable[[], Awaitable[None]] | None = None,
         notice: Callable[[View], str] = lambda _: "",
+        remote: Callable[[], Mapping[str, RemoteKernel]] = dict,
     ) -> None:
         self._link = link
         self._kernels = kernels
@@ -99,6 +103,7 @@ class Watch:
         self._log = log
         self._revive = revive
         self._notice = notice
+        self._remote = RemoteKernels(remote, self.stirred, log)
         #: Kernels of this server that belong to the pool.
         self._pooled: set[str] = set()
         self._subscribers: set[Subscriber] = set()
@@ -161,6 +166,7 @@ class Watch:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
+        await self._remote.close()
         await self._link.close()
 
     # ------------------------------------------------------------------ asking
@@ -181,6 +187,9 @@ class Watch:
         local = self._kernels()
         view = views.visible(status, views.is_mine(local, self._user), local)
         view["configuration_notice"] = self._notice(status)
+        self._remote.ask()
+        view["remote_kernels"] = self._remote.where()
+        view["sessions"] += self._remote.sessions(view["now"])
         self._take(view)
         here = {str(s["kernel_id"]) for s in view["sessions"] if s["here"]}
         if not here <= self._pooled:
@@ -221,17 +230,22 @@ class Watch:
 
     async def why(self, session: str) -> View:
         """Return why a session that :meth:`look` has shown waits, or may lose its slice."""
-        answer = _plain(await self._link.call("why", session=session))
+        answer = _plain(await self._ask("why", session))
         if answer.get("clustered") and answer["state"] == "queued":
-            answer |= _plain(await self._link.call("elsewhere", session=session))
+            answer |= _plain(await self._ask("elsewhere", session))
         return answer
 
     async def act(self, kind: str, session: str, **fields: Any) -> Message:
         """Send a request about a session that :meth:`look` has shown to the broker."""
-        answer = await self._link.call(kind, session=session, **fields)
+        answer = await self._ask(kind, session, **fields)
         if self._task is not None:
             self._news.set()
         return answer
+
+    async def _ask(self, kind: str, session: str, **fields: Any) -> Message:
+        if self._remote.has(session):
+            return await self._remote.tell(kind, session, fields)
+        return await self._link.call(kind, session=session, **fields)
 
     # ------------------------------------------------------------------ the link's callbacks
 
@@ -301,6 +315,8 @@ class Watch:
     def _pause(self, last: View) -> float:
         """Return the seconds from the snapshot ``last`` to the next if nothing happens."""
         pause = self._interval
+        if self._subscribers and last["remote_kernels"]:
+            pause = min(pause, LIVELY_INTERVAL)  # their brokers push nothing to here
         settles = self._stirred + LIVELY_INTERVAL - last["now"]
         if settles > 0:
             # The history shows the settled state until the next snapshot.

@@ -36,6 +36,9 @@ export interface IDevice {
   readonly drained_reason: string;
 }
 
+/** What a name of a device needs. */
+export type INamedDevice = Pick<IDevice, 'uuid' | 'index' | 'name' | 'emulated'>;
+
 export interface IRequest {
   readonly memory: number;
   readonly limit: number;
@@ -146,6 +149,12 @@ export interface ISession extends IAnySession {
   readonly suspends: number;
   readonly resumes: number;
   readonly migrations: number;
+  /** The other machine on which it runs; missing for a kernel of this machine. */
+  readonly machine?: string;
+  /** The GPUs of that machine that it uses. */
+  readonly gpus?: readonly INamedDevice[];
+  /** Why that machine does not answer, so that all fields are old; empty if it does. */
+  readonly unreachable?: string;
 }
 
 export interface ILimits {
@@ -182,6 +191,8 @@ export interface IPool {
   readonly devices: readonly IDevice[];
   readonly sessions: readonly (ISession | IAnySession)[];
   readonly queue_length: number;
+  /** The machine of each kernel of this server that runs on another one, by the kernel's id. */
+  readonly remote_kernels?: Readonly<Record<string, string>>;
   readonly host: {
     readonly budget_bytes: number;
     readonly used_bytes: number;

@@ -17,7 +17,7 @@ import type { Message } from './stream';
 import { EventStream } from './stream';
 import { nextStep } from './tell';
 import type { Change, IBroker } from './tokens';
-import { IPoolModel, isMine, PROVISIONER } from './tokens';
+import { IPoolModel, isMine, PROVISIONER, REMOTE_PROVISIONER } from './tokens';
 
 /** If the wall clock is ahead by so many milliseconds, the computer has slept. */
 const SLEPT = 2000;
@@ -103,7 +103,8 @@ export class PoolModel implements IPoolModel {
     const spec = this._services.kernelspecs.specs?.kernelspecs[kernelName];
     const stanza = spec?.metadata?.['kernel_provisioner'] as
       { provisioner_name?: string } | undefined;
-    return stanza?.provisioner_name === PROVISIONER;
+    const name = stanza?.provisioner_name;
+    return name === PROVISIONER || name === REMOTE_PROVISIONER;
   }
 
   session(kernelId: string): ISession | null {

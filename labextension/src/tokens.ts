@@ -19,6 +19,9 @@ import type {
 /** The pool's provisioner, by its name in kernelspecs. */
 export const PROVISIONER = 'gpupool-provisioner';
 
+/** The provisioner of kernels that start on another machine of a cluster. */
+export const REMOTE_PROVISIONER = 'gpupool-remote-provisioner';
+
 /** Whether the broker answers; `unknown` before the first request. */
 export interface IBroker {
   readonly status: 'unknown' | 'up' | 'away';

@@ -4,7 +4,7 @@
 /** States, sizes and times in words. Pure: the time now is an argument. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 
-import type { IBudget, IDevice, ISession } from './api';
+import type { IBudget, IDevice, INamedDevice, ISession } from './api';
 
 const GIB = 1024 ** 3;
 const UNITS = ['B', 'KiB', 'MiB', 'GiB', 'TiB'] as const;
@@ -230,13 +230,23 @@ export function ordinal(trans: TranslationBundle, n: number): string {
 export function gpus(
   trans: TranslationBundle,
   uuids: readonly string[],
-  devices: readonly IDevice[]
+  devices: readonly INamedDevice[]
 ): string {
   const numbers = uuids
     .map(uuid => devices.find(device => device.uuid === uuid)?.index)
     .filter(index => index !== undefined)
     .sort((a, b) => a - b);
   return trans._n('GPU %2', 'GPUs %2', uuids.length, numbers.join(', ') || '?');
+}
+
+/** `GPU 1`, on another machine `GPU 1 of gpu2`: where a session has its slice. */
+export function place(
+  trans: TranslationBundle,
+  session: ISession,
+  devices: readonly INamedDevice[]
+): string {
+  const said = gpus(trans, session.devices, session.gpus ?? devices);
+  return session.machine ? trans.__('%1 of %2', said, session.machine) : said;
 }
 
 /** The tone of a state; also the name of its style. */
@@ -273,7 +283,14 @@ export function say(
   if (session === null) {
     return plain(trans.__('No GPU'), 'none');
   }
-  const where = gpus(trans, session.devices, devices);
+  if (session.machine && session.unreachable) {
+    return plain(
+      trans.__('%1 does not answer', session.machine),
+      'away',
+      trans.__('Away')
+    );
+  }
+  const where = place(trans, session, devices);
   switch (session.state) {
     case 'queued':
       return waiting(trans, session, now);

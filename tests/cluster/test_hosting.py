@@ -40,6 +40,27 @@ BECOMES = 'import os; os.write(1, b\'{"v":1,"type":"ok"}\\n\'); import time; tim
 ENDS = 'import os; os.write(1, b\'{"v":1,"type":"ok"}\\n\')'
 
 
+def a_session(kernel, owner="ada"):
+    return {"id": f"s-{kernel}", "kernel_id": kernel, "owner": owner, "devices": [f"G-{kernel}"]}
+
+
+#: By user id: the pool as an admin named ada sees it.
+STATUS = {
+    1234: {
+        "now": 5.0,
+        "user": "ada",
+        "sessions": [
+            a_session("k"), a_session("of-another-server"), a_session("k2", owner="bob"),
+            {"id": "s", "owner": "other", "devices": ["G-k2"]},
+        ],
+        "devices": [
+            {"uuid": f"G-{name}", "index": 0, "name": "a GPU", "emulated": False, "more": 1}
+            for name in ("k", "k2")
+        ],
+    }
+}  # fmt: skip
+
+
 class Anyone:
     """Takes a credential for its text."""
 
@@ -56,7 +77,9 @@ def broker(monkeypatch):
     )
     settings = SimpleNamespace(cluster_address="127.0.0.1")
     configuration = SimpleNamespace(socket=Path("/nowhere"), settings=settings)
-    return Hosting(SimpleNamespace(sessions=()), configuration, "m1", Anyone())
+    return Hosting(
+        SimpleNamespace(sessions=()), configuration, "m1", Anyone(), lambda peer: STATUS[peer.uid]
+    )
 
 
 @pytest.fixture
@@ -163,6 +186,22 @@ def test_a_kernel_that_ends_is_no_zombie(broker, runs):
     assert asyncio.run(run())[0]["code"] == 0
 
 
+def test_a_server_sees_the_kernels_of_its_user_that_it_names(broker):
+    (answer,) = asyncio.run(perform(broker, order("look", kernels=["k", "k2", 7])))
+    assert answer == {
+        "type": "ok", "now": 5.0, "sessions": [a_session("k")],
+        "gpus": [{"uuid": "G-k", "index": 0, "name": "a GPU", "emulated": False}],
+    }  # fmt: skip
+
+
+def test_a_server_may_not_ask_for_anything_else(broker):
+    answers = asyncio.run(perform(
+        broker, order("look"), order("look", kernels=["k"] * (hosting.MOST_LOOKED + 1)),
+        order("tell", request="shutdown", session="s", fields={}), order("tell"),
+    ))  # fmt: skip
+    assert [answer["code"] for answer in answers] == ["bad-request"] * 4
+
+
 def test_malformed_orders_are_answered(broker):
     deep = "[" * 100_000
     orders = deep, '{"x":' + deep, order("signal", signal=[]), order("signal", signal=1 << 70)
@@ -182,7 +221,7 @@ def test_no_service_of_the_system_gets_a_kernel(uid, words, monkeypatch):
     monkeypatch.setattr(hosting.os, "geteuid", lambda: 0)
     configuration = SimpleNamespace(settings=SimpleNamespace(cluster_min_uid=1000))
     with pytest.raises(hosting.RefusedError, match=words) as error:
-        Hosting(None, configuration, "m1", None)._account(uid)
+        Hosting(None, configuration, "m1", None, dict)._account(uid)
     assert error.value.code == "not-allowed"
 
 

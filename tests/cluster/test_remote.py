@@ -8,6 +8,8 @@ import json
 import os
 import pwd
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,11 +19,23 @@ from jupyter_gpupool.cluster.kernel_host import (
     give_up_protection,
     kernelspec,
 )
-from jupyter_gpupool.errors import RefusedError
-from tests.broker.kit import wait_until
+from jupyter_gpupool.errors import Code, RefusedError
+from tests.broker.kit import remove, short_folder, wait_until
+from tests.server.kit import USE_GPU
+from tests.server.kit import Server as JupyterServer
 
 from .kit import Cluster, is_alive
-from .remotes import ROOTS, USER, USERS, HostingBroker, RemoteKernel, User, a_server, identified
+from .remotes import (
+    KERNEL,
+    ROOTS,
+    USER,
+    USERS,
+    HostingBroker,
+    RemoteKernel,
+    User,
+    a_server,
+    identified,
+)
 
 
 class Pair(Cluster):
@@ -303,3 +317,75 @@ def test_a_server_uses_a_kernel_on_another_machine(cluster, server):
     assert server.do("restart") == "m1"
     assert server.do("shutdown") is False
     wait_until(lambda: not cluster.brokers["m1"].status()["sessions"], "the end of its session")
+
+
+@pytest.fixture
+def jupyter_server(cluster, server):
+    """A Jupyter server of the user on m0, whose Pooled GPU kernels start on other machines."""
+    folder = short_folder()
+    spec = folder / "data/kernels" / KERNEL
+    spec.mkdir(parents=True)
+    own = json.loads(
+        (Path(sys.prefix) / "share/jupyter/kernels" / KERNEL / "kernel.json").read_text()
+    )
+    own["metadata"]["kernel_provisioner"] = {
+        "provisioner_name": "gpupool-remote-provisioner", "config": {"memory": "200MiB"}
+    }  # fmt: skip
+    (spec / "kernel.json").write_text(json.dumps(own))
+    found = JupyterServer(folder, cluster.brokers["m0"].socket, user=USER if ROOTS else None)
+    yield found
+    found.end()
+    print(found.tail())
+    remove(folder)
+
+
+def test_a_jupyter_server_shows_and_steers_a_remote_kernel(cluster, jupyter_server):
+    kernel = jupyter_server.start_kernel()
+    path = f"/sessions/{kernel}"
+
+    def rows():
+        return [s for s in jupyter_server.api("/pool")["sessions"] if s.get("kernel_id") == kernel]
+
+    def until(what, condition):
+        return wait_until(lambda: next(filter(condition, rows()), None), what)
+
+    def theirs():
+        (found,) = cluster.brokers["m1"].status()["sessions"]
+        return found
+
+    row = until("its session", lambda s: s["state"] == "detached")
+    assert jupyter_server.api("/pool")["remote_kernels"] == {kernel: "m1"}
+    assert (row["machine"], row["unreachable"], row["here"], row["mine"]) == ("m1", "", True, True)
+    assert row["id"] == theirs()["id"]
+    # Both machines have one clock here.
+    assert abs(row["opened_at"] - theirs()["opened_at"]) < 1
+    jupyter_server.cells(kernel).run(USE_GPU)
+    row = until("its slice", lambda s: s["granted_bytes"] == 200 << 20)
+    assert [gpu["uuid"] for gpu in row["gpus"]] == theirs()["devices"] == row["devices"]
+
+    assert jupyter_server.api(f"{path}/keep", "POST", seconds=600)["note"]
+    kept = theirs()["keep_until"]
+    row = until("the end of its time", lambda s: s["keep_until"] is not None)
+    assert abs(row["keep_until"] - kept) < 1
+    assert jupyter_server.api(path, "PATCH", memory="220MiB")["request"]["memory"] == 220 << 20
+    until("its new request", lambda s: s["request"]["memory"] == theirs()["request"]["memory"])
+    refused = jupyter_server.api(path, "PATCH", 409, memory="900GiB")
+    assert "900 GiB" in refused["message"]
+    assert jupyter_server.api(f"{path}/why")["lines"]
+    jupyter_server.api(f"{path}/keep", "POST", seconds=0)
+    jupyter_server.api(f"{path}/release", "POST")
+    row = until("its release", lambda s: s["state"] == "detached")
+    assert row["suspended_bytes"] == theirs()["suspended_bytes"] >= 64 << 20
+
+    # A silent machine is named, and its kernel stays.
+    cluster.agents["m1"].kill()
+    row = until("m1 to be silent", lambda s: s["unreachable"])
+    assert row["unreachable"].startswith("m1 ")
+    assert row["suspended_bytes"] >= 64 << 20
+    silent = Code.UNREACHABLE
+    assert jupyter_server.api(f"{path}/release", "POST", silent.status)["code"] == silent
+    cluster.agents["m1"].start()
+    until("m1 to answer", lambda s: not s["unreachable"])
+    jupyter_server.stop_kernel(kernel)
+    wait_until(lambda: not rows(), "the end of its session")
+    assert jupyter_server.api("/pool")["remote_kernels"] == {}

@@ -7,7 +7,7 @@ import { Signal } from '@lumino/signaling';
 
 import type { Delta, IPool } from '../api';
 import type { PoolModel } from '../model';
-import { PROVISIONER } from '../tokens';
+import { PROVISIONER, REMOTE_PROVISIONER } from '../tokens';
 import { aPool } from './defaults';
 
 /** One websocket: the page's end and the server's end. */
@@ -127,6 +127,9 @@ export class FakeServices {
         python3: { metadata: {} },
         'gpupool-python3': {
           metadata: { kernel_provisioner: { provisioner_name: PROVISIONER } }
+        },
+        'gpupool-remote-python3': {
+          metadata: { kernel_provisioner: { provisioner_name: REMOTE_PROVISIONER } }
         },
         'gpupool-ir': {
           metadata: {

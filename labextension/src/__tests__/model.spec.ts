@@ -125,6 +125,7 @@ describe('requests and kernels', () => {
   test('the provisioner decides whether a kernel is pooled, not its name', () => {
     expect(model.isPooled('gpupool-python3')).toBe(true);
     expect(model.isPooled('gpupool-ir')).toBe(true);
+    expect(model.isPooled('gpupool-remote-python3')).toBe(true);
     expect(model.isPooled('python3')).toBe(false);
     expect(model.isPooled('gpupool-none')).toBe(false);
   });

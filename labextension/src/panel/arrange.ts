@@ -86,20 +86,22 @@ export class Arranger {
       ? view.sessions
       : view.sessions.filter(session => !session.here);
     const mine = sessions.filter(isMine);
+    // Devices, queue and host memory are those of this machine.
+    const local = sessions.filter(session => !(isMine(session) && session.machine));
     this._number(mine);
     const called = new Map<string, IName>();
     for (const session of mine) {
       const name = nameOf(session.kernel_id) ?? { name: title(session), path: '' };
       called.set(session.id, name);
     }
-    const slices = this._slices(sessions, called, active);
+    const slices = this._slices(local, called, active);
     const last = this._last;
     const rows = view.devices.map((device, i) => {
       const old = last?.rows[i];
       const on = sameList(old?.slices, slices.get(device.uuid) ?? []);
       return same(old, { device, slices: on });
     });
-    const queue = sessions
+    const queue = local
       .filter(session => session.state === 'queued')
       .sort((a, b) => (a.queue_position ?? Infinity) - (b.queue_position ?? Infinity))
       .map((session, i) =>
@@ -132,9 +134,11 @@ export class Arranger {
       kernels: list(true, last?.kernels),
       elsewhere: list(false, last?.elsewhere),
       devices: sameNumbers(last?.devices, view.devices),
-      having: sessions.filter(session => session.granted_bytes > 0).length,
+      having: local.filter(session => session.granted_bytes > 0).length,
       waiting: queue.length,
-      suspended: mine.reduce((sum, session) => sum + session.suspended_bytes, 0)
+      suspended: local
+        .filter(isMine)
+        .reduce((sum, session) => sum + session.suspended_bytes, 0)
     };
     return this._last;
   }

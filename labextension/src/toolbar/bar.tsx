@@ -5,14 +5,14 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
-import type { IDevice, ISession } from '../api';
+import type { INamedDevice, ISession } from '../api';
 import { bytes, gpus, part } from '../words';
 import { usedBytes } from './situation';
 
 export function Bar(props: {
   readonly trans: TranslationBundle;
   readonly session: ISession;
-  readonly devices: readonly IDevice[];
+  readonly devices: readonly INamedDevice[];
 }): React.JSX.Element {
   const { trans, session } = props;
   const used = usedBytes(session);

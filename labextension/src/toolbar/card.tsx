@@ -46,7 +46,10 @@ export function Card(props: IProps): React.JSX.Element {
     );
   }
   const { session, view } = it;
-  const room = Math.max(0, ...(view?.devices ?? []).map(d => d.memory_capacity));
+  // Of another machine only the bound is known.
+  const room = session?.machine
+    ? (session.most_bytes ?? session.request.limit)
+    : Math.max(0, ...(view?.devices ?? []).map(d => d.memory_capacity));
   return (
     <div className="jp-gpupool-Popover-card">
       <div className="jp-gpupool-Popover-row jp-gpupool-Popover-head">
@@ -76,7 +79,11 @@ export function Card(props: IProps): React.JSX.Element {
         </p>
       ))}
       {it.kind === 'ours' && session && hasSlice(session) ? (
-        <Bar trans={trans} session={session} devices={view?.devices ?? []} />
+        <Bar
+          trans={trans}
+          session={session}
+          devices={session.gpus ?? view?.devices ?? []}
+        />
       ) : null}
       {it.kind === 'ours' &&
       session &&
@@ -175,6 +182,12 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
       )
     ];
   }
+  if (session.unreachable) {
+    return [
+      session.unreachable,
+      trans.__('Try again later, or ask your administrator.')
+    ];
+  }
   const size = bytes(session.request.memory);
   switch (session.state) {
     case 'queued':
@@ -201,7 +214,7 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
         ? [trans.__('It keeps the slice until somebody else needs it.')]
         : [`${it.said.text}.`];
     case 'detached': {
-      const order = pauseOf(view);
+      const order = session.machine ? null : pauseOf(view);
       if (order !== null) {
         return [
           trans.__('No kernel gets a GPU now: %1.', byAdmin(trans, order)),

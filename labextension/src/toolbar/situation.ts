@@ -7,7 +7,16 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IPool, ISession } from '../api';
 import { byAdmin, pauseOf } from '../maintenance';
 import type { IBroker, IPoolModel } from '../tokens';
-import { bytes, gpus, ordinal, part, plain, say, sentence, type ISaid } from '../words';
+import {
+  bytes,
+  ordinal,
+  part,
+  place,
+  plain,
+  say,
+  sentence,
+  type ISaid
+} from '../words';
 
 export interface ISituation {
   /** `asking`: nothing is known yet. `ours`: the pool answers and has devices. */
@@ -52,7 +61,10 @@ export function situation(
   const { view, broker } = model;
   const session = model.session(kernelId);
   const devices = view?.devices ?? [];
-  const own = devices.filter(device => session?.devices.includes(device.uuid));
+  const own = (session?.gpus ?? devices).filter(device =>
+    session?.devices.includes(device.uuid)
+  );
+  const machine = view?.remote_kernels?.[kernelId] ?? '';
   const emulated = own.length
     ? own.some(device => device.emulated)
     : (view?.emulated ?? false);
@@ -92,7 +104,34 @@ export function situation(
       headline: trans.__('Asking the GPU pool…')
     };
   }
-  if (devices.length === 0) {
+  if (machine && session === null) {
+    return {
+      ...common,
+      kind: 'asking',
+      said: plain(trans.__('Asking %1…', machine), 'none', machine),
+      news: '',
+      headline: trans.__(
+        'This %1 runs on %2, which has not answered yet.',
+        what,
+        machine
+      )
+    };
+  }
+  if (session?.machine && session.unreachable) {
+    const said = say(trans, session, devices, model.now());
+    return {
+      ...common,
+      kind: 'ours',
+      said,
+      news: said.text,
+      headline: trans.__(
+        '%1 does not answer; this %2 probably runs on there.',
+        session.machine,
+        what
+      )
+    };
+  }
+  if (!machine && devices.length === 0) {
     return {
       ...common,
       kind: 'no-device',
@@ -101,7 +140,7 @@ export function situation(
       headline: trans.__('No GPU was found on this machine.')
     };
   }
-  const order = pauseOf(view);
+  const order = machine ? null : pauseOf(view);
   if (order !== null && session?.state === 'queued') {
     const why = byAdmin(trans, order);
     return {
@@ -143,7 +182,7 @@ export function lastHeard(trans: TranslationBundle, it: ISituation): string {
   if (session?.state !== 'active') {
     return news(trans, session, view);
   }
-  const where = gpus(trans, session.devices, view.devices);
+  const where = place(trans, session, view.devices);
   return trans.__('%1 on %2', bytes(session.granted_bytes), where);
 }
 
@@ -209,7 +248,7 @@ function news(trans: TranslationBundle, session: ISession | null, view: IPool): 
   if (session === null) {
     return trans.__('No GPU');
   }
-  const where = gpus(trans, session.devices, view.devices);
+  const where = place(trans, session, view.devices);
   switch (session.state) {
     case 'queued':
       if (session.preempted) {
@@ -257,7 +296,7 @@ function headline(
   if (session === null) {
     return trans.__('This %1 has no GPU.', what);
   }
-  const name = gpus(trans, session.devices, view.devices);
+  const name = place(trans, session, view.devices);
   const where = emulated ? trans.__('%1 (emulated)', name) : name;
   const used = usedBytes(session);
   switch (session.state) {

@@ -178,4 +178,21 @@ describe('Arranger', () => {
       [4 * GIB, null]
     ]);
   });
+
+  it('lists a kernel on another machine, but not in devices and queue here', () => {
+    // Machines of one model may give emulated devices the same UUID.
+    const far = { machine: 'gpu2', suspended_bytes: GIB } as const;
+    const view = pool(
+      [device(0)],
+      [
+        mine('a', { ...far, devices: ['GPU-0'] }),
+        mine('b', { ...far, ...NOTHING, state: 'queued', queue_position: 1 }),
+        mine('c', { devices: ['GPU-0'], suspended_bytes: 0 })
+      ]
+    );
+    const found = new Arranger().arrange(view, names, null, true);
+    expect(found.kernels.map(row => row.session.id)).toEqual(['a', 'b', 'c']);
+    expect(found.rows[0]!.slices.map(slice => slice.session.id)).toEqual(['c']);
+    expect([found.queue.length, found.having, found.suspended]).toEqual([0, 1, 0]);
+  });
 });

@@ -3,7 +3,16 @@
 
 import { Ticker } from '../../ticker';
 import { KernelWatch } from '../watch';
-import { detached, FakeContext, FakeModel, GIB, queued, session, trans } from './fakes';
+import {
+  anOrder,
+  detached,
+  FakeContext,
+  FakeModel,
+  GIB,
+  queued,
+  session,
+  trans
+} from './fakes';
 
 const made: KernelWatch[] = [];
 
@@ -189,5 +198,54 @@ describe('the count-down', () => {
     expect(ticker.running).toBe(true);
     expect(watch.situation?.said.text).toBe('Idle, back to the pool in 0:32');
     watch.dispose();
+  });
+});
+
+describe('a kernel on another machine', () => {
+  const far = {
+    ...{ machine: 'gpu2', unreachable: '', devices: ['GPU-9'] },
+    gpus: [{ uuid: 'GPU-9', index: 3, name: 'H100', emulated: false }]
+  };
+
+  function at(changes: object, more: object = {}) {
+    const model = new FakeModel(session({ ...far, ...changes }));
+    // The server's own machine has no GPU, and its pool is paused.
+    model.view = {
+      ...model.view!,
+      devices: [],
+      maintenance: [anOrder()],
+      remote_kernels: { k1: 'gpu2' },
+      ...more
+    };
+    return watching(model, new FakeContext('gpupool-python3', 'k1')).watch.situation!;
+  }
+
+  it('has its slice there, whatever this machine has', () => {
+    const it = at({});
+    expect([it.kind, it.said.text, it.headline, it.emulated]).toEqual([
+      'ours',
+      '6 of 8 GiB on GPU 3 of gpu2',
+      'This notebook has 6 of 8 GiB on GPU 3 of gpu2.',
+      false
+    ]);
+  });
+
+  it('waits there, whatever an admin does here', () => {
+    const it = at({ ...queued, devices: [], gpus: [] });
+    expect(it.said.text).toBe('Waiting: 2nd, 20 to 60 s left');
+  });
+
+  it('says that its machine is silent', () => {
+    const it = at({ unreachable: 'gpu2 does not answer: silent.' });
+    expect([it.said.text, it.said.tone, it.headline]).toEqual([
+      'gpu2 does not answer',
+      'away',
+      'gpu2 does not answer; this notebook probably runs on there.'
+    ]);
+  });
+
+  it('is asked for until its machine has answered', () => {
+    const it = at({}, { sessions: [] });
+    expect([it.kind, it.said.text]).toEqual(['asking', 'Asking gpu2…']);
   });
 });
