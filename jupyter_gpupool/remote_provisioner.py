@@ -168,6 +168,12 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         try:
             await self._in_thread(self._send, {"do": "signal", "signal": int(signum)})
         except GPUPoolError as error:
+            if self.parent.shutting_down and signum == signal.SIGINT:
+                # A shutdown begins with an interrupt, and must be possible without the machine.
+                self.log.warning(
+                    "GPU pool: the kernel on %s was not interrupted: %s", self._node, error
+                )
+                return
             raise KernelNotStarted(error) from error
 
     async def kill(self, restart: bool = False) -> None:

@@ -15,6 +15,7 @@ import { panelPlugin } from './panel';
 import { adminPlugin } from './admin';
 import { settingsPlugin } from './settings';
 import { commandsPlugin } from './commands';
+import { elsewherePlugin } from './elsewhere/plugin';
 import { launcherPlugin } from './launcher';
 import { notifyPlugin } from './notify';
 import { runningPlugin } from './running';
@@ -31,6 +32,7 @@ const plugins: JupyterFrontEndPlugin<unknown>[] = [
   toolbarPlugin,
   statusbarPlugin,
   commandsPlugin,
+  elsewherePlugin,
   launcherPlugin,
   notifyPlugin,
   runningPlugin,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -386,6 +387,21 @@ def test_a_jupyter_server_shows_and_steers_a_remote_kernel(cluster, jupyter_serv
     assert jupyter_server.api(f"{path}/release", "POST", silent.status)["code"] == silent
     cluster.agents["m1"].start()
     until("m1 to answer", lambda s: not s["unreachable"])
+
+    # Another kernel starts elsewhere. The old one cannot be ended, and is not awaited: as if its
+    # whole machine hung, it does not hear the server's own request either.
+    pid = theirs()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    cluster.agents["m1"].kill()
+    until("m1 to be silent", lambda s: s["unreachable"])
+    other = jupyter_server.start_kernel()
+    assert jupyter_server.api("/pool")["remote_kernels"] == {kernel: "m1", other: "m0"}
     jupyter_server.stop_kernel(kernel)
-    wait_until(lambda: not rows(), "the end of its session")
+    assert is_alive(pid)
+    assert "the kernel on m1 may still run" in jupyter_server.log.read_text()
+    wait_until(lambda: not rows(), "the end of its session here")
+    jupyter_server.stop_kernel(other)
     assert jupyter_server.api("/pool")["remote_kernels"] == {}
+    os.kill(pid, 9)
+    cluster.agents["m1"].start()
+    wait_until(lambda: not cluster.brokers["m1"].status()["sessions"], "its end")

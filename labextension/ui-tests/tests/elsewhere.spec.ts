@@ -1,10 +1,10 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Notebook 7, and a machine without a GPU. */
+/** Notebook 7, a machine without a GPU, and kernels on another machine. */
 import { faults } from '../axe';
 import { expect, Lab, test } from '../lab';
-import { ask, KERNEL, stage, uses } from '../pool';
+import { ask, KERNEL, session, stage, uses } from '../pool';
 
 test('Notebook 7 has the chip, the popover and the panel', async ({ browser }) => {
   await ask('fresh');
@@ -77,5 +77,96 @@ test('no GPU: launcher and panel say so, cells run elsewhere', async ({ browser 
   await lab.execute('gpupool:show-panel');
   await expect(lab.panel).toContainText('No GPU found');
   await expect(lab.panel).not.toContainText('`');
+  await lab.close();
+});
+
+/** As if the kernels of the page's server ran on a machine named gpu2, on its GPU 3. */
+function onGpu2<T extends object>(message: T): T {
+  const sessions = (
+    'sessions' in message ? (message.sessions as Record<string, unknown>[]) : []
+  ).map(session => ({
+    ...session,
+    ...(session['here'] === true && {
+      machine: 'gpu2',
+      unreachable: '',
+      gpus: (session['devices'] as string[]).map(uuid => ({
+        ...{ uuid, index: 3, name: 'EMULATED NVIDIA GPU', emulated: true }
+      }))
+    })
+  }));
+  const here = sessions.filter(session => 'machine' in session);
+  return {
+    ...message,
+    ...('sessions' in message && { sessions }),
+    ...(here.length > 0 && {
+      remote_kernels: Object.fromEntries(
+        here.map(session => [
+          String((session as Record<string, unknown>)['kernel_id']),
+          'gpu2'
+        ])
+      )
+    })
+  };
+}
+
+test('a kernel on another machine, and its restart elsewhere', async ({ browser }) => {
+  await ask('fresh');
+  const lab = await Lab.open(browser);
+  const { page } = lab;
+  const context = page.context();
+  await context.routeWebSocket(/gpupool\/api\/events/, socket => {
+    socket.connectToServer().onMessage(text => {
+      const said = JSON.parse(text.toString()) as { snapshot?: object; delta?: object };
+      const { snapshot, delta } = said;
+      socket.send(
+        JSON.stringify({
+          ...said,
+          ...(snapshot && { snapshot: onGpu2(snapshot) }),
+          ...(delta && { delta: onGpu2(delta) })
+        })
+      );
+    });
+  });
+  await context.route(/gpupool\/api\/pool/, async route => {
+    const response = await route.fetch();
+    await route.fulfill({ response, json: onGpu2((await response.json()) as object) });
+  });
+  await lab.fresh();
+  const notebook = await lab.notebook('far');
+  await notebook.run(uses(64));
+  await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
+  await notebook.chip.click();
+  await expect(lab.popover.getByRole('heading').first()).toHaveText(
+    /^This notebook is idle with .* on GPU 3 of gpu2 \(emulated\)\.$/
+  );
+  await page.keyboard.press('Escape');
+  await lab.execute('gpupool:show-panel');
+  await expect(lab.panel).toContainText('0 kernels have one');
+  await expect(lab.panel).toContainText('far.ipynb');
+
+  const item = 'Kernel>GPU Pool>Restart Where the Cluster Has Room…';
+  await page.menu.clickMenuItem(item);
+  const dialog = page.locator('.jp-Dialog');
+  await expect(dialog).toContainText(
+    'All variables of the kernel on gpu2 are lost, with'
+  );
+  expect(await faults(page, '.jp-Dialog')).toEqual([]);
+  // Who presses Enter loses nothing.
+  await expect(dialog.getByRole('button', { name: 'Cancel' })).toBeFocused();
+  await page.keyboard.press('Enter');
+  await expect(dialog).toHaveCount(0);
+  expect((await session(notebook.kernelId))?.state).toBe('idle');
+
+  await page.menu.clickMenuItem(item);
+  await dialog.getByRole('button', { name: 'Lose them and restart' }).click();
+  await expect.poll(() => session(notebook.kernelId)).toBeUndefined();
+  // Its cells ran again, in another kernel.
+  await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
+  const { sessions } = await ask<{ sessions: { label: string; state: string }[] }>(
+    'status'
+  );
+  const own = sessions.filter(found => found.label.includes('far'));
+  expect(own.map(found => found.state)).toEqual(['idle']);
+  expect(lab.errors.filter(text => /gpupool/i.test(text))).toEqual([]);
   await lab.close();
 });

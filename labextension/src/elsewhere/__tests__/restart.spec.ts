@@ -1,0 +1,70 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+import type { Widget } from '@lumino/widgets';
+
+import type { ISession } from '../../api';
+import { losses, restart } from '../restart';
+import { aPool, aSession, GIB, NOTHING, trans } from '../../__tests__/defaults';
+
+const FIRST =
+  'Another kernel starts on the machine that the cluster chooses now. A notebook runs again from its first cell.';
+
+function lost(more: Partial<ISession> | null): string[] {
+  const session = more && aSession({ id: 'a', machine: 'gpu2', ...more });
+  return losses(
+    trans,
+    {
+      view: aPool({ remote_kernels: { 'kernel-a': 'gpu2' } }),
+      session: () => session
+    },
+    'kernel-a'
+  );
+}
+
+describe('a restart elsewhere names what is lost', () => {
+  it('with the bytes of the device, used and suspended', () => {
+    expect(lost({ used_bytes: 2 * GIB, suspended_bytes: GIB })).toEqual([
+      FIRST,
+      'All variables of the kernel on gpu2 are lost, with their 3 GiB on its GPU or in its host memory.'
+    ]);
+  });
+
+  it.each([[NOTHING], [null]])('without bytes that are not there', more => {
+    expect(lost(more && { ...more, footprint_bytes: 0 })).toEqual([
+      FIRST,
+      'All variables of the kernel on gpu2 are lost.'
+    ]);
+  });
+
+  it('and a kernel that cannot be ended', () => {
+    expect(lost({ unreachable: 'gpu2 does not answer.' }).slice(2)).toEqual([
+      'gpu2 does not answer, so its kernel cannot be ended now. It may still run, and change the same files.'
+    ]);
+  });
+});
+
+describe('the restart', () => {
+  const changeKernel = jest.fn(() => Promise.resolve({ info: Promise.resolve({}) }));
+  const widget = {
+    sessionContext: {
+      session: { kernel: { id: 'kernel-a', name: 'gpupool-remote-python3' } },
+      changeKernel
+    }
+  } as unknown as Widget;
+
+  it('is another kernel of the same name', async () => {
+    const runAgain = jest.fn(() => Promise.resolve());
+    expect(await restart([widget], 'kernel-a', runAgain)).toBe(true);
+    expect(runAgain).toHaveBeenCalledTimes(1);
+    expect(changeKernel.mock.calls).toEqual([[{ name: 'gpupool-remote-python3' }]]);
+  });
+
+  it('does nothing for a kernel without a document', async () => {
+    changeKernel.mockClear();
+    const runAgain = jest.fn();
+    expect(await restart([widget], 'kernel-b', runAgain)).toBe(false);
+    expect(runAgain).not.toHaveBeenCalled();
+    expect(changeKernel).not.toHaveBeenCalled();
+  });
+});

@@ -1,0 +1,67 @@
+// Copyright (c) jupyter_gpupool developers.
+// Distributed under the terms of the Modified BSD License.
+
+/** A kernel of a cluster is started anew, on the machine that the cluster chooses now. */
+import type { ISessionContext } from '@jupyterlab/apputils';
+import type { TranslationBundle } from '@jupyterlab/translation';
+import type { Widget } from '@lumino/widgets';
+
+import { contextFor } from '../contexts';
+import type { IPoolModel } from '../tokens';
+import { bytes } from '../words';
+
+/** The machine of a kernel of this server, if that is another one; else empty. */
+export function machineOf(model: Pick<IPoolModel, 'view'>, kernelId: string): string {
+  return model.view?.remote_kernels?.[kernelId] ?? '';
+}
+
+/** What its restart elsewhere does and loses, a paragraph each. */
+export function losses(
+  trans: TranslationBundle,
+  model: Pick<IPoolModel, 'view' | 'session'>,
+  kernelId: string
+): string[] {
+  const session = model.session(kernelId);
+  const machine = machineOf(model, kernelId);
+  const held =
+    (session?.suspended_bytes ?? 0) +
+    (session?.used_bytes ?? session?.footprint_bytes ?? 0);
+  return [
+    trans.__(
+      'Another kernel starts on the machine that the cluster chooses now. A notebook runs again from its first cell.'
+    ),
+    held > 0
+      ? trans.__(
+          'All variables of the kernel on %1 are lost, with their %2 on its GPU or in its host memory.',
+          machine,
+          bytes(held)
+        )
+      : trans.__('All variables of the kernel on %1 are lost.', machine),
+    ...(session?.unreachable
+      ? [
+          trans.__(
+            '%1 does not answer, so its kernel cannot be ended now. It may still run, and change the same files.',
+            machine
+          )
+        ]
+      : [])
+  ];
+}
+
+/** Start another kernel for a document, and run it again; return whether there was one. */
+export async function restart(
+  widgets: Iterable<Widget>,
+  kernelId: string,
+  runAgain: (context: ISessionContext) => Promise<unknown>
+): Promise<boolean> {
+  const context = contextFor(widgets, kernelId);
+  const name = context?.session?.kernel?.name;
+  if (!context || name === undefined) {
+    return false;
+  }
+  // A restarted kernel stays on its machine, so this is another kernel.
+  const kernel = await context.changeKernel({ name });
+  await kernel?.info;
+  await runAgain(context);
+  return true;
+}
