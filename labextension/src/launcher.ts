@@ -93,15 +93,23 @@ function kernelOf(args: ReadonlyPartialJSONObject): string {
 
 type Item = ILauncher.IItemOptions;
 
-/** An item of JupyterLab for a pooled kernel becomes the pool's own, in the same place. */
-export function ownItem(model: Pick<IPoolModel, 'isPooled'>, item: Item): Item | null {
+/**
+ * An item of JupyterLab for a pooled kernel becomes the pool's own, in the same place.
+ *
+ * Not for a kernel on another machine: what is free here, or that there is no GPU, says nothing.
+ */
+export function ownItem(
+  model: Pick<IPoolModel, 'isPooled' | 'isRemote'>,
+  item: Item
+): Item | null {
   const name = item.args?.['kernelName'] ?? item.args?.['kernelPreference'];
   const kernel =
     typeof name === 'string' ? name : (name as { name?: unknown } | undefined)?.name;
   if (
     !CREATE.has(item.command) ||
     typeof kernel !== 'string' ||
-    !model.isPooled(kernel)
+    !model.isPooled(kernel) ||
+    model.isRemote(kernel)
   ) {
     return null;
   }

@@ -100,11 +100,18 @@ export class PoolModel implements IPoolModel {
   }
 
   isPooled(kernelName: string): boolean {
+    return this._provisioner(kernelName) === PROVISIONER || this.isRemote(kernelName);
+  }
+
+  isRemote(kernelName: string): boolean {
+    return this._provisioner(kernelName) === REMOTE_PROVISIONER;
+  }
+
+  private _provisioner(kernelName: string): string | undefined {
     const spec = this._services.kernelspecs.specs?.kernelspecs[kernelName];
     const stanza = spec?.metadata?.['kernel_provisioner'] as
       { provisioner_name?: string } | undefined;
-    const name = stanza?.provisioner_name;
-    return name === PROVISIONER || name === REMOTE_PROVISIONER;
+    return stanza?.provisioner_name;
   }
 
   session(kernelId: string): ISession | null {

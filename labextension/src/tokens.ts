@@ -67,6 +67,8 @@ export interface IPoolModel extends IDisposable {
   now(): number;
   /** Whether a kernelspec's kernels belong to the pool. */
   isPooled(kernelName: string): boolean;
+  /** Whether they start on the machine that the cluster chooses. */
+  isRemote(kernelName: string): boolean;
   /** The session of a kernel, if it is shown here. */
   session(kernelId: string): ISession | null;
   /** Fetch once, now; resolves with any answer, even that the broker is away. */

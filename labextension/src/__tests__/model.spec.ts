@@ -126,6 +126,8 @@ describe('requests and kernels', () => {
     expect(model.isPooled('gpupool-python3')).toBe(true);
     expect(model.isPooled('gpupool-ir')).toBe(true);
     expect(model.isPooled('gpupool-remote-python3')).toBe(true);
+    expect(model.isRemote('gpupool-remote-python3')).toBe(true);
+    expect(model.isRemote('gpupool-python3')).toBe(false);
     expect(model.isPooled('python3')).toBe(false);
     expect(model.isPooled('gpupool-none')).toBe(false);
   });

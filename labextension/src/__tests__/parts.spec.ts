@@ -11,7 +11,7 @@ import { Signal } from '@lumino/signaling';
 import type { IPool, ISession } from '../api';
 import { PoolClient } from '../api';
 import { History, INTERVAL } from '../history';
-import { explanation, launcherPlugin, otherKernel, tile } from '../launcher';
+import { explanation, launcherPlugin, otherKernel, ownItem, tile } from '../launcher';
 import { PoolModel } from '../model';
 import { IdleWarnings, warning } from '../notify';
 import { RunningSlices } from '../running';
@@ -328,6 +328,21 @@ describe('the launcher', () => {
     const told = explanation(trans, 'No driver. `jupyter gpupool doctor` says more.');
     expect(told.join(' ').match(/doctor/g)).toHaveLength(1);
     expect(told.join(' ')).toContain('GPUPOOL_EMULATE');
+  });
+
+  test('has no tile for a kernel on another machine', () => {
+    const model = {
+      isPooled: () => true,
+      isRemote: (kernel: string) => kernel === 'gpupool-remote-python3'
+    };
+    const item = (kernelName: string) => ({
+      command: 'notebook:create-new',
+      args: { kernelName }
+    });
+    expect(ownItem(model, item('gpupool-python3'))?.args).toMatchObject({
+      gpupoolKernel: 'gpupool-python3'
+    });
+    expect(ownItem(model, item('gpupool-remote-python3'))).toBeNull();
   });
 
   test('offers the plain kernel of the same language', () => {

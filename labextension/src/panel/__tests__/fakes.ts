@@ -114,6 +114,10 @@ export class FakeModel implements IPoolModel {
     return this.time;
   }
 
+  isRemote(): boolean {
+    return false;
+  }
+
   isPooled(): boolean {
     return true;
   }

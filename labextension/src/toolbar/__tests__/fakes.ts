@@ -69,6 +69,10 @@ export class FakeModel {
     return this.time;
   }
 
+  isRemote(): boolean {
+    return false;
+  }
+
   isPooled(name: string): boolean {
     return name === 'gpupool-python3';
   }
