@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
-from typing import Awaitable, Callable, TypeVar
+from typing import Any, Awaitable, Callable, TypeVar
 
 _T = TypeVar("_T")
 
@@ -49,22 +49,19 @@ async def in_own_thread(work: Callable[[], _T], name: str) -> _T:
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[_T] = loop.create_future()
 
-    def settle(found: _T | None, error: Exception | None) -> None:
-        if answer.done():
-            return
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(found)  # type: ignore[arg-type]
+    def settle(give: Callable[[Any], None], what: Any) -> None:
+        if not answer.done():
+            give(what)
 
     def run() -> None:
-        found, failed = None, None
+        give: Callable[[Any], None] = answer.set_result
+        what: Any
         try:
-            found = work()
+            what = work()
         except Exception as error:  # it is raised where the answer is awaited
-            failed = error
+            give, what = answer.set_exception, error
         with suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(settle, found, failed)
+            loop.call_soon_threadsafe(settle, give, what)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return await answer

@@ -65,6 +65,10 @@ VERSION = 1
 #: Most bytes of a request, with its newline: a ``hello`` with a thousand holds fits.
 MAX_REQUEST = 1 << 18
 
+#: Kernels in one question of a server to another machine: the answer has some 2 KiB for each, and
+#: must fit into a result that the agents carry.
+MOST_LOOKED = 16
+
 #: Most bytes of a line from the broker, with its newline. A longer line closes the connection.
 MAX_LINE = 1 << 24
 

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from ..cluster.identity import Authenticator, CheckedCredential, cannot, read_order
 from ..errors import Code, GPUPoolError, RefusedError
 from ..procfs import ProcessId, alive, identify
-from ..protocol import Message, decode, encode, error_message
+from ..protocol import MOST_LOOKED, Message, decode, encode, error_message
 from . import nss
 from .configuration import Configuration
 from .core import Core
@@ -47,8 +47,6 @@ MOST_BYTES = 1 << 17
 #: Ended kernels whose exit codes are known.
 KEPT = 1000
 
-#: Kernels in one question for their sessions: the answer must fit into a letter.
-MOST_LOOKED = 16
 #: What a user may ask this broker about a kernel here from another machine.
 _TOLD = frozenset({"release", "keep", "request", "why", "elsewhere"})
 
@@ -217,7 +215,7 @@ class Hosting:
             return self._poll(key)
         if do == "look":
             return await self._look(found.uid, order.get("kernels"))
-        if do == "tell" and order.get("request") not in _TOLD:
+        if do == "tell" and str(order.get("request")) not in _TOLD:
             raise RefusedError(
                 f"Another machine may not send {str(order.get('request'))[:40]!r}.",
                 code=Code.BAD_REQUEST,

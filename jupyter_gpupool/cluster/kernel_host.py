@@ -247,9 +247,10 @@ def give_up_protection(path: Path = Path("/proc/self/oom_score_adj")) -> None:
 def main() -> int:
     """Read an order, and carry it out."""
     message = json.loads(sys.stdin.readline())
-    becomes = None
+    becomes, fault = None, "The order could not be carried out"
     try:
         if message["order"]["do"] == "start":
+            fault = "The kernel could not be prepared"
             command, env, answer, log = start(message)
             becomes = command, env, log
         else:
@@ -260,7 +261,7 @@ def main() -> int:
     except (
         KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, OSError
     ) as error:  # fmt: skip
-        text = f"The kernel could not be prepared: {type(error).__name__}: {error}."
+        text = f"{fault}: {type(error).__name__}: {error}."
         line = encode(error_message(GPUPoolError(text, code=Code.BAD_REQUEST), None))
     sys.stdout.buffer.write(line)
     sys.stdout.flush()

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Kernels of this server on other machines: the sessions that their brokers have for them.
 
-A question goes through the brokers and agents of both machines, so a machine is asked at most once
-a second, and never again before it has answered. A machine that does not answer keeps its last
-sessions, marked as such, because its kernels probably run on.
+Brokers and agents of both machines carry each question. So the server asks a machine at most once a
+second, and not again before the last question has ended. A machine that does not answer keeps its
+last sessions, marked as such, because its kernels probably run on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 
 from ..deadlines import within
 from ..errors import Code, GPUPoolError, RefusedError
-from ..protocol import Message
+from ..protocol import MOST_LOOKED, Message
 from .views import View
 
 #: Least seconds between two questions to a machine.
@@ -25,11 +25,13 @@ LEAST = 1.0
 #: Seconds for an answer. The broker here waits longer for one that gets lost on its way.
 PATIENCE = 10.0
 
-#: Kernels in one question: the answer must fit into a letter between two machines.
-MOST_LOOKED = 16
-
 #: A machine's clock counts as changed if it moved by so many seconds: a message takes some time.
 MOVED = 0.5
+
+#: What the views read of each session.
+_NEEDED = frozenset(
+    {"id", "kernel_id", "owner", "label", "state", "granted_bytes", "slices", "devices", "request"}
+)
 
 #: Fields that are points in time on the clock of the machine.
 _TIMES = ("opened_at", "idle_since", "leaves_at", "queued_at", "keep_until", "recall_at")
@@ -104,13 +106,18 @@ class _MachineAnswers:
                 answer = await within(kernels[part[0]].look(part), PATIENCE)
                 sessions += list(answer["sessions"])
                 gpus.update({gpu["uuid"]: gpu for gpu in answer["gpus"]})
+            for session in sessions:
+                # Raises here, and not in each view, if it has another form.
+                self._shown(session, 0.0)
             self._now, self._heard = float(answer["now"]), time.monotonic()
             self._sessions, self._gpus = sessions, [*gpus.values()]
             self._silent = ""
         except asyncio.TimeoutError:
             self._silent = f"{self._node} has not answered for {PATIENCE:g} s."
         except GPUPoolError as error:
-            self._silent = error.message
+            # A busy machine is not a silent one, unless that lasts.
+            if error.code is not Code.TOO_MANY or time.monotonic() - self._heard > PATIENCE:
+                self._silent = error.message
         except Exception:
             # Another version's answer must not end the watch.
             self._silent = f"{self._node} gave an answer that this server cannot read."
@@ -121,6 +128,8 @@ class _MachineAnswers:
             self._changed()
 
     def _shown(self, session: Mapping[str, Any], shift: float) -> View:
+        if not session.keys() >= _NEEDED:
+            raise KeyError(*(_NEEDED - session.keys()))
         times: View = {
             name: round(float(session[name]) + shift, 3)
             for name in _TIMES

@@ -17,6 +17,7 @@ from jupyter_gpupool.broker import hosting
 from jupyter_gpupool.broker.hosting import Account, Hosting
 from jupyter_gpupool.broker.messages.remote import MOST_HERE, RemoteMessages
 from jupyter_gpupool.cluster.identity import CheckedCredential, order_text
+from jupyter_gpupool.protocol import MOST_LOOKED
 from tests.broker.kit import wait_until
 
 from .kit import is_alive
@@ -196,10 +197,11 @@ def test_a_server_sees_the_kernels_of_its_user_that_it_names(broker):
 
 def test_a_server_may_not_ask_for_anything_else(broker):
     answers = asyncio.run(perform(
-        broker, order("look"), order("look", kernels=["k"] * (hosting.MOST_LOOKED + 1)),
+        broker, order("look"), order("look", kernels=["k"] * (MOST_LOOKED + 1)),
         order("tell", request="shutdown", session="s", fields={}), order("tell"),
+        order("tell", request=["release"]),
     ))  # fmt: skip
-    assert [answer["code"] for answer in answers] == ["bad-request"] * 4
+    assert [answer["code"] for answer in answers] == ["bad-request"] * 5
 
 
 def test_malformed_orders_are_answered(broker):

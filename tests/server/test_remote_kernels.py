@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from jupyter_gpupool.errors import Code, RefusedError
+from jupyter_gpupool.protocol import MOST_LOOKED
 from jupyter_gpupool.server import remote_kernels
-from jupyter_gpupool.server.remote_kernels import MOST_LOOKED, RemoteKernels
+from jupyter_gpupool.server.remote_kernels import RemoteKernels
 
 #: The other machine's clock is so far ahead of ours.
 AHEAD = 50.0
@@ -26,10 +27,12 @@ class Kernel:
         self.now, self.sessions, self.fails = 1000.0 + AHEAD, [], None
         self.asked, self.told = [], []
         self.hold = None
+        self.named = lambda _: False
 
     def has(self, kernel, **more):
         self.sessions.append({
             "id": f"s-{kernel}", "kernel_id": kernel, "owner": "me", "state": "idle",
+            "label": "", "granted_bytes": 8, "slices": [], "request": {},
             "devices": ["G"], "queue_position": None, "queue_length": 7, "expected": None,
             "opened_at": self.now - 10, "leaves_at": self.now + 20, "keep_until": None,
             "busy_seconds": 3.0, **more,
@@ -43,7 +46,7 @@ class Kernel:
         if self.fails is not None:
             raise self.fails
         gpus = [{"uuid": "G", "index": 0, "name": "a GPU", "emulated": False}]
-        found = [s for s in self.sessions if s["kernel_id"] in kernels]
+        found = [s for s in self.sessions if self.named(s) or s["kernel_id"] in kernels]
         return {"now": self.now, "sessions": found, "gpus": gpus}
 
     async def tell(self, request, session, fields):
@@ -131,13 +134,32 @@ def test_a_silent_machine_keeps_its_kernels_and_is_named(clock):
     asyncio.run(run())
 
 
+def test_a_busy_machine_is_not_called_silent_unless_that_lasts(clock):
+    async def run():
+        scene = Scene(clock, k=(kernel := Kernel().has("k")))
+        await scene.ask()
+        kernel.fails = RefusedError("gpu2 carries out too many orders.", code=Code.TOO_MANY)
+        (row,) = await scene.ask()
+        assert row["unreachable"] == ""
+        clock[0] += remote_kernels.PATIENCE
+        (row,) = await scene.ask()
+        assert row["unreachable"] == kernel.fails.message
+
+    asyncio.run(run())
+
+
 def test_an_answer_of_another_version_does_not_end_the_watch(clock):
     async def run():
         scene = Scene(clock, k=(kernel := Kernel().has("k")))
         await scene.ask()
-        kernel.fails = KeyError("sessions")
+        for session in ({}, {**kernel.sessions[0], "opened_at": "x"}, 7):
+            kernel.sessions[1:] = [session]
+            kernel.named = lambda _: True
+            (row,) = await scene.ask()
+            assert row["unreachable"] == "gpu2 gave an answer that this server cannot read."
+        del kernel.sessions[1:]
         (row,) = await scene.ask()
-        assert row["unreachable"] == "gpu2 gave an answer that this server cannot read."
+        assert row["unreachable"] == ""
 
     asyncio.run(run())
 
@@ -148,7 +170,7 @@ def test_no_second_question_within_a_second_or_before_an_answer(clock):
         kernel.hold = asyncio.Event()
         first = asyncio.create_task(scene.asked())
         while not kernel.asked:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # until the question has begun
         clock[0] += 60
         scene.remote.ask()
         kernel.hold.set()
@@ -213,7 +235,7 @@ def test_a_request_goes_to_the_machine_of_its_session(clock):
         assert await scene.remote.tell("keep", "s-other", {"seconds": 60}) == {"note": "done"}
         assert far.told == [("keep", "s-other", {"seconds": 60})]
         assert scene.kernels["k"].told == []
-        # Its machine is asked again at once: the answer changes what people see.
+        # The server asks that machine again at once, because the answer changes what people see.
         await scene.asked()
         assert (len(far.asked), len(scene.kernels["k"].asked)) == (2, 1)
 

@@ -244,7 +244,7 @@ describe('a kernel on another machine', () => {
     ]);
   });
 
-  it('is asked for until its machine has answered', () => {
+  it('says that its machine has not answered yet', () => {
     const it = at({}, { sessions: [] });
     expect([it.kind, it.said.text]).toEqual(['asking', 'Asking gpu2…']);
   });
