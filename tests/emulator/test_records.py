@@ -18,7 +18,7 @@ from tests.emulator import parity
 
 def _record(*options, **variables):
     env = {**{k: v for k, v in os.environ.items() if k != "EMUCUDA_MACHINE"}, **variables}
-    done = process.run(str(library_dir()), *options, env=env, timeout=110)
+    done = process.run(str(library_dir()), *options, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
