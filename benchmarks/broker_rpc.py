@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import budget, summary
+from benchmarks.common import budget, pss, rss, summary
 from jupyter_gpupool.client import Client
 
 MiB = 1 << 20
@@ -391,22 +391,6 @@ def all_give_back(members: Sequence[Member]) -> None:
         member.tell("give_back")
     for member in members:
         member.told()
-
-
-def rss(pid: int) -> int:
-    """Return the resident bytes of a process."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def pss(pid: int) -> int:
-    """Return the bytes of a process, with its part of shared memory."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def cpu(pid: int) -> float:

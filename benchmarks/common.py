@@ -126,6 +126,22 @@ def _memory_total() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def rss(pid: int) -> int:
+    """Return the resident bytes of a process."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def pss(pid: int) -> int:
+    """Return the bytes of a process, with its part of shared memory."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 def machine_facts(devices: Sequence[str] = ()) -> dict[str, Any]:
     """Return the facts of the machine for readers, without its name, users and paths.
 

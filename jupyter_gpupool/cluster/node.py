@@ -92,6 +92,8 @@ def raylet_command(join: str, port: int, name: str) -> list[str]:
         "--num-gpus=0", "--num-cpus=1", f"--object-store-memory={STORE}",
         "--resources=" + json.dumps({"gpupool": 1}), "--labels", f"gpupool-node={name}",
         "--disable-usage-stats", "--dashboard-agent-listen-port=0", "--metrics-export-port=0",
+        # It would send what processes print to drivers, and none of these drivers listens.
+        "--include-log-monitor=false",
     ]  # fmt: skip
 
 

@@ -11,6 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -169,6 +171,40 @@ def test_a_killed_node_leaves_no_raylet_behind(cluster):
     wait_until(lambda: not any(map(is_alive, started)), "raylet and agent to end")
     node.start()
     wait_until(lambda: states(cluster) == {"present"}, "the machine to be back")
+
+
+#: Seconds of the pause: ten times what Ray waits before it calls a machine dead.
+PAUSE = 60.0
+
+
+def raylet_of(node):
+    """Return the process of a machine's raylet."""
+    family_of_node = family(node.process.pid)
+    (found,) = [p for p in family_of_node if Path(f"/proc/{p}/comm").read_text() == "raylet\n"]
+    return found
+
+
+def test_a_raylet_stopped_for_a_minute_costs_no_slice(cluster):
+    first, second, third = two_and_a_third(cluster)
+    node = cluster.agents["m1"]
+    raylet = raylet_of(node)
+    os.kill(raylet, signal.SIGSTOP)
+    try:
+        until = time.monotonic() + PAUSE
+        while time.monotonic() < until:
+            assert (cluster.attached(), third.state()) == (QUOTA, "queued")
+            time.sleep(0.5)
+    finally:
+        os.kill(raylet, signal.SIGCONT)
+    # Ray has given the machine to others as dead, so the raylet ends, and `node` with it.
+    assert node.process.wait(60) == 1
+    assert (cluster.attached(), third.state()) == (QUOTA, "queued")
+    node.start()  # as its service does
+    wait_until(lambda: states(cluster) == {"present"}, "the machine to be back", 120)
+    assert second.state() in ("active", "idle")
+    assert (cluster.attached(), third.state()) == (QUOTA, "queued")
+    first.close()
+    third.do("got", hold="cell")
 
 
 def test_a_machine_drains_and_comes_back_by_ray(cluster):

@@ -108,15 +108,23 @@ function NoDevice(props: {
 }): React.ReactElement {
   const { trans } = useTools();
   const reason = props.view?.problem || props.found.reason;
+  // A kernel on another machine has a GPU there, so "no GPU" would be false for it.
+  const remote = Object.keys(props.view?.remote_kernels ?? {}).length > 0;
   return (
     <div className="jp-gpupool-empty">
-      <strong>{trans.__('No GPU found')}</strong>
+      <strong>
+        {remote ? trans.__('No GPU on this machine') : trans.__('No GPU found')}
+      </strong>
       {reason && (
         <p>
           <Marked line={reason} />
         </p>
       )}
-      <p>{trans.__('Kernels of the pool do not start here; others do.')}</p>
+      <p>
+        {remote
+          ? trans.__('Your pooled kernels run on other machines, on the GPUs there.')
+          : trans.__('Kernels of the pool do not start here; others do.')}
+      </p>
     </div>
   );
 }

@@ -223,6 +223,14 @@ describe('the header', () => {
     screen.getByRole('region', { name: 'Host memory' });
   });
 
+  it('does not call the pool empty while a kernel runs on another machine', () => {
+    const remote_kernels = { 'kernel-a': 'gpu2' };
+    show(pool([], [], { problem: 'No driver.', remote_kernels }));
+    screen.getByText('No GPU on this machine');
+    screen.getByText('Your pooled kernels run on other machines, on the GPUs there.');
+    expect(screen.queryByText('No GPU found')).toBeNull();
+  });
+
   it('explains it before the first request, from the page', () => {
     show(null, {
       live: false,

@@ -1,0 +1,109 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Memory that a machine needs to be in a cluster, against that of its broker in the same run.
+
+Three machines are processes of this host: with Ray in the environment ``jupyter gpupool node`` on
+each, otherwise an agent on each and a ledger behind a unix socket. Memory that processes share
+counts once on a real machine. Here, processes of several machines share it, so what one machine
+needs is between ``pss_bytes`` (each page divided among all processes of this host that have it) and
+``rss_bytes`` (each page counted for every process that has it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import pss, rss
+from tests.broker.kit import remove, short_folder, wait_until
+from tests.cluster.kit import Cluster, family
+
+#: Words of a command line, and the part of a machine that it belongs to; the first that fits.
+PARTS = (
+    ("cluster.ray_agent", "agent"),
+    ("cluster.agent_service", "agent"),
+    ("gcs_server", "Ray's head"),
+    ("jupyter_gpupool.cli", "node"),
+    ("ray", "raylet and what it starts"),
+)
+
+#: Kernels with a slice while the memory is read.
+KERNELS = 2
+
+
+def cluster_class() -> tuple[str, type[Cluster]]:
+    """Return what carries the reports, and the class of such a cluster."""
+    if importlib.util.find_spec("ray") is not None:
+        from tests.cluster.test_ray import RayCluster
+
+        return "Ray", RayCluster
+    return "a unix socket", Cluster
+
+
+def part_of(pid: int) -> str:
+    """Return which part of a machine a process is."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    return next((part for word, part in PARTS if word in words), "other")
+
+
+def parts_of(process: Any) -> dict[str, dict[str, int]]:
+    """Return the memory of a process and its descendants by part, in bytes."""
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for pid in family(process.pid):
+        try:
+            part, taken = part_of(pid), {"pss_bytes": pss(pid), "rss_bytes": rss(pid)}
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended meanwhile
+        for field, value in taken.items():
+            found[part][field] += value
+    return {part: dict(values) for part, values in sorted(found.items())}
+
+
+def machines(cluster: Cluster) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each machine with the memory of its broker and of its part of the cluster."""
+    for name in cluster.names:
+        parts = parts_of(cluster.agents[name].process)
+        broker = parts_of(cluster.brokers[name].process)
+        yield (
+            name,
+            {
+                "broker": total(broker),
+                "cluster": total(parts),
+                "parts": parts,
+                "ratio_pss": total(parts)["pss_bytes"] / total(broker)["pss_bytes"],
+            },
+        )
+
+
+def total(parts: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Return the sum of all parts."""
+    return {f: sum(part[f] for part in parts.values()) for f in ("pss_bytes", "rss_bytes")}
+
+
+def main(argv: Sequence[str] = ()) -> dict[str, Any]:
+    """Run, and return bytes by machine and part."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="no difference: one look is enough")
+    parser.parse_args(argv)
+    carrier, make = cluster_class()
+    folder = short_folder()
+    cluster = make(folder)
+    try:
+        cluster.start()
+        for name in cluster.names[:KERNELS]:
+            cluster.kernel(name).attach()
+        wait_until(lambda: cluster.attached() == KERNELS, "the slices")
+        found = dict(machines(cluster))
+    finally:
+        cluster.close()
+        remove(folder)
+    return {
+        "what": "bytes of a machine's broker, and of what makes the machine part of a cluster",
+        "emulated": True,
+        "carried_by": carrier,
+        "machines": found,
+    }
