@@ -3,10 +3,10 @@
 """Memory that a machine needs to be in a cluster, against that of its broker in the same run.
 
 Three machines are processes of this host: with Ray in the environment ``jupyter gpupool node`` on
-each, otherwise an agent on each and a ledger behind a unix socket. Memory that processes share
-counts once on a real machine. Here, processes of several machines share it, so what one machine
-needs is between ``pss_bytes`` (each page divided among all processes of this host that have it) and
-``rss_bytes`` (each page counted for every process that has it).
+each, otherwise an agent on each and a ledger behind a unix socket. Processes of one
+machine share memory, which that machine holds once. Here, processes of all three share it, so the
+true figure of one machine is between two: ``pss_bytes`` divides each page among all processes of
+this host that have it, and ``rss_bytes`` counts each page in every process that has it.
 """
 
 from __future__ import annotations

@@ -193,10 +193,10 @@ def test_a_raylet_stopped_for_a_minute_costs_no_slice(cluster):
         until = time.monotonic() + PAUSE
         while time.monotonic() < until:
             assert (cluster.attached(), third.state()) == (QUOTA, "queued")
-            time.sleep(0.5)
+            time.sleep(0.5)  # the minute is what is tested; this only spaces the looks
     finally:
         os.kill(raylet, signal.SIGCONT)
-    # Ray has given the machine to others as dead, so the raylet ends, and `node` with it.
+    # Ray has called the machine dead meanwhile, so the raylet ends, and `node` with it.
     assert node.process.wait(60) == 1
     assert (cluster.attached(), third.state()) == (QUOTA, "queued")
     node.start()  # as its service does
