@@ -3,9 +3,9 @@
 """Memory that a machine needs to be in a cluster, against that of its broker in the same run.
 
 Three machines are processes of this host: with Ray in the environment ``jupyter gpupool node`` on
-each, otherwise an agent on each and a ledger behind a unix socket. Processes of one
-machine share memory, which that machine holds once. Here, processes of all three share it, so the
-true figure of one machine is between two: ``pss_bytes`` divides each page among all processes of
+each, otherwise an agent on each and a ledger behind a unix socket. Processes of one machine share memory,
+which that machine holds once. Here, processes of all three share it, so the true figure of one
+machine is between two: ``pss_bytes`` divides each page among all processes of
 this host that have it, and ``rss_bytes`` counts each page in every process that has it.
 """
 
@@ -28,14 +28,14 @@ PARTS = (
     ("cluster.agent_service", "agent"),
     ("gcs_server", "Ray's head"),
     ("jupyter_gpupool.cli", "node"),
-    ("ray", "raylet and what it starts"),
+    ("ray", "raylet and what it starts"),  # raylet, its agents, ray::IDLE
 )
 
 #: Kernels with a slice while the memory is read.
 KERNELS = 2
 
 
-def cluster_class() -> tuple[str, type[Cluster]]:
+def carrier_and_class() -> tuple[str, type[Cluster]]:
     """Return what carries the reports, and the class of such a cluster."""
     if importlib.util.find_spec("ray") is not None:
         from tests.cluster.test_ray import RayCluster
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="no difference: one look is enough")
     parser.parse_args(argv)
-    carrier, make = cluster_class()
+    carrier, make = carrier_and_class()
     folder = short_folder()
     cluster = make(folder)
     try:
