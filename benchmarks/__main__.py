@@ -11,6 +11,7 @@ import argparse
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,9 @@ HERE = Path(__file__).parent
 
 #: Longest time of a benchmark in seconds; a hang is a failure.
 TIMEOUT = 1800
+
+#: Seconds in which an interrupted benchmark must have ended what it started.
+ENDING = 60
 
 #: Runs in the child: prints nothing itself, and writes the dict to a file.
 CHILD = """
@@ -47,23 +51,37 @@ def find() -> list[str]:
     return names
 
 
+def end(child: subprocess.Popen[bytes]) -> None:
+    """End a benchmark that still runs, by Ctrl-C, so that it ends its own brokers and clusters."""
+    if child.poll() is None:
+        child.send_signal(signal.SIGINT)
+        try:
+            child.wait(ENDING)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
 def run(name: str, quick: bool) -> dict[str, Any] | str:
     """Run one benchmark in a child process; return its result, or why there is none."""
     with tempfile.TemporaryDirectory(prefix="gpb") as folder:
         out = Path(folder) / "result.json"
         argv = ["--quick"] if quick else []
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, name, str(out), *argv],
+            cwd=HERE.parent,
+            env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+            # Ctrl-C of a terminal would reach it beside the one of end(), and interrupt its end.
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                [sys.executable, "-c", CHILD, name, str(out), *argv],
-                cwd=HERE.parent,
-                env={**os.environ, "PYTHONPATH": str(HERE.parent)},
-                timeout=TIMEOUT,
-                check=False,
-            )
+            code = child.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
             return f"did not end within {TIMEOUT} s"
-        if done.returncode != 0 or not out.exists():
-            return f"ended with exit code {done.returncode}"
+        finally:
+            end(child)
+        if code != 0 or not out.exists():
+            return f"ended with exit code {code}"
         result = json.loads(out.read_text())
     return result if isinstance(result, dict) else f"returned {type(result).__name__}, not a dict"
 

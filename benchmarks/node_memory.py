@@ -3,9 +3,9 @@
 """Memory that a machine needs to be in a cluster, against that of its broker in the same run.
 
 Three machines are processes of this host: with Ray in the environment ``jupyter gpupool node`` on
-each, otherwise an agent on each and a ledger behind a unix socket. Processes of one machine share memory,
-which that machine holds once. Here, processes of all three share it, so the true figure of one
-machine is between two: ``pss_bytes`` divides each page among all processes of
+each, otherwise an agent on each and a ledger behind a unix socket. Processes of one machine share
+memory, which that machine holds once. Here, processes of all three share it, so the true figure of
+one machine is between two: ``pss_bytes`` divides each page among all processes of
 this host that have it, and ``rss_bytes`` counts each page in every process that has it.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,9 @@ PARTS = (
 
 #: Kernels with a slice while the memory is read.
 KERNELS = 2
+
+#: Seconds between two looks, and the part of a machine's bytes by which they may differ.
+BETWEEN, CHANGE = 5.0, 0.01
 
 
 def carrier_and_class() -> tuple[str, type[Cluster]]:
@@ -79,6 +83,20 @@ def machines(cluster: Cluster) -> Iterator[tuple[str, dict[str, Any]]]:
         )
 
 
+def settled(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    """Return :func:`machines` once no machine's part grows: Ray starts its helpers late."""
+    looks: list[dict[str, dict[str, Any]]] = [dict(machines(cluster))]
+
+    def rests() -> bool:
+        time.sleep(BETWEEN)
+        looks.append(dict(machines(cluster)))
+        before, now = ([m["cluster"]["pss_bytes"] for m in look.values()] for look in looks[-2:])
+        return all(abs(b - a) <= CHANGE * a for a, b in zip(before, now, strict=True))
+
+    wait_until(rests, "the memory of all machines to stay the same", 120)
+    return looks[-1]
+
+
 def total(parts: dict[str, dict[str, int]]) -> dict[str, int]:
     """Return the sum of all parts."""
     return {f: sum(part[f] for part in parts.values()) for f in ("pss_bytes", "rss_bytes")}
@@ -97,7 +115,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         for name in cluster.names[:KERNELS]:
             cluster.kernel(name).attach()
         wait_until(lambda: cluster.attached() == KERNELS, "the slices")
-        found = dict(machines(cluster))
+        found = settled(cluster)
     finally:
         cluster.close()
         remove(folder)
