@@ -56,6 +56,12 @@ export async function session(kernelId: string): Promise<ISessionStatus | undefi
 /** Options of the broker, as `c.GPUPool` has them. */
 export type Options = Readonly<Record<string, unknown>>;
 
+/**
+ * For tests in which others wait while a cell works: a busy machine may give its process no
+ * processor for a second, and a kernel that made no CUDA call in a second counts as idle.
+ */
+export const STAYS_BUSY = { quiet_after: 10 };
+
 /** A neighbour on the pool that has `gib` of a device, and keeps working until told to rest. */
 export function neighbour(
   name: string,

@@ -3,7 +3,7 @@
 
 /** The chip beside the kernel's name, through every state; see `src/words.ts`. */
 import { expect, test } from '../lab';
-import { ask, neighbour, session, uses, Work } from '../pool';
+import { ask, neighbour, session, STAYS_BUSY, uses, Work } from '../pool';
 
 test.beforeEach(async () => {
   await ask('fresh');
@@ -61,7 +61,10 @@ test('no GPU, slice, idle, host memory, and back', async ({ lab }) => {
 });
 
 test('two notebooks compete for one device', async ({ lab }) => {
-  await ask('fresh', { emulate: '1x8GiB,context=256MiB,bandwidth=2GiB/s' });
+  await ask('fresh', {
+    ...STAYS_BUSY,
+    emulate: '1x8GiB,context=256MiB,bandwidth=2GiB/s'
+  });
   const first = await lab.notebook('first');
   const work = new Work('first');
   await first.run(work.code, false);

@@ -4,13 +4,14 @@
 /** Groups, shares, budgets and preemption as a user of JupyterLab sees them. */
 import { faults } from '../axe';
 import { expect, type Notebook, test } from '../lab';
-import { ask, neighbour, session, uses, Work } from '../pool';
+import { ask, neighbour, session, STAYS_BUSY, uses, Work } from '../pool';
 
 const ONE = { emulate: '1x8GiB,context=256MiB,bandwidth=2GiB/s' };
 
 test('a preempted cell says so, why, and when it goes on', async ({ lab }) => {
   await ask('fresh', {
     ...ONE,
+    ...STAYS_BUSY,
     priority_classes: { batch: 0, interactive: 10 },
     default_priority: 'batch'
   });
@@ -111,6 +112,7 @@ test('three people in two groups: popover, command and magic tell the same', asy
 }) => {
   await ask('fresh', {
     ...ONE,
+    ...STAYS_BUSY,
     default_memory: 3 * 2 ** 30,
     default_limit: null,
     groups: {

@@ -4,10 +4,11 @@
 /** What a user can do where a cell waits: in the cell itself, and in the popover. */
 import { faults } from '../axe';
 import { expect, test, type Lab, type Notebook } from '../lab';
-import { ask, GiB, session, uses, Work } from '../pool';
+import { ask, GiB, session, STAYS_BUSY, uses, Work } from '../pool';
 
 /** One device: a notebook of 4 GiB leaves 4 GiB. */
 const ONE = {
+  ...STAYS_BUSY,
   emulate: '1x8GiB,context=256MiB,bandwidth=2GiB/s',
   default_memory: 4 * GiB,
   default_limit: null,
