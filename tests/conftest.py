@@ -190,6 +190,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[LONG] = {longruns.name_of(item.nodeid) for item in long}
 
 
+def pytest_report_teststatus(report) -> tuple[str, str, str] | None:
+    """Name a failed test in the progress line: the report comes minutes later, when all end."""
+    if not report.failed:
+        return None
+    kind = "failed" if report.when == "call" else "error"
+    return kind, f"\n{kind}: {report.nodeid}\n", kind.upper()
+
+
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     """Write the results of ``make test-long`` into the table."""
     if not config.getoption("--note-long"):
